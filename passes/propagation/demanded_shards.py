@@ -22,57 +22,71 @@ FACTORIES = parse_overloads("full ones zeros")
 
 
 def shard_demanded(plan: PlacementPlan, gm: GraphModule, axes: Axes, n: int, starts_sequences: bool) -> None:
-    """Shard replicated values that are only demanded as one shard, if this saves memory.
+    """Change the plan: compute only a shard of replicated values of which all users read the same shard.
 
-    These are constants with one value, such as zeros, and squares: values with a row and a column for every position,
-    such as masks of attention, that are computed from replicated operands.
+    This saves memory for constants with one value, such as zeros, and for squares, such as masks: values with a row and
+    a column for every position, computed from replicated operands.
+
+    Args:
+        plan: The plan of the graph, which is changed.
+        gm: The graph.
+        axes: The axes of the graph.
+        n: The number of ranks.
+        starts_sequences: True if replicated values other than constants may be sharded.
     """
-    for node in reversed(gm.graph.nodes):
-        if not (node.target in FACTORIES or (starts_sequences and n > 1 and _is_equal_everywhere(plan, node))):
-            continue
-        demanded = {p for user in node.users for p in demanded_placements(node, user, plan) or [REPLICATE]}
-        shard = next(iter(demanded), None)
-        if len(demanded) != 1 or not isinstance(shard, Shard):  # all reads must demand the same shard
-            continue
+    for node in reversed(gm.graph.nodes):  # users first: a node that becomes sharded demands shards of its operands
         is_constant = node.target in FACTORIES
-        if is_constant or _is_square(axes, node, shard):
-            step = NodeStep((), (shard,)) if is_constant else _shard_result(plan, node, shard, n)
-            if step is not None and step.wants is not None:
-                plan.wants[node], plan.placements[node] = step.wants, step.results
+        if not is_constant and not (starts_sequences and n > 1 and _is_equal_everywhere(plan, node)):
+            continue
+        # A user that does not run on shards reads all rows.
+        demanded = {p for user in node.users for p in demanded_placements(node, user, plan) or [REPLICATE]}
+        if len(demanded) != 1:
+            continue
+        (shard,) = demanded
+        if not isinstance(shard, Shard) or not (is_constant or _is_square(axes, node, shard)):
+            continue
+        step = NodeStep((), (shard,)) if is_constant else _shard_result(plan, node, shard, n)
+        if step is not None and step.wants is not None:
+            plan.wants[node], plan.placements[node] = step.wants, step.results
 
 
 def _is_equal_everywhere(plan: PlacementPlan, node: Node) -> bool:
-    """Return True if every rank computes the same value at a node, without draws and writes."""
+    """Return True for an op whose replicated result every rank may compute in part: no draw, write or exchange."""
     if node.op != "call_function" or not is_tensor(node) or node in plan.wants or plan.of(node) != REPLICATE:
         return False
     return transfer_of(node.target) is None and not is_written(node) and not is_random(node)
 
 
 def _is_square(axes: Axes, node: Node, shard: Shard) -> bool:
-    """Return True if a value has another dim for the positions of its sharded dim."""
-    sequence_dims, shape = axes.sequence_dims(node), node_shape(node)
+    """Return True if a value has a second dim that is a sequence, or is as long as its sharded dim."""
+    sequence_dims = axes.sequence_dims(node)
     return any(
         d != shard.dim and (d in sequence_dims or is_same_size(size, shard.frame.length))
-        for d, size in enumerate(shape)
+        for d, size in enumerate(node_shape(node))
     )
 
 
 def _shard_result(plan: PlacementPlan, node: Node, shard: Shard, n: int) -> NodeStep | None:
-    """Return the step of a node with replicated operands that computes one shard of its result, or None."""
+    """Return the step (placements of operands and results) with which a node computes only a shard of its result.
+
+    The result is None if its operands are not all replicated, or if its rule does not pass the sharded dim.
+    """
     call, rule = lookup_rule(node) or (None, None)
     if call is None or rule is None or rule.operand_placements is not None or rule.lenders:
         return None
     if node_info(node).no_rule is not None or any(plan.of(x) != REPLICATE for x in call.operands):
         return None
-    factor, base = rule.local_part(rule.results[0], shard)
+    factor, shard_of_factor = rule.local_part(rule.results[0], shard)
     if not factor or rule.kind(factor) != "pass":
         return None
-    return shard_factor(call, rule, [REPLICATE] * len(call.operands), factor, base, n, ())
+    return shard_factor(call, rule, [REPLICATE] * len(call.operands), factor, shard_of_factor, n, ())
 
 
 def demanded_placements(node: Node, user: Node, plan: PlacementPlan) -> list[Placement]:
-    """Return the placements in which a user on shards reads a node, one for each read."""
-    if user not in plan.wants or transfer_of(user.target) is not None:
+    """Return the placements in which a user reads a node, one for each read; [] if the user does not run on shards."""
+    if user not in plan.wants or transfer_of(user.target) is not None:  # exchanges are written for one placement
         return []
     call, _ = lookup_rule(user) or (None, None)
-    return [want for x, want in zip(call.operands, plan.wants[user]) if x is node] if call is not None else []
+    if call is None:
+        return []
+    return [want for x, want in zip(call.operands, plan.wants[user]) if x is node]

@@ -25,11 +25,14 @@ from sp_compile.passes.sharding.window_rules import place_window
 def shard_of_factor(
     rule: BoundRule, base: Shard, dims: Dims, shape: Sequence[Size], factor: str, n: int
 ) -> Shard | None:
-    """Return the placement of an operand or result if `factor` is sharded as in `base`, or None.
+    """Return the placement of an operand or result if a factor that it shares with another tensor is sharded.
+
+    For "b s d, d e -> b s e" and x sharded along s, the result is sharded along its s, and the weight, which has no s,
+    has no such placement (None). The result is also None if the tensor has the factor in another, unsuitable length.
 
     Args:
         rule: The rule of the op.
-        base: The placement of another tensor with the factor.
+        base: The placement of the other tensor: a shard of the factor.
         dims: The tensor's dims in the rule.
         shape: The tensor's shape.
         factor: The name of the factor.
@@ -40,7 +43,7 @@ def shard_of_factor(
             return _transfer_shard(base, i, shape[i], n)
         if factor in dim_factors(dim):  # one of several factors of the dim
             factor_shard = _transfer_shard(base, i, rule.extents[factor], n)
-            return factor_shard and rule.dim_shard(dim, factor, factor_shard)
+            return rule.dim_shard(dim, factor, factor_shard) if factor_shard is not None else None
     return None
 
 
@@ -54,7 +57,9 @@ def _transfer_shard(base: Shard, dim: int, extent: Size, n: int) -> Shard | None
         return base.on_dim(dim)
     base_extent = size_product((base.outer, base.frame.size, base.inner))
     is_contiguous = base.frame.order.is_in_order and base.frame.is_exact(n) and is_same_size(base.outer, 1)
-    return Shard(dim, Frame.full(extent)) if is_contiguous and divides(n, base_extent) and divides(n, extent) else None
+    if is_contiguous and divides(n, base_extent) and divides(n, extent):
+        return Shard(dim, Frame.full(extent))
+    return None
 
 
 SUMMAND_DEMAND = Replicate(partial_grad=True)  # the placement of a replicated operand of a node on shards
@@ -67,7 +72,7 @@ Demands = tuple[Demand, ...]
 
 @dataclass(frozen=True)
 class NodeStep:
-    """Placements of one node: of its operands and results, and the demands that passes must discharge."""
+    """Result of propagation at one node: the placements of its operands and results, and its demands."""
 
     wants: tuple[Placement, ...] | None  # placements of the operands; None if the node does not run on shards
     results: tuple[Placement, ...]  # placement of each result
@@ -75,9 +80,14 @@ class NodeStep:
 
 
 def place_as_written(call: OpCall, rule: BoundRule, have: Sequence[Placement]) -> NodeStep:
-    """Return the step of an op whose rule fixes the placements of its operands and results.
+    """Return the step of an op whose rule fixes the placements, such as sp::ring_attention with its frames.
 
-    An operand with another placement is gathered first and sharded again.
+    A sharded operand with another placement than the rule has a demand: it is gathered, and sharded again.
+
+    Args:
+        call: The call of the node.
+        rule: The rule of the op.
+        have: The placements of the operands.
     """
     assert rule.operand_placements is not None
     assert rule.result_placements is not None
@@ -85,34 +95,53 @@ def place_as_written(call: OpCall, rule: BoundRule, have: Sequence[Placement]) -
     for i, (placement, want) in enumerate(zip(have, rule.operand_placements)):
         if not isinstance(placement, Shard):
             continue
-        if not (isinstance(want, Shard) and placement.dim == want.dim and placement.has_same_positions(want)):
+        is_placed = isinstance(want, Shard) and placement.dim == want.dim and placement.has_same_positions(want)
+        if not is_placed:
             why = "the op was written for another placement of it"
             demands.append(Demand(call.node, i, "align", placement, why=why))
     return NodeStep(tuple(rule.operand_placements), (rule.result_placements,) * len(rule.results), tuple(demands))
 
 
-def varying_result(node: Node, have: Sequence[Placement], result: Placement, results: int) -> NodeStep:
-    """Return the step of a node with varying (rank-specific) values; it demands all rows of its shards."""
-    return NodeStep(
-        None, (result,) * results, _make_demands(node, have, "varying", DIFFERENT_PLACEMENT, keeps_sharding=True)
-    )
+def varying_result(node: Node, have: Sequence[Placement], result: Placement, num_results: int) -> NodeStep:
+    """Return the step of a node that combines values that differ by rank (Varying), with a demand for each shard.
+
+    Such an operand has other values on each rank, so every rank needs all rows of the sharded operands.
+
+    Args:
+        node: The node.
+        have: The placements of the operands.
+        result: The placement of its results.
+        num_results: The number of its results.
+    """
+    demands = _make_demands(node, have, "varying", DIFFERENT_PLACEMENT, keeps_sharding=True)
+    return NodeStep(None, (result,) * num_results, demands)
 
 
-def replicate_operands(node: Node, have: Sequence[Placement], kind: str, why: str, results: int) -> NodeStep:
-    """Return the step of a node that runs on replicated operands, with a demand for each sharded one."""
-    return NodeStep(None, (REPLICATE,) * results, _make_demands(node, have, kind, why))
+def replicate_operands(node: Node, have: Sequence[Placement], kind: str, why: str, num_results: int) -> NodeStep:
+    """Return the step of a node that runs on replicated operands, with a demand to gather each sharded one.
+
+    Args:
+        node: The node.
+        have: The placements of the operands.
+        kind: The kind of the demands.
+        why: The reason of the demands, for the report.
+        num_results: The number of its results.
+    """
+    return NodeStep(None, (REPLICATE,) * num_results, _make_demands(node, have, kind, why))
 
 
 def _make_demands(node: Node, have: Sequence[Placement], kind: str, why: str, keeps_sharding: bool = False) -> Demands:
-    """Return one demand of the kind for each sharded operand."""
+    """Return one demand of the kind for each sharded operand; for `keeps_sharding` see `Demand`."""
     shards = [(i, p) for i, p in enumerate(have) if isinstance(p, Shard)]
     return tuple(Demand(node, i, kind, p, keeps_sharding, why) for i, p in shards)
 
 
 def start_sharding(axes: Axes, call: OpCall, rule: BoundRule, n: int, window: Frame | None = None) -> NodeStep | None:
-    """Return a step on shards if a sequence of floats starts at a replicated node, else None.
+    """Return a step on shards for a node with replicated operands, if a sequence starts there, else None.
 
-    A sequence also starts at draws and at results much larger than the operands, but not at ops that only move data.
+    A sequence starts at a node whose result has a sequence dim: floats, as of an embedding, random draws, or results
+    that are much larger than the operands. Each rank then computes its rows from a local slice of the operands. Ops
+    that only move data are no reason to shard.
 
     Args:
         axes: The axes of the graph.
@@ -125,31 +154,36 @@ def start_sharding(axes: Axes, call: OpCall, rule: BoundRule, n: int, window: Fr
     is_draw = is_random(node)
     if value is None or (rule.lazy and not is_draw and not node_info(node).starts_sequence):
         return None
-    is_number = value.is_floating_point() or value.is_complex()
-    starts = is_number or is_draw or rule.starts_sequence or _is_large_broadcast(call)
+    is_float = value.is_floating_point() or value.is_complex()
+    starts = is_float or is_draw or rule.starts_sequence or _is_large_broadcast(call)
     shard = axes.shard(node) if starts else None
     if shard is None:
         return None
     if window is not None and is_same_size(window.length, shard.frame.length):
         shard = replace(shard, frame=window)
-    # A rank would compute more rows than a short part of a joint sequence has; only the longest sequence is balanced.
+    # For a short part of a joint sequence, each rank would compute at least as much as without shards.
     is_short = n > 1 and assume_large(shard.frame.size) >= n * assume_large(shard.frame.length)
-    if is_short or (shard.frame.order.is_balanced and not is_same_size(shard.frame.size, axes.longest_sequence())):
+    # Only the longest sequence can be load-balanced.
+    is_unbalanced = shard.frame.order.is_balanced and not is_same_size(shard.frame.size, axes.longest_sequence())
+    if is_short or is_unbalanced:
         return None
+    replicated = [REPLICATE] * len(call.operands)
     factor, shard = rule.local_part(rule.results[0], shard)
     if not factor or rule.kind(factor) in ("whole", "attend"):  # causal attention counts from its first query
         return None
-    if rule.kind(factor) == "halo":  # its operand starts the sequence
-        operand = axes.shard(call.operands[0])
-        step = _place_window(call, rule, [REPLICATE] * len(call.operands), operand, n) if operand else None
-        return step if step is not None and step.wants is not None and not node_info(node).replicated else None
+    if rule.kind(factor) == "halo":  # windows: the sequence starts with the rows of the operand
+        operand_shard = axes.shard(call.operands[0])
+        if operand_shard is None or node_info(node).replicated:
+            return None
+        step = _place_window(call, rule, replicated, operand_shard, n)
+        return step if step.wants is not None else None
     demands: Demands = ()
     if rule.kind(factor) == "scan":
         if node_info(node).replicated or not (is_same_size(shard.outer, 1) and is_same_size(shard.inner, 1)):
             return None
         single_rank = n == 1 and shard.frame.is_exact(1)
         demands = () if single_rank else (Demand(node, 0, "scan", REPLICATE, why=SCANNED_DEMAND),)
-    return shard_factor(call, rule, [REPLICATE] * len(call.operands), factor, shard, n, demands)
+    return shard_factor(call, rule, replicated, factor, shard, n, demands)
 
 
 MIN_BROADCAST = 8  # minimum ratio of elements, results to operands: an index per token becomes a row of a vocabulary
@@ -157,15 +191,17 @@ MIN_BROADCAST = 8  # minimum ratio of elements, results to operands: an index pe
 
 def _is_large_broadcast(call: OpCall) -> bool:
     """Return True if operands broadcast to far more elements, such as tokens compared with all classes."""
-    results, operands = (
-        sum(assume_large(size_product(s)) for s in shapes)
-        for shapes in (call.result_shapes(), map(node_shape, call.operands))
-    )
-    return bool(operands) and results >= MIN_BROADCAST * operands
+    result_elements = sum(assume_large(size_product(shape)) for shape in call.result_shapes())
+    operand_elements = sum(assume_large(size_product(node_shape(x))) for x in call.operands)
+    return operand_elements > 0 and result_elements >= MIN_BROADCAST * operand_elements
 
 
 def through_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], n: int) -> NodeStep:
-    """Return the step of a node with sharded operands: it runs on shards if the factor passes.
+    """Return the step of a node with sharded operands.
+
+    The sharding of one operand, the leading one, is propagated to the result if its factor passes: for x sharded along
+    s, linear with the rule "... s i, o i -> ... s o" has a result sharded along s. Operands that are sharded in another
+    way have demands.
 
     Args:
         call: The call of the node.
@@ -174,10 +210,10 @@ def through_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], n:
         n: The number of ranks.
     """
     node, demands = call.node, []
-    # The sharded factor of each sharded operand ("" if a dim is sharded that no factor describes), and its shard.
     shards = {i: p for i, p in enumerate(have) if isinstance(p, Shard) and i not in rule.lenders}
+    # The sharded factor of each sharded operand, or "" if no factor describes the sharded dim, and its shard.
     factors = {i: rule.local_part(rule.operands[i], p) for i, p in shards.items()}
-    # Windows over the rows of the first operand.
+    # Windows over the rows of the first operand, such as convolutions and slices.
     first_kind = rule.kind(factors[0][0]) if 0 in factors else ""
     if first_kind == "halo":
         return _place_window(call, rule, have, shards[0], n)
@@ -186,7 +222,6 @@ def through_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], n:
         if placed:
             return NodeStep(tuple(have), placed)
         return replicate_operands(node, have, "whole", NO_PLACEMENT, len(rule.results))
-    # The factor of one operand is propagated; other operands state demands where theirs does not pass with it.
     leading = _leading_operand(call, rule, {i: factor for i, (factor, _) in factors.items()})
     main_factor, base = factors[leading] if leading is not None else ("", None)
     for i, (factor, shard) in factors.items():
@@ -199,69 +234,94 @@ def through_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], n:
         elif rule.kind(factor) == "attend":
             demands.append(Demand(node, i, "attend", shards[i], keeps_sharding, "attention mixes the sequence"))
         elif base is None or factor != main_factor or not _has_same_positions(call, rule, i, factor, shard, base, n):
-            is_pairs = _reads_pairs(call, rule, leading, i, main_factor, factor)
-            why = (
-                f"every row of operand {leading} reads it" if is_pairs else f"operand {leading} is sharded differently"
-            )
-            demands.append(Demand(node, i, "pairs" if is_pairs else "align", shards[i], keeps_sharding, why))
+            kind, why = "align", f"operand {leading} is sharded differently"
+            if _reads_pairs(call, rule, leading, i, main_factor, factor):
+                kind, why = "pairs", f"every row of operand {leading} reads it"
+            demands.append(Demand(node, i, kind, shards[i], keeps_sharding, why))
     if base is not None:
         return shard_factor(call, rule, have, main_factor, base, n, tuple(demands))
-    # Operands of which the op reads any local rows, such as the shape (`lenders`), do not shard the result.
+    # If only operands are sharded of which the op reads the shape (`lenders`), it reads the local shape.
     only_lenders = not demands and any(isinstance(have[i], Shard) for i in rule.lenders)
     return NodeStep(tuple(have) if only_lenders else None, (REPLICATE,) * len(rule.results), tuple(demands))
 
 
 def _reads_pairs(call: OpCall, rule: BoundRule, leading: int | None, i: int, main_factor: str, factor: str) -> bool:
-    """Return True if an op reads an operand for pairs of rows, of which it has a larger value: q @ k.T, weights @ v.
+    """Return True if an op combines each row of the leading operand with each row of another: q @ k.T, weights @ v.
 
-    The value is the result or the leading operand, and has a dim for the rows of each.
+    A value of all pairs of rows, scores or weights, remains sharded along the rows of the leading operand. It must be
+    at least as large as the other operand, which is gathered.
 
     Args:
         call: The call of the op.
         rule: The rule of the op.
         leading: The index of the operand whose sharding is propagated, if any.
         i: The index of the other operand.
-        main_factor: The sharded factor of the first operand.
-        factor: That of the other one.
+        main_factor: The sharded factor of the leading operand.
+        factor: The sharded factor of the other one.
     """
     if leading is None or factor == main_factor or main_factor in flatten_dims(rule.operands[i]):
         return False
     values = [*zip(rule.results, call.result_shapes()), (rule.operands[leading], call.shape(leading))]
-    pairs = [shape for dims, shape in values if {main_factor, factor} <= set(flatten_dims(dims))]
-    least = assume_large(size_product(call.shape(i)))
-    return any(assume_large(size_product(shape)) >= least for shape in pairs)
+    shapes_of_pairs = [shape for dims, shape in values if {main_factor, factor} <= set(flatten_dims(dims))]
+    gathered_elements = assume_large(size_product(call.shape(i)))
+    return any(assume_large(size_product(shape)) >= gathered_elements for shape in shapes_of_pairs)
 
 
 def _has_same_positions(call: OpCall, rule: BoundRule, i: int, factor: str, have: Shard, base: Shard, n: int) -> bool:
-    """Return True if an operand's shards of the factor have the same positions as those of `base`."""
+    """Return True if each rank has the same positions of a factor in an operand and in the leading operand.
+
+    Args:
+        call: The call of the op.
+        rule: The rule of the op.
+        i: The index of the operand.
+        factor: The sharded factor of both operands.
+        have: The operand's shard of the factor.
+        base: The leading operand's shard of the factor.
+        n: The number of ranks.
+    """
+    if have.has_same_positions(base):
+        return True
     extent = call.shape(i)[have.dim] if factor in rule.operands[i] else rule.extents[factor]
-    return have.has_same_positions(base) or have.has_same_positions(_transfer_shard(base, have.dim, extent, n) or base)
+    transferred = _transfer_shard(base, have.dim, extent, n)  # for another extent, as of 8 key heads for 32 query heads
+    return transferred is not None and have.has_same_positions(transferred)
 
 
 def _place_window(call: OpCall, rule: BoundRule, have: Sequence[Placement], base: Shard, n: int) -> NodeStep:
-    """Return the step of windows over the first operand's rows, placed as `base`; others are replicated."""
-    node, factor = call.node, rule.operands[0][base.dim]
-    placed = place_window(rule.slides[factor], base, n)
-    weights, why = (REPLICATE, *have[1:]), "every window reads all of it"  # of the other operands
-    weight_demands = _make_demands(node, weights, "whole", why, keeps_sharding=not isinstance(placed, str))
-    if isinstance(placed, str):  # the reason why the windows cannot be placed
-        why = f"every position needs its neighbors, and {placed}"
-        demand = Demand(node, 0, "halo", have[0], why=why)
-        return NodeStep(None, (REPLICATE,) * len(rule.results), (demand, *weight_demands))
-    single_rank = n == 1 and base.frame.is_exact(1) and placed.frame.is_exact(1)
-    demands = () if single_rank else (Demand(node, 0, "halo", have[0], why=NEIGHBORS_DEMAND),)
-    return NodeStep((base, *[SUMMAND_DEMAND] * (len(have) - 1)), (placed,), (*demands, *weight_demands))
+    """Return the step of an op with sliding windows over a sharded dim of its first operand, such as a convolution.
 
-
-def _leading_operand(call: OpCall, rule: BoundRule, sharded: Mapping[int, str]) -> int | None:
-    """Return the index of the operand whose sharding is propagated, or None.
-
-    It is one whose factor is in the result, if there is one; of several, the largest.
+    If its windows can be placed, it runs on shards, with a "halo" demand for the rows of neighbors that they read.
+    Otherwise the demand is to gather the operand. Other operands (weights) are replicated.
 
     Args:
         call: The call of the node.
         rule: The rule of the op.
-        sharded: The sharded factor of each sharded operand, by index.
+        have: The placements of the operands.
+        base: The placement with which the first operand is read.
+        n: The number of ranks.
+    """
+    node, factor = call.node, rule.operands[0][base.dim]
+    placed = place_window(rule.slides[factor], base, n)  # the placement of the result, or the reason for none
+    runs_on_shards = not isinstance(placed, str)
+    other_placements = (REPLICATE, *have[1:])  # so that the first operand has no such demand
+    other_demands = _make_demands(node, other_placements, "whole", "every window reads all of it", runs_on_shards)
+    if isinstance(placed, str):
+        why = f"every position needs its neighbors, and {placed}"
+        demand = Demand(node, 0, "halo", have[0], why=why)
+        return NodeStep(None, (REPLICATE,) * len(rule.results), (demand, *other_demands))
+    single_rank = n == 1 and base.frame.is_exact(1) and placed.frame.is_exact(1)
+    demands = () if single_rank else (Demand(node, 0, "halo", have[0], why=NEIGHBORS_DEMAND),)
+    return NodeStep((base, *[SUMMAND_DEMAND] * (len(have) - 1)), (placed,), (*demands, *other_demands))
+
+
+def _leading_operand(call: OpCall, rule: BoundRule, sharded: Mapping[int, str]) -> int | None:
+    """Return the index of the operand whose sharding is propagated to the result; None if all must be gathered.
+
+    Operands whose sharded factor is in a result have priority, then factors that pass, then larger operands.
+
+    Args:
+        call: The call of the node.
+        rule: The rule of the op.
+        sharded: The sharded factor of each sharded operand, by index; "" if no factor describes the sharded dim.
     """
 
     def is_in_result(i: int) -> bool:
@@ -273,17 +333,31 @@ def _leading_operand(call: OpCall, rule: BoundRule, sharded: Mapping[int, str]) 
         kind_priority = {"pass": 3, "attend": 2}.get(rule.kind(sharded[i]), 1)
         return is_in_result(i), kind_priority, assume_large(size_product(call.shape(i))), -i
 
-    candidates = [i for i, factor in sharded.items() if factor and rule.kind(factor) != "whole"]
-    candidates = [i for i in candidates if rule.kind(sharded[i]) != "attend" or is_in_result(i)]
-    return max(candidates, key=priority, default=None)
+    def can_lead(i: int) -> bool:
+        """Return True if the op may run on shards of the operand's factor."""
+        kind = rule.kind(sharded[i])
+        return sharded[i] != "" and kind != "whole" and (kind != "attend" or is_in_result(i))
+
+    return max(filter(can_lead, sharded), key=priority, default=None)
 
 
 def shard_factor(
     call: OpCall, rule: BoundRule, have: Sequence[Placement], factor: str, base: Shard, n: int, demands: Demands
 ) -> NodeStep:
-    """Return the step, with `demands`, that runs the node on shards of `factor`, placed as in `base`.
+    """Return the step of a node that runs on shards of a factor.
 
-    The node runs replicated if the factor has different lengths in its tensors.
+    Operands and results with the factor are sharded along it, other operands are replicated, and other results are
+    partial: they are sums over the factor. If the factor has lengths in these tensors that do not match, the node runs
+    replicated.
+
+    Args:
+        call: The call of the node.
+        rule: The rule of the op.
+        have: The placements of the operands.
+        factor: The name of the factor.
+        base: The shard of the factor.
+        n: The number of ranks.
+        demands: The demands of the node that are known so far.
     """
     wants: list[Placement] = [
         shard_of_factor(rule, base, dims, call.shape(i), factor, n) or SUMMAND_DEMAND
@@ -294,14 +368,14 @@ def shard_factor(
     if any(factor in flatten_dims(dims) and not isinstance(p, Shard) for dims, p in dims_and_placements):
         why = f"the sizes of {factor!r} are not provably equal along one sequence"
         return replicate_operands(call.node, have, "align", why, len(results))
-    for i in rule.lenders:
+    for i in rule.lenders:  # only the shape is read
         wants[i] = have[i]
-    # A result without the factor is a sum over it, so each rank has a part.
-    reduced = REPLICATE if rule.kind(factor) == "attend" else Partial()
-    if rule.kind(factor) in ("mean", "total"):
+    kind = rule.kind(factor)
+    without_factor = REPLICATE if kind == "attend" else Partial()  # attention over sharded keys has an open demand
+    if kind in ("mean", "total"):
         demands += tuple(
-            Demand(call.node, i, rule.kind(factor), w, why="a total over the full sequence")
-            for i, w in enumerate(wants)
-            if isinstance(w, Shard) and isinstance(have[i], Shard)
+            Demand(call.node, i, kind, want, why="a total over the full sequence")
+            for i, want in enumerate(wants)
+            if isinstance(want, Shard) and isinstance(have[i], Shard)
         )
-    return NodeStep(tuple(wants), tuple(result or reduced for result in results), demands)
+    return NodeStep(tuple(wants), tuple(result or without_factor for result in results), demands)

@@ -52,16 +52,20 @@ from .node_steps import (
 
 
 def mask_values(gm: GraphModule) -> set[Node]:
-    """Return values that only masks use: they are needed replicated, so they are not sharded."""
+    """Return the values that are used only as masks, or to compute masks: no sequence starts at them.
+
+    Ops such as attention read masks replicated if they are (`BoundRule.masks`).
+    """
     masks: set[Node] = set()
-    for node in reversed(gm.graph.nodes):
-        if node.op == "call_function" and node.users and all(_is_mask_use(node, u) or u in masks for u in node.users):
+    for node in reversed(gm.graph.nodes):  # users first
+        is_used = node.op == "call_function" and bool(node.users)
+        if is_used and all(user in masks or _is_mask_use(node, user) for user in node.users):
             masks.add(node)
     return masks
 
 
 def _is_mask_use(node: Node, user: Node) -> bool:
-    """Return True if the user reads the node only as operands that are masks by its rule."""
+    """Return True if the user reads the node, and only as operands that its rule declares to be masks."""
     call, rule = lookup_rule(user) or (None, None)
     if call is None or rule is None:
         return False
@@ -97,9 +101,10 @@ def propagate(
         window_starts: Nodes at which a sequence starts as a window of another one (`sharding/window_starts.py`).
 
     Returns:
-        The plan, with the demands that are not discharged yet.
+        The plan, with a demand for each operand whose placement its op cannot use.
     """
     plan = PlacementPlan()
+    # Nodes with replicated operands that stay replicated.
     replicated = mask_values(gm) if starts_sequences else frozenset(gm.graph.nodes)
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
@@ -117,7 +122,11 @@ def propagate(
 
 
 def _visit_output(plan: PlacementPlan, node: Node, outputs: str | Sequence[str]) -> None:
-    """Add a demand to the plan for each output that may not stay sharded, partial or rank-local."""
+    """Add a demand to the plan for each output that may not be returned as it is placed.
+
+    A partial sum is reduced. A sharded value is gathered, unless the option `outputs` keeps it sharded. A replicated
+    value with a partial gradient is demanded with an equal one, because the caller returns equal gradients.
+    """
     options = output_options(node, outputs)
     for i, source in enumerate(node.all_input_nodes):
         have = plan.of(source)
@@ -125,8 +134,10 @@ def _visit_output(plan: PlacementPlan, node: Node, outputs: str | Sequence[str])
             plan.demands.append(Demand(node, i, "reduce", have, why="a result of the model"))
         elif have == SUMMAND_DEMAND:
             plan.demands.append(Demand(node, i, "invariant", have, why=INVARIANT))
-        elif isinstance(have, Shard) and (why := gather_reason(source.meta["val"], options[source])):
-            plan.demands.append(Demand(node, i, "whole", have, why=why))
+        elif isinstance(have, Shard):
+            why = gather_reason(source.meta["val"], options[source])
+            if why:
+                plan.demands.append(Demand(node, i, "whole", have, why=why))
 
 
 def _visit(
@@ -138,7 +149,7 @@ def _visit(
     declines: DeclineRule | None,
     window: Frame | None,
 ) -> NodeStep:
-    """Return the step of a node of an op, from the placements of its operands in the plan.
+    """Return the step of a node: the placements of its operands and results, and its demands.
 
     Args:
         plan: The plan so far.
@@ -154,34 +165,34 @@ def _visit(
     call, rule = lookup_rule(node) or (None, None)
     if is_written(node):
         rule = None
-    have = [plan.of(a) for a in (call.operands if call else filter(is_tensor, node.all_input_nodes))]
+    operands = call.operands if call is not None else [x for x in node.all_input_nodes if is_tensor(x)]
+    have = [plan.of(x) for x in operands]
     # An exchange determines the placement of its result.
     transfer = transfer_of(node.target)
     if transfer is not None and call is not None:
         why = "the exchange was written for another placement of its operand"
-        stale = [
-            Demand(node, i, "stale", p, why=why) for i, p in enumerate(have) if not has_expected_placement(call, p)
-        ]
-        return NodeStep(tuple(have), transfer(call), tuple(stale))
+        stale = [i for i, p in enumerate(have) if not has_expected_placement(call, p)]
+        return NodeStep(tuple(have), transfer(call), tuple(Demand(node, i, "stale", have[i], why=why) for i in stale))
+    # A linear op that `MarkPartialSums` has marked runs on partial sums.
     if node_info(node).combines and call is not None and is_partial_sum(call, have):
         return NodeStep(tuple(p if isinstance(p, Partial) else SUMMAND_DEMAND for p in have), (Partial(),))
-    # Other ops run on reduced sums; their rule determines the step.
-    reduce = [Demand(node, i, "reduce", p) for i, p in enumerate(have) if isinstance(p, Partial)]
+    # All others run on reduced sums.
+    demands = [Demand(node, i, "reduce", p) for i, p in enumerate(have) if isinstance(p, Partial)]
     have = [REPLICATE if isinstance(p, Partial) else p for p in have]
     step = _node_step(axes, node, call, rule, have, n, keep_replicated, window)
     declined = declines(call, rule, have) if declines and call and step.wants else None
     if declined is not None:
         step = replicate_operands(node, have, "whole", declined, len(step.results))
-    # Results of varying operands vary, unless the op is written for them; passes also set results directly.
+    # The results of operands that differ by rank (Varying) do, too, unless the rule expects such operands.
     expected = (rule.operand_placements if rule is not None else None) or (REPLICATE,) * len(have)
     if any(p == VARYING and want != VARYING for want, p in zip(expected, have)):
         step = varying_result(node, have, VARYING, len(step.results))
-    forced_result = node_info(node).result
+    forced_result = node_info(node).result  # set by a pass, for a collective of the user's program
     if forced_result is not None:
         step = varying_result(node, have, forced_result, len(step.results))
     if step.wants is None and VARYING not in step.results:
-        reduce += [Demand(node, i, "invariant", p, why=INVARIANT) for i, p in enumerate(have) if p == SUMMAND_DEMAND]
-    demands = [*reduce, *step.demands]
+        demands += [Demand(node, i, "invariant", p, why=INVARIANT) for i, p in enumerate(have) if p == SUMMAND_DEMAND]
+    demands += step.demands
     if step.wants is None and n > 1 and is_random(node) and not _is_broadcast_draw(node):
         why = "a random draw that must be equal on every rank"
         demands.append(Demand(node, 0, "draw", REPLICATE, why=why))
@@ -189,37 +200,49 @@ def _visit(
 
 
 def _item_placement(plan: PlacementPlan, node: Node, source: Node) -> Placement:
-    """Return the placement of a getitem of `source`."""
+    """Return the placement of a getitem of `source`, a node with several results.
+
+    If it is a piece of a bucket, split(all_reduce(cat(vectors))), it has the placement of its own vector.
+    """
     placements = plan.placements.get(source, ())
-    bucketed = bucket_source(node) if VARYING in placements else None  # the node that a bucket of collectives contains
-    if bucketed is None and len(placements) > 1 and isinstance(node.args[1], int):
+    vector = bucket_source(node) if VARYING in placements else None
+    if vector is None and len(placements) > 1 and isinstance(node.args[1], int):
         return placements[result_number(node)]
-    return plan.of(bucketed or source)
+    return plan.of(vector or source)
 
 
 def random_results(node: Node) -> list[Node]:
-    """Return the results of a random op: its node, or the nodes that select them from a tuple."""
-    return [node] if is_tensor(node) else [u for u in node.users if u.target is operator.getitem and is_tensor(u)]
+    """Return the tensors that a random op returns: its node, or the getitems that select them from a tuple."""
+    if is_tensor(node):
+        return [node]
+    return [user for user in node.users if user.target is operator.getitem and is_tensor(user)]
 
 
 def _is_broadcast_draw(node: Node) -> bool:
     """Return True if every result of a random op is already broadcast from one rank."""
-    return all(u.target is torch.ops.sp.broadcast.default for r in random_results(node) for u in r.users)
+    users = [user for result in random_results(node) for user in result.users]
+    return all(user.target is torch.ops.sp.broadcast.default for user in users)
 
 
 def _node_step(
     axes: Axes, node: Node, call: OpCall | None, rule: BoundRule | None, have: Sequence[Placement], n: int,
     keep_replicated: bool, window: Frame | None,
 ) -> NodeStep:  # fmt: skip
-    """Return the step of an op that is no exchange, by its rule; it runs replicated without a rule."""
+    """Return the step of an op by its rule: the placements of its operands and results, and its demands.
+
+    Without a rule, the op runs on replicated operands. Arguments are those of `_visit`; `have` are the placements of
+    the operands, none of which is partial.
+    """
+    num_results = max(1, len(call.results())) if call is not None else 1
     if call is None or rule is None or node_info(node).no_rule is not None:
         qualifier = " for such operands" if has_rule(node.target) else ""
         why = node_info(node).no_rule or f"{node.target} has no sharding rule{qualifier}"
-        why = "its result is changed in place" if is_written(node) else why
-        return replicate_operands(node, have, "no rule", why, max(1, len(call.results())) if call is not None else 1)
-    if rule.operand_placements is not None:
+        if is_written(node):
+            why = "its result is changed in place"
+        return replicate_operands(node, have, "no rule", why, num_results)
+    if rule.operand_placements is not None:  # it runs on shards already
         return place_as_written(call, rule, have)
     if any(isinstance(p, Shard) for p in have):
         return through_factors(call, rule, have, n)
     started = None if keep_replicated else start_sharding(axes, call, rule, n, window)
-    return started or NodeStep(None, (REPLICATE,) * max(1, len(call.results())))
+    return started or NodeStep(None, (REPLICATE,) * num_results)

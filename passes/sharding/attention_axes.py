@@ -29,11 +29,11 @@ ATTENTION_OF_TORCH = {op: dim for op, dim in ((flex_attention_op, -2), (varlen_a
 
 
 def op_strategy(op: Any) -> Any:
-    """Return the strategy that this op implements, or None.
+    """Return the strategy that replaces attention by this op, such as ring for sp::ring_attention, or None.
 
-    The op of a strategy has q, k, v as its first operands and contains the exchanges.
+    Such an op has q, k, v as its first operands, and contains the exchanges between ranks.
     """
-    return next((s for s in STRATEGIES.values() if s.op is not None and s.op == op), None)
+    return next((strategy for strategy in STRATEGIES.values() if strategy.op is not None and strategy.op == op), None)
 
 
 def attention_nodes(gm: GraphModule) -> list[Node]:
@@ -47,24 +47,31 @@ def all_attention_nodes(gm: GraphModule) -> list[Node]:
 
 
 def mask_predicate(call: OpCall) -> str | None:
-    """Return the predicate of an attention's mask, or None if the mask is described by data only."""
+    """Return an attention's mask as a condition on query position q and key position k, such as "k <= q".
+
+    It is "" for an attention without a mask, and None for a mask that is known as a tensor only.
+    """
     if call.get("attn_mask") is not None:
         return call.get("predicate") or None
-    if "predicate" in call.args:
+    if "predicate" in call.args:  # sp::masked_attention
         return str(call["predicate"])
     return "k <= q" if call["is_causal"] else ""
 
 
 def depends_on_query(call: OpCall) -> bool:
-    """Return True if the mask reads the query index, directly or as the index of a vector."""
+    """Return True if the mask's condition reads the query position, directly or as the index of a vector.
+
+    "k <= q" does, and so does "row0 == col0", where row0 is the document id of the query.
+    """
     names = predicate_symbols(mask_predicate(call) or "")
     return any(name == "q" or name.startswith("row") for name in names)
 
 
 def masks_all_weight(call: OpCall) -> bool:
-    """Return True if a fill has zero weight even in rows of fills only.
+    """Return True if masked keys have weight 0 even for a query whose keys are all masked.
 
-    It has in attention with learned sinks, which are no fills.
+    If a mask adds finfo.min in place of -inf (a fill), the softmax over a row of fills only is uniform. With learned
+    sinks, an additional score of each row that is no fill, the sink has all of the weight.
     """
     sinks = call.get("sinks")
     return sinks is not None and sinks not in fill_nodes(sinks.graph.owning_module)
@@ -74,15 +81,15 @@ SLICE_ENDS = 2**40  # minimum magnitude of an int that is the open end of a slic
 
 
 def fill_nodes(gm: GraphModule) -> set[Node]:
-    """Return the float values that may contain fills.
+    """Return the values that may contain fills: large finite negative numbers, such as finfo.min, in place of -inf.
 
-    These are constants, inputs without gradients, and the values that are computed from them.
+    These are float inputs without gradients, which may be masks, large constants, and all values computed from them.
     """
     fills: set[Node] = set()
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             requires_grad = node_info(node).requires_grad
-            if requires_grad is None:
+            if requires_grad is None:  # not known: attributes are usually parameters
                 requires_grad = node.op == "get_attr"
             if is_tensor(node) and node.meta["val"].is_floating_point() and not requires_grad:
                 fills.add(node)
@@ -94,9 +101,9 @@ def fill_nodes(gm: GraphModule) -> set[Node]:
 
 
 def _is_large(leaf: Any) -> bool:
-    """Return True for large floats of either sign, as in `(mask - 1) * 1e9`, and large negative ints.
+    """Return True for a Python scalar in a call that may be a fill, or be multiplied to one, as in (mask - 1) * 1e9.
 
-    Ints below -SLICE_ENDS are ends of slices.
+    These are large floats of either sign and large negative ints, except ints that are open ends of slices.
     """
     if isinstance(leaf, float):
         return math.isfinite(leaf) and abs(leaf) >= MIN_FILL

@@ -90,50 +90,75 @@ class Axes:
     n: int = 1  # number of ranks, of which each has complete chunks
 
     def find(self, name: int) -> int:
-        """Return the representative name of the class of `name`."""
+        """Return the representative name of a class (union-find); two dims have the same rows if theirs are equal."""
         while self.parent[name] != name:
-            self.parent[name] = self.parent[self.parent[name]]
+            self.parent[name] = self.parent[self.parent[name]]  # shorten the path for later calls
             name = self.parent[name]
         return name
 
     def new_atom(self, size: Size) -> Atom:
-        """Create an atom of a new class."""
+        """Create an atom (a dim, or a factor of one) whose class has no other atoms, until `join` merges classes."""
         self.parent.append(len(self.parent))
         return Atom(len(self.parent) - 1, size)
 
     def join(self, a: Dim, b: Dim) -> None:
-        """Merge the classes of two dims, atom by atom; a no-op if their factor sizes differ."""
+        """Record that two dims have the same rows: merge their classes, atom by atom.
+
+        A dim has several atoms if it is flattened, as (batch, sequence). If the sizes of the atoms differ, the dims are
+        not the same, and nothing changes.
+        """
         if len(a) == len(b) and all(is_same_size(x.size, y.size) for x, y in zip(a, b)):
             for x, y in zip(a, b):
                 self.parent[self.find(x.name)] = self.find(y.name)
 
     def canonical(self, dim: Dim) -> Dim:
-        """Return the atoms of a dim that are longer than 1, named by the representatives of their classes."""
+        """Return a form of a dim that is equal for equal dims: its factors longer than 1, with the names of `find`."""
         return tuple(Atom(self.find(a.name), a.size) for a in dim if not is_same_size(a.size, 1))
 
     def set_result(self, node: Node, index: int, dims: Sequence[Dim]) -> None:
-        """Set the atoms of a result's dims, and replace the factors of products by the atom of the product."""
-        fused = []
+        """Set the dims of a result; the factors of a product become one atom.
+
+        A product is a run of factors that attention reads as one sequence, such as the H and W of an image. A dim
+        (batch, H, W) becomes (batch, H * W), so that H * W can be sharded.
+
+        Args:
+            node: The node.
+            index: The index of the result.
+            dims: The atoms of each dim.
+        """
+        fused_dims = []
         for d, dim in enumerate(dims):
             product = self.products.get((node, index, d))
-            if product is not None and len(dim) == product.num_atoms:  # else an operand has the product already
+            # With fewer atoms, an operand has the product as one atom already, which the dim has inherited.
+            if product is not None and len(dim) == product.num_atoms:
                 if product.factors not in self.fused:
                     self.fused[product.factors] = self.new_atom(size_product(a.size for a in product.factors))
                 end = product.start + len(product.factors)
                 dim = (*dim[: product.start], self.fused[product.factors], *dim[end:])
-            fused.append(dim)
-        self.dims[node, index] = tuple(fused)
+            fused_dims.append(dim)
+        self.dims[node, index] = tuple(fused_dims)
 
     def split(self, source: Atom, extents: tuple[Size, ...]) -> Dim:
-        """Return the atoms of the factors of an atom; equal splits of a class have the same atoms."""
-        for known in self.splits.setdefault(extents, []):
+        """Return the atoms of the factors into which a reshape splits an atom, such as 12 rows into 3 chunks of 4.
+
+        Reshapes that split the same rows into the same sizes have the same atoms, so that their results match.
+
+        Args:
+            source: The atom that is split.
+            extents: The sizes of the factors, slowest first.
+        """
+        splits = self.splits.setdefault(extents, [])
+        for known in splits:
             if known.source.size == source.size and self.find(known.source.name) == self.find(source.name):
                 return known.factors
-        self.splits[extents].append(Split(source, tuple(self.new_atom(size) for size in extents)))
-        return self.splits[extents][-1].factors
+        splits.append(Split(source, tuple(self.new_atom(size) for size in extents)))
+        return splits[-1].factors
 
     def unsplit(self, dim: Dim) -> Dim:
-        """Return the dim with the source of a split in place of its factors."""
+        """Return the atom that was split into the atoms of a dim, or the dim unchanged if it is no complete split.
+
+        A reshape back from (3 chunks, 4 rows) to 12 rows then has the same atom as before the split.
+        """
         factors = self.canonical(dim)
         for known in self.splits.get(tuple(a.size for a in factors), ()):
             if self.canonical(known.factors) == factors:
@@ -141,43 +166,53 @@ class Axes:
         return dim
 
     def all_splits(self) -> Iterator[Split]:
-        """Yield all splits of atoms."""
+        """Yield all splits of atoms by reshapes, such as of a sequence into chunks."""
         return (split for splits in self.splits.values() for split in splits)
 
     def is_sequence(self, atom: Atom) -> bool:
-        """Return True if the class of the atom is a sequence."""
+        """Return True if the atom, a dim or a factor of one, has the rows of a sequence."""
         return self.find(atom.name) in self.sequences
 
     def sequence_dims(self, node: Node) -> list[int]:
-        """Return the dims of a value that contain a sequence."""
+        """Return the indices of the dims of a value that are a sequence, or have one as a factor."""
         dims = self.dims.get((node, 0), ())
         return [d for d, dim in enumerate(dims) if any(self.is_sequence(a) for a in dim)]
 
     def longest_sequence(self) -> Size:
-        """Return the length of the longest sequence, of which all others are windows."""
+        """Return the length of the longest sequence of the graph; others are usually windows of it, as x[:, 1:]."""
         return max((a.size for a in self._atoms() if self.is_sequence(a)), key=assume_large, default=0)
 
     def shard(self, node: Node) -> Shard | None:
-        """Return the shard along the only sequence factor of a value, or None if it has none or several."""
-        atoms = [
+        """Return the placement of a value that is sharded along its sequence.
+
+        The sequence is a dim, or one of the factors of a flattened dim. The result is None if the value has no
+        sequence or several, or if the sequence has one row.
+        """
+        positions = [  # (dim, index of the factor in the dim)
             (d, i)
             for d in self.sequence_dims(node)
             for i, atom in enumerate(self.dims[node, 0][d])
             if self.is_sequence(atom)
         ]
-        if len(atoms) != 1:
+        if len(positions) != 1:
             return None
-        ((d, i),) = atoms
+        ((d, i),) = positions
         sizes = [atom.size for atom in self.dims[node, 0][d]]
         if is_same_size(sizes[i], 1):
             return None
         frame = self._frame(self.dims[node, 0][d][i])
-        return Shard(d, frame, size_product(sizes[:i]), size_product(sizes[i + 1 :]))
+        return Shard(d, frame, outer=size_product(sizes[:i]), inner=size_product(sizes[i + 1 :]))
 
     def in_chunks(self, node: Node, index: int, placement: Placement) -> Placement:
-        """Return the placement of a result with the granule and the block of its sequence.
+        """Return the placement of a result, with `granule` and `block` of its frame set if its sequence has chunks.
 
-        Arguments of sp:: ops, which define placements of their own, have neither.
+        If the program computes a sequence in chunks, each rank has complete chunks. The granule is the number of rows
+        of a chunk, for a dim of rows; the block is the same number, for a dim of chunks. Rules do not set them.
+
+        Args:
+            node: The node.
+            index: The index of the result.
+            placement: The placement of the result.
         """
         if not self.granules or not isinstance(placement, Shard) or (node, index) not in self.dims:
             return placement
@@ -190,31 +225,39 @@ class Axes:
         return placement
 
     def _frame(self, atom: Atom) -> Frame:
-        """Return the frame of a sequence of which the atom is the only factor."""
+        """Return the frame in which a sequence with the rows of an atom is sharded.
+
+        By default, it has the size of the sequence. There are three other cases: a part of a concatenation is a window
+        of the longest sequence of its class. A sequence that is computed in chunks is padded to complete chunks on
+        each rank. One that convolutions with strides read is padded to complete strides on each rank.
+        """
         name = self.find(atom.name)
         starts = [start for part, start in self.joined if part.size == atom.size and self.find(part.name) == name]
-        if self.n == 1 or not (starts or name in self.granules):
-            unit = self.n * self.strides.get((name, atom.size), 1)
-            size = unit * ceil_div(atom.size, unit)
-            is_strided = unit > self.n and self.folds == 1 and is_most_of(atom.size, size)
+        is_chunked = name in self.granules
+        if self.n == 1 or not (starts or is_chunked):
+            multiple = self.n * self.strides.get((name, atom.size), 1)  # complete strides on each rank
+            size = multiple * ceil_div(atom.size, multiple)
+            is_strided = multiple > self.n and self.folds == 1 and is_most_of(atom.size, size)
             return Frame(size, 0, atom.size) if is_strided else Frame.full(atom.size, self.folds)
         longest = max((a.size for a in self._atoms() if self.find(a.name) == name), key=assume_large)
         frame = Frame.of_chunks(atom.size, longest, self.granules.get(name, 1), self.n, self.folds)
-        size = frame.size if name in self.granules else longest
+        size = frame.size if is_chunked else longest
         return replace(frame, size=size, start=starts[0] if starts else 0)
 
     def _atoms(self) -> Iterator[Atom]:
-        """Yield the atoms of all dims."""
+        """Yield the atoms of all dims of all values."""
         return (a for dims in self.dims.values() for dim in dims for a in dim)
 
 
 def name_axes(gm: GraphModule) -> Axes:
-    """Name every dim of every value of the graph.
+    """Identify the dims of all values: two dims have the same name if they have the same rows.
 
     Returns:
         The axes; `sequences` is empty until `find_sequences`.
     """
     axes = _name_axes(gm, Axes())
+    # Factors that attention reads as one sequence, such as the H and W of an image, are known only now. With them, all
+    # dims are named again.
     products = dict(_find_products(gm, axes))
     return _name_axes(gm, Axes(products=products)) if products else axes
 
@@ -223,7 +266,7 @@ Evidence = Iterable[tuple[Node, Dim]]  # op, and a dim that is a sequence becaus
 
 
 def attended_dims(gm: GraphModule, axes: Axes) -> Evidence:
-    """Yield the token dims of q and k of all attention nodes, the strongest evidence for a sequence."""
+    """Yield (attention, token dim of its q or k) for all attention nodes, the strongest evidence for a sequence."""
     for node in all_attention_nodes(gm):
         yield from ((node, axes.dims[operand, 0][-2]) for operand in OpCall(node).operands[:2])
     for op, dim in ATTENTION_OF_TORCH.items():
@@ -232,22 +275,32 @@ def attended_dims(gm: GraphModule, axes: Axes) -> Evidence:
 
 
 def _joined_dims(gm: GraphModule, axes: Axes) -> Evidence:
-    """Yield the dims of the parts of concatenations of sequences, along which they are padded."""
+    """Yield (pad, padded dim of its operand) for the pads by which `JoinSequences` joins sequences.
+
+    It replaces cat([a, b]) by pads of a and b to the length of the result, and a selection between them.
+    """
     for node in gm.graph.nodes:
         if node_info(node).joins:
             x = OpCall(node).operands[0]
-            changed = (not is_same_size(a, b) for a, b in zip(node_shape(x), node_shape(node)))
-            yield node, axes.dims[x, 0][list(changed).index(True)]
+            is_padded = [not is_same_size(a, b) for a, b in zip(node_shape(x), node_shape(node))]
+            yield node, axes.dims[x, 0][is_padded.index(True)]
 
 
 def _find_products(gm: GraphModule, axes: Axes) -> Iterator[tuple[tuple[Node, int, int], Product]]:
-    """Yield every dim, as (node, result index, dim), that contains a product over which attention attends."""
+    """Yield ((node, result index, dim), product) for every dim with a product of factors that attention reads as one.
+
+    For the patches of an image, attention reads a dim (H, W). Then every dim (H, W) or (batch, H, W) has this product.
+    """
     attended = {axes.canonical(dim) for _, dim in (*attended_dims(gm, axes), *_joined_dims(gm, axes))}
-    products = sorted((dim for dim in attended if len(dim) > 1), key=len, reverse=True)
-    for (node, index), dims in axes.dims.items() if products else ():
+    products = sorted((dim for dim in attended if len(dim) > 1), key=len, reverse=True)  # the longest match first
+    if not products:
+        return
+    for (node, index), dims in axes.dims.items():
         for d, dim in enumerate(dims):
             atoms = axes.canonical(dim)
-            for factors in products if len(atoms) == len(dim) else ():
+            if len(atoms) != len(dim):  # it has a factor of size 1, so that indices would differ
+                continue
+            for factors in products:
                 starts = range(len(atoms) - len(factors) + 1)
                 start = next((i for i in starts if atoms[i : i + len(factors)] == factors), None)
                 if start is not None:
@@ -256,12 +309,15 @@ def _find_products(gm: GraphModule, axes: Axes) -> Iterator[tuple[tuple[Node, in
 
 
 def _name_axes(gm: GraphModule, axes: Axes) -> Axes:
-    """Name every dim of every value in `axes`, and return it."""
+    """Set `axes.dims`, the atoms of every dim of every value, in the order of the graph; return `axes`.
+
+    A dim of a result has the atoms of the operands' dims that the op's rule passes to it, and new ones otherwise.
+    """
     for node in gm.graph.nodes:
         call, rule = lookup_rule(node) or (None, None)
-        if call is not None and transfer_of(node.target) is not None:  # the identity, in the global view
+        if call is not None and transfer_of(node.target) is not None:  # an exchange: the identity, in the global view
             axes.dims.update({(node, i): axes.dims[operand, 0] for i, operand in enumerate(call.operands)})
-            if node_info(node).is_apart:
+            if node_info(node).is_apart:  # its result has another frame, so its rows are another sequence
                 dims, dim = axes.dims[node, 0], call.dim()
                 axes.dims[node, 0] = (*dims[:dim], (axes.new_atom(call.shape()[dim]),), *dims[dim + 1 :])
         elif call is not None and rule is not None:
@@ -273,7 +329,7 @@ def _name_axes(gm: GraphModule, axes: Axes) -> Axes:
             source, index = node.args
             if is_tensor(node) and isinstance(index, int) and (source, result_number(node)) in axes.dims:
                 axes.dims[node, 0] = axes.dims[source, result_number(node)]
-        if is_tensor(node) and (node, 0) not in axes.dims:
+        if is_tensor(node) and (node, 0) not in axes.dims:  # an input, or an op without a rule
             axes.dims[node, 0] = tuple((axes.new_atom(as_size(s)),) for s in node.meta["val"].shape)
     for node in all_attention_nodes(gm):
         _join_vectors(axes, OpCall(node))
@@ -281,20 +337,24 @@ def _name_axes(gm: GraphModule, axes: Axes) -> Axes:
 
 
 def _join_vectors(axes: Axes, call: OpCall) -> None:
-    """Join the dims of vectors that a predicate indexes by query or key with the attended dims.
+    """Record that vectors that a mask indexes by query or key, such as document ids, have the rows of q or k.
 
-    The rule of attention does not relate them, because every rank reads the full vectors.
+    The rule of attention does not relate their dims, because every rank reads the full vectors.
     """
-    for name, operand in (("rows", 0), ("cols", 1)):
-        for vector in call.get(name, []):
-            axes.join(axes.dims[vector, 0][-1], axes.dims[call.operands[operand], 0][-2])
+    queries, keys = call.operands[:2]
+    for argument, indexed_by in (("rows", queries), ("cols", keys)):
+        for vector in call.get(argument, []):
+            axes.join(axes.dims[vector, 0][-1], axes.dims[indexed_by, 0][-2])
 
 
 def _name_results(axes: Axes, call: OpCall, rule: BoundRule) -> None:
-    """Set `axes.dims` of the results from the factors of the operands, and record selected dims."""
-    factor_dims: dict[str, Dim] = {}  # atoms of each factor
+    """Set `axes.dims` of the results of a call: a factor that an operand and a result share has the same rows in both.
+
+    Also record dims that select rows of another one (`axes.selected`), and parts of concatenations (`axes.joined`).
+    """
+    factor_dims: dict[str, Dim] = {}  # atoms of each factor of the operands
     for i, operand in enumerate(call.operands):
-        if i in rule.lenders:
+        if i in rule.lenders:  # only its shape is read
             continue
         for dim, f in value_factors(axes, operand, rule, rule.operands[i]):
             if f in factor_dims:
@@ -305,16 +365,24 @@ def _name_results(axes: Axes, call: OpCall, rule: BoundRule) -> None:
         dims = tuple(_result_dim(axes, factor_dims, name, rule, size) for size, name in zip(shape, names))
         axes.set_result(call.node, i, dims)
         for dim, f in zip(axes.dims[call.node, i], names):
-            source = factor_dims.get(f if rule.kind(f) == "window" else rule.picks.get(f, ""))
-            part = factor_dims.get(f, ())
-            if f in rule.slides and len(part) == 1 and node_info(call.node).joins:
-                axes.joined.append((part[0], rule.slides[f].before))
+            operand_dim = factor_dims.get(f, ())
+            if f in rule.slides and len(operand_dim) == 1 and node_info(call.node).joins:
+                axes.joined.append((operand_dim[0], rule.slides[f].before))
+            selected_from = f if rule.kind(f) == "window" else rule.picks.get(f, "")  # a slice, or an index
+            source = factor_dims.get(selected_from)
             if source is not None and dim != source:
                 axes.selected.append((dim, source))
 
 
 def value_factors(axes: Axes, operand: Node, rule: BoundRule, dims: Dims) -> Iterator[tuple[Dim, str]]:
-    """Yield every factor of a value with its atoms; `dims` are the names of its dims in the rule."""
+    """Yield (atoms, factor) for every factor of an operand: its rows as known in the graph, and its name in the rule.
+
+    Args:
+        axes: The axes of the graph.
+        operand: The operand.
+        rule: The rule of the op that reads it.
+        dims: The dims of the operand in the rule; a group "(b s)" has two factors.
+    """
     for dim, name in zip(axes.dims[operand, 0], dims):
         if name[:1] == "(":
             factors = dim_factors(name)
@@ -324,9 +392,11 @@ def value_factors(axes: Axes, operand: Node, rule: BoundRule, dims: Dims) -> Ite
 
 
 def _split_dim(axes: Axes, dim: Dim, extents: Sequence[Size]) -> Iterator[Dim]:
-    """Yield the atoms of each factor of a dim; a factor that would split an atom gets a new atom.
+    """Yield the atoms of each factor of a dim, for factors of the sizes `extents`.
 
-    `extents` are the sizes of the factors.
+    For a dim with the atoms (batch 2, sequence 6) and the sizes 2 and 6, these are batch and sequence. A dim of one
+    atom with 12 rows is split into the sizes 3 and 4 by `Axes.split`. A factor that is no product of atoms gets a new
+    atom, as for the atoms (4, 3) and the sizes 2 and 6.
     """
     atoms = [a for a in dim if not is_same_size(a.size, 1)]
     long_extents = [e for e in extents if not is_same_size(e, 1)]
@@ -334,16 +404,25 @@ def _split_dim(axes: Axes, dim: Dim, extents: Sequence[Size]) -> Iterator[Dim]:
         factors = iter(axes.split(atoms[0], tuple(long_extents)))
         yield from ((axes.new_atom(1),) if is_same_size(e, 1) else (next(factors),) for e in extents)
         return
-    regroup = reshape_rule(tuple(a.size for a in atoms), tuple(extents))  # atoms as dims -> factors as dims
-    atom_of = dict(zip(regroup.operands[0], atoms))  # an atom that is split is a group, which no factor equals
+    # The rule of a reshape from the sizes of the atoms to those of the factors: "d0 d1 -> d0 d1", "d0 d1 -> (d0 d1)".
+    regroup = reshape_rule(tuple(a.size for a in atoms), tuple(extents))
+    atom_of_name = dict(zip(regroup.operands[0], atoms))  # an atom that is split is a group, which equals no factor
     for name, extent in zip(regroup.results[0], extents):
-        parts = [atom_of.get(f) for f in dim_factors(name)]
+        parts = [atom_of_name.get(f) for f in dim_factors(name)]
         complete = tuple(a for a in parts if a is not None)
         yield complete if parts and len(complete) == len(parts) else (axes.new_atom(extent),)
 
 
 def _result_dim(axes: Axes, factor_dims: Mapping[str, Dim], name: str, rule: BoundRule, size: Size) -> Dim:
-    """Return a result dim of this name and size, composed of the factors that are present in full."""
+    """Return the atoms of a dim of a result.
+
+    Args:
+        axes: The axes of the graph.
+        factor_dims: The atoms of each factor of the operands.
+        name: The dim in the rule: a factor, or a group of factors such as "(b s)".
+        rule: The rule of the op.
+        size: The size of the dim.
+    """
     if name[:1] != "(":
         return _passed_factor(axes, factor_dims.get(name), name, rule, size)
     factors = (_passed_factor(axes, factor_dims.get(f), f, rule, rule.extents[f]) for f in dim_factors(name))
@@ -352,16 +431,21 @@ def _result_dim(axes: Axes, factor_dims: Mapping[str, Dim], name: str, rule: Bou
 
 
 def _passed_factor(axes: Axes, dim: Dim | None, factor: str, rule: BoundRule, size: Size) -> Dim:
-    """Return the atoms of a factor with this size in a result.
+    """Return the atoms of a factor of a result: those of the operands, or a new atom if it has other rows.
 
-    A window of a sequence remains in its class. `dim` has the atoms of the factor in the operands, or is None if it is
-    in none.
+    Args:
+        axes: The axes of the graph.
+        dim: The atoms of the factor in the operands, or None if no operand has it.
+        factor: The name of the factor.
+        rule: The rule of the op.
+        size: The size of the factor in the result.
     """
     if dim is None:
         return (axes.new_atom(size),)
     rows = size_product(a.size for a in dim)
     if is_same_size(rows, size):
         return dim
+    # A window of a sequence, such as x[:, 1:], belongs to the same sequence: it has the class of x with another size.
     is_window = rule.kind(factor) == "window" or (factor in rule.slides and _keeps_class(rule.slides[factor], rows))
     if is_window and len(dim) == 1 and not is_same_size(size, 1):
         return (Atom(dim[0].name, size),)
@@ -369,5 +453,12 @@ def _passed_factor(axes: Axes, dim: Dim | None, factor: str, rule: BoundRule, si
 
 
 def _keeps_class(sliding: SlidingRows, rows: Size) -> bool:
-    """Return True if the result of a sliding window is a window of the same sequence: it is no longer, or padded."""
+    """Return True if the result of an op with sliding windows belongs to the same sequence as its operand.
+
+    So does the result of a convolution that is no longer than the operand, and that of a pad (windows of one row).
+
+    Args:
+        sliding: The windows.
+        rows: The number of rows of the operand.
+    """
     return sliding.is_within(rows) or (sliding.rolls is None and is_same_size(sliding.width, 1))

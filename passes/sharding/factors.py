@@ -27,20 +27,20 @@ Dims = tuple[str, ...]
 
 @cache
 def dim_factors(dim: str) -> tuple[str, ...]:
-    """Return the factors of a dim: those of a group, a single factor, or none."""
+    """Return the factors of a dim: "(b s)" has b and s, "d" has d, and "" (size 1) has none."""
     return tuple(dim.strip("()").split())
 
 
 def group_factors(factors: Iterable[str]) -> str:
-    """Return the dim with these factors, the inverse of `dim_factors`."""
+    """Return the dim with these factors, "(b s)" for b and s or "b" for b alone: the inverse of `dim_factors`."""
     names = [f for f in factors if f]
     return f"({' '.join(names)})" if len(names) > 1 else "".join(names)
 
 
 @lru_cache(maxsize=4096)
 def flatten_dims(dims: Dims) -> tuple[str, ...]:
-    """Return the factors of all dims in row-major order."""
-    return tuple(f for dim in dims for f in (dim_factors(dim) if dim[:1] == "(" else (dim,)) if f)
+    """Return the factors of all dims in order: ("(b s)", "", "d") has b, s and d."""
+    return tuple(f for dim in dims for f in dim_factors(dim))
 
 
 @dataclass(frozen=True)
@@ -72,32 +72,37 @@ class BoundRule:
     picks: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Validate that no factor vanishes unclassified.
+        """Check that each factor of an operand is in a result or has a kind; give new factors of results a kind.
 
-        A factor that no operand has needs a size argument to be local; without one its kind is "whole".
+        A factor that only a result has, such as the new dim of one_hot, is not sharded (kind "whole"), because the
+        local call would create all of it. An op with an argument for sizes (`sizes`) can create a part of it.
         """
         operand_factors = {f for dims in self.operands for f in flatten_dims(dims)}
         result_factors = {f for dims in self.results for f in flatten_dims(dims)}
         unclassified = sorted(operand_factors - result_factors - set(self.kinds))
         if unclassified:
-            raise SpError("SP935", f"rule {self}: {unclassified} are in no result and are not classified.")
+            cause = f"expected a kind for each factor that is in no result, got none for {unclassified}."
+            raise SpError("SP935", f"rule {str(self)!r}: {cause}")
         new_factors = sorted(result_factors - operand_factors)
         if self.sizes is None and new_factors:
-            object.__setattr__(self, "kinds", {**self.kinds, **dict.fromkeys(new_factors, "whole")})
+            kinds = {**self.kinds, **dict.fromkeys(new_factors, "whole")}
+            object.__setattr__(self, "kinds", kinds)  # the dataclass is frozen
 
     def __str__(self) -> str:
         """Format the rule as text for `RulePattern.parse`, without the sizes of windows."""
-        sides = (
-            ", ".join(" ".join(dim or "1" for dim in dims) for dims in side) for side in (self.operands, self.results)
-        )
-        by_kind: dict[str, list[str]] = {}
+
+        def format_side(tensors: tuple[Dims, ...]) -> str:
+            """Return the text of the dims of all operands or of all results."""
+            return ", ".join(" ".join(dim or "1" for dim in dims) for dims in tensors)
+
+        factors_of_kind: dict[str, list[str]] = {}
         for factor, kind in self.kinds.items():
-            by_kind.setdefault(kind, []).append(factor)
-        options = [f"{kind}={' '.join(factors)}" for kind, factors in by_kind.items()]
+            factors_of_kind.setdefault(kind, []).append(factor)
+        options = [f"{kind}={' '.join(factors)}" for kind, factors in factors_of_kind.items()]
         values = {name: getattr(self, name) for name in ("sizes", "pad", "masks", "lenders")}
         options += [f"{name}={value}" for name, value in values.items() if value not in (None, ())]
         flags = [name for name in ("lazy", "starts_sequence", "reshapes") if getattr(self, name)]
-        return "; ".join([" -> ".join(sides), *options, *flags])
+        return "; ".join([f"{format_side(self.operands)} -> {format_side(self.results)}", *options, *flags])
 
     def kind(self, factor: str) -> str:
         """Return how the op treats the factor: one of FACTOR_KINDS, or "pass"."""
@@ -105,35 +110,43 @@ class BoundRule:
 
     @property
     def window(self) -> int | None:
-        """Return the dim that the op cuts into contiguous pieces (see `spans`), or None."""
+        """Return the dim of the first operand that the op cuts into contiguous pieces, as slice or split, or None."""
         if not self.spans:
             return None
         return next(d for d, f in enumerate(self.operands[0]) if self.kind(f) == "window")
 
     @property
     def vanishing(self) -> list[str]:
-        """Return the factors of the operands that no result has, with repetitions."""
+        """Return the factors of the operands that no result has: for "n i, i m -> n m", ["i", "i"].
+
+        A factor of several operands is repeated, which distinguishes a product from a reduction of one operand.
+        """
         result_factors = {f for dims in self.results for f in flatten_dims(dims)}
         return [f for dims in self.operands for f in flatten_dims(dims) if f not in result_factors]
 
     @property
     def is_contraction(self) -> bool:
-        """Return True if the op is a product that sums over a factor of two operands."""
+        """Return True if the op is a product that sums over a factor of two operands, such as i in "n i, i -> n"."""
         return len(self.vanishing) > len(set(self.vanishing))
 
     def local_part(self, dims: Dims, shard: Shard) -> tuple[str, Shard]:
-        """Return the factor that the shard splits, and the shard within it.
+        """Return the factor along which a value is sharded, and the shard as one of that factor.
 
-        The result is ("", shard) if the shard splits no single factor. If the dim is one factor, the shard is
-        unchanged; in a group, outer and inner are relative to the factor.
+        A shard describes its dim as outer * rows * inner. In a group "(b s d)" with b = 2 and d = 3, a shard with
+        outer 2 and inner 3 splits s, and the shard of s has outer 1 and inner 1. A dim of one factor has that factor,
+        and the same shard. The result is ("", shard) if the shard splits no single factor.
+
+        Args:
+            dims: The dims of the value in the rule.
+            shard: The placement of the value.
         """
         dim = dims[shard.dim]
         if dim[:1] != "(":
             return dim, shard
         factors = dim_factors(dim)
         for i, factor in enumerate(factors):
-            outer = exact_quotient(shard.outer, self._size(factors[:i]))
-            inner = exact_quotient(shard.inner, self._size(factors[i + 1 :]))
+            outer = exact_quotient(shard.outer, self._size_of(factors[:i]))
+            inner = exact_quotient(shard.inner, self._size_of(factors[i + 1 :]))
             if outer is None or inner is None:
                 continue
             if is_same_size(size_product((outer, shard.frame.length, inner)), self.extents[factor]):
@@ -141,47 +154,63 @@ class BoundRule:
         return self._chunk_part(factors, shard)
 
     def _chunk_part(self, factors: tuple[str, ...], shard: Shard) -> tuple[str, Shard]:
-        """Return the factor of chunks of a shard that spans several factors, and its shard, or ("", shard)."""
-        for i, factor in enumerate(factors):
-            if not is_same_size(shard.outer, self._size(factors[:i])):
+        """Return the result of `local_part` for a shard whose rows are several factors: chunks, and rows of a chunk.
+
+        For a sequence of 12 rows and the group "(c r)" with c = 3 chunks of r = 4 rows, the shard is one of c, in units
+        of 4 rows. The result is ("", shard) if a chunk could be on two ranks, or if the rows are no product of factors.
+        """
+        for first, chunk_factor in enumerate(factors):
+            if not is_same_size(shard.outer, self._size_of(factors[:first])):
                 continue
-            for j in range(i + 1, len(factors)):
+            for last in range(first + 1, len(factors)):  # the rows of the shard are factors[first : last + 1]
                 rows = size_product((shard.frame.length, shard.inner))
-                if is_same_size(rows, self._size(factors[i:])) and is_same_size(
-                    shard.inner, self._size(factors[j + 1 :])
-                ):
-                    frame = shard.frame.split(self._size(factors[i + 1 : j + 1]))
-                    return (factor, Shard(shard.dim, frame)) if frame is not None else ("", shard)
+                has_rows = is_same_size(rows, self._size_of(factors[first:]))
+                if has_rows and is_same_size(shard.inner, self._size_of(factors[last + 1 :])):
+                    chunk_rows = self._size_of(factors[first + 1 : last + 1])
+                    frame = shard.frame.split(chunk_rows)
+                    return (chunk_factor, Shard(shard.dim, frame)) if frame is not None else ("", shard)
         return "", shard
 
     def dim_shard(self, dim: str, factor: str, shard: Shard) -> Shard:
-        """Convert a shard of a factor to a shard of its dim, the inverse of `local_part`."""
+        """Convert a shard of a factor to a shard of its dim, the inverse of `local_part`.
+
+        In "(b s d)" with b = 2 and d = 3, a shard of s becomes one of the dim with outer 2 and inner 3. A shard of
+        chunks, of `Frame.block` rows each, becomes one of rows if the next factors of the dim are the rows of a chunk.
+        """
         if dim == factor:
             return shard
         factors = dim_factors(dim)
         i = factors.index(factor)
-        before, after = self._size(factors[:i]), self._size(factors[i + 1 :])
-        for j in range(i + 1, len(factors) + 1) if shard.frame.block > 1 else ():  # the chunks and their rows
-            merged = shard.frame.merge(self._size(factors[i + 1 : j]))
-            if merged is not None and merged.block == 1 and is_same_size(shard.inner, 1):
-                return Shard(shard.dim, merged, before * shard.outer, self._size(factors[j:]))
+        before, after = self._size_of(factors[:i]), self._size_of(factors[i + 1 :])
+        if shard.frame.block > 1:
+            for end in range(i + 1, len(factors) + 1):  # factors[i + 1 : end] may be the rows of a chunk
+                merged = shard.frame.merge(self._size_of(factors[i + 1 : end]))
+                if merged is not None and merged.block == 1 and is_same_size(shard.inner, 1):
+                    return Shard(shard.dim, merged, before * shard.outer, self._size_of(factors[end:]))
         return replace(shard, outer=before * shard.outer, inner=shard.inner * after)
 
     def window_shard(self, shard: Shard) -> tuple[Shard, ...] | None:
-        """Return the shard of the window factor in each result, or None if it has no single position there.
+        """Return the shards of the results of a slice or split along the sharded dim, or None to gather the operand.
 
-        A piece has the same frame with a shorter window, and no data moves. For a short piece most ranks would compute
-        invalid rows, so gathering is cheaper. A single row may broadcast, which its local shape would not show.
+        A piece (`spans`: start and length for each result) keeps its rows on their ranks: its frame is that of the
+        operand with another first valid row and another number of rows.
+
+        Args:
+            shard: The placement of the operand.
         """
         rows = shard.outer * shard.frame.length * shard.inner
-        if all(is_same_size(start, 0) and is_same_size(length, rows) for start, length in self.spans):  # all rows
-            return (shard,) * len(self.spans)
+        if all(is_same_size(start, 0) and is_same_size(length, rows) for start, length in self.spans):
+            return (shard,) * len(self.spans)  # every piece is the complete dim
         if not is_same_size(shard.outer, 1) or not is_same_size(shard.inner, 1):
-            return None
-        if any(is_same_size(length, 1) or not is_most_of(length, shard.frame.size) for _, length in self.spans):
-            return None
+            return None  # a piece of a flattened dim is no range of the sequence
+        for _, length in self.spans:
+            # A single row would broadcast with all rows of a rank. For a short piece, most ranks have no valid rows,
+            # so gathering is cheaper.
+            if is_same_size(length, 1) or not is_most_of(length, shard.frame.size):
+                return None
         frames = [replace(shard.frame, start=shard.frame.start + start, length=length) for start, length in self.spans]
         return tuple(replace(shard, frame=frame) for frame in frames)
 
-    def _size(self, factors: Iterable[str]) -> Size:
+    def _size_of(self, factors: Iterable[str]) -> Size:
+        """Return the product of the sizes of factors in a group."""
         return size_product(self.extents[f] for f in factors)

@@ -33,7 +33,7 @@ ATTENTION_EVIDENCE = ("attention", "a softmax and a product")  # kinds of eviden
 
 
 class SequenceCandidate(NamedTuple):
-    """Dim that may be a sequence, with the evidence for it."""
+    """Dim that may be a sequence, with the ops because of which it may be one, for the report."""
 
     size: Size  # positions
     evidence: str  # the kind of the strongest evidence
@@ -46,9 +46,10 @@ class SequenceCandidate(NamedTuple):
 
     def __str__(self) -> str:
         ops = "op" if self.ops == 1 else "ops"
-        chosen, why = "" if self.is_chosen else "not chosen: ", f": {self.why}" if self.why else ""
+        prefix = "" if self.is_chosen else "not chosen: "
+        reason = f": {self.why}" if self.why else ""
         text = f"{self.size} positions, with {self.evidence} in {self.ops} {ops}, {self.share:.0%} of the FLOPs"
-        return f"{chosen}{text}{why}"
+        return f"{prefix}{text}{reason}"
 
     @property
     def is_attended(self) -> bool:
@@ -66,7 +67,9 @@ def find_sequences(
     picks: bool = True,
     sharded: Mapping[Node, int] | None = None,
 ) -> None:
-    """Set `axes.sequences`: the user's dims, or else the attended dims, or else the scanned dims.
+    """Set `axes.sequences`: the user's dims, or else the dims that attention reads, or else those of scans.
+
+    A sequence is a class of dims with the same rows, named by `axes.find`. Values are sharded along sequences.
 
     Args:
         gm: Graph.
@@ -74,7 +77,7 @@ def find_sequences(
         seq_dims: Sequence dims by input node.
         picks: Positions selected from a sequence are a sequence, too, unless a value has both. Pass False for
             load-balanced layouts, which distribute only one sequence.
-        sharded: The sharded dims of inputs, which are chosen over their rivals.
+        sharded: The sharded dims of inputs, which are chosen over other dims of the same values.
 
     Raises:
         SpError: If an input does not have its dim in seq_dims.
@@ -90,30 +93,33 @@ def find_sequences(
 
 
 def _chunk_sources(gm: GraphModule, axes: Axes) -> dict[int, Atom]:
-    """Return the atom that is split into chunks, by the classes of its factors, if an op relates the chunks.
+    """Map the class of each factor of a dim that is split into chunks to the dim before the split.
 
-    An op that relates them scans, sums or selects along the dim of the chunks. Without one, the chunks are independent,
-    such as the sequences of a batch that was flattened.
+    For 12 rows that are reshaped to (3 chunks, 4 rows) and scanned chunk by chunk, as in linear attention, it maps the
+    classes of both factors to the 12 rows: evidence on a factor is then evidence for the 12 rows. Only splits whose
+    chunks an op relates count, by a scan, sum or selection along the dim of chunks. Otherwise the chunks are
+    independent, such as the sequences of a batch that was flattened.
     """
     splits: dict[int, list[Split]] = {}  # by the class of the dim of chunks
     for split in axes.all_splits():
         splits.setdefault(axes.find(split.factors[0].name), []).append(split)
-    related: dict[int, Atom] = {}
+    sources: dict[int, Atom] = {}
     for call, rule in _ruled_calls(gm) if splits else ():
         for dim, kind in _classify_factors(axes, call, rule):
             if kind in CHUNK_RELATIONS or (kind == "sum" and rule.is_contraction):
                 for split in (s for a in dim for s in splits.get(axes.find(a.name), ())):
                     for factor in split.factors:
-                        related.setdefault(axes.find(factor.name), split.source)
-    return related
+                        sources.setdefault(axes.find(factor.name), split.source)
+    return sources
 
 
 def _find_granules(gm: GraphModule, axes: Axes) -> None:
-    """Set `axes.granules`: the positions of the chunks of each sequence of which products are computed in chunks.
+    """Set `axes.granules` and `axes.blocks`, the rows of a chunk, for sequences that are computed in chunks.
 
-    So are convolutions over the rows of an image, if they have `LARGE_SHARE` of the FLOPs. Complete chunks make shards
-    less equal. Other ops on a split dim, such as those on the pixels that the tokens of an image predict, are too cheap
-    for that.
+    Each rank then has complete chunks. `granules` has the number by the class of the rows, `blocks` by the class of the
+    dim of chunks. Only splits count whose chunks are in products, or in convolutions with `LARGE_SHARE` of the FLOPs:
+    complete chunks make shards less equal, and other ops, such as those on the pixels of predicted patches, are too
+    cheap for that.
     """
     splits = list(axes.all_splits())
     multiplied = RowWork(gm, axes).multiplied_classes() if splits else set()
@@ -126,175 +132,223 @@ def _find_granules(gm: GraphModule, axes: Axes) -> None:
 
 
 def _add_parts(gm: GraphModule, axes: Axes) -> None:
-    """Add the parts of concatenations that have frames of their own, and the concatenations of such parts."""
-    pairs = []  # classes of the rows of a part, and of the same rows in a concatenation
+    """Add to `axes.sequences` the parts of a sequence that have frames of their own, and sequences of such parts.
+
+    Such a part, as the text in cat([text, image]), is sharded by itself. An sp::rows or index op, marked `is_apart`,
+    moves its rows from one frame to the other. If its operand or its result is a sequence, so is the other one.
+    """
+    moves: list[tuple[set[int], set[int]]] = []  # classes of the rows of the result and of the operand
     for node in gm.graph.nodes:
         if node_info(node).is_apart:
             call = OpCall(node)
-            pairs.append([{axes.find(a.name) for a in axes.dims[x, 0][call.dim()]} for x in (node, call.operands[0])])
-    for _ in pairs:  # a part may have parts
-        linked = [(a, b) for a, b in pairs if not axes.sequences.isdisjoint(a | b)]
-        names = {name for pair in linked for names in pair if len(names) == 1 for name in names} - axes.sequences
-        new = {name for name in names if not _has_rivals(axes, name)}
+            result_dim, operand_dim = (axes.dims[x, 0][call.dim()] for x in (node, call.operands[0]))
+            moves.append(({axes.find(a.name) for a in result_dim}, {axes.find(a.name) for a in operand_dim}))
+    for _ in moves:  # each round may add a sequence whose own parts are added next
+        candidates: set[int] = set()
+        for result, operand in moves:
+            if not axes.sequences.isdisjoint(result | operand):
+                candidates |= {name for classes in (result, operand) if len(classes) == 1 for name in classes}
+        new = {name for name in candidates - axes.sequences if not _has_rivals(axes, name)}
         if not new:
             break
         axes.sequences |= new
 
 
 def _find_strides(gm: GraphModule, axes: Axes) -> None:
-    """Set `axes.strides`: the product of the strides of the windows that read the rows of a sequence one after another.
+    """Set `axes.strides`: rows of a sequence per row of the last result of the strided windows that read it.
 
-    A rank then has the rows of complete strides, so that its shard of the result needs few rows of its neighbors.
+    For two convolutions of stride 2 one after the other, it is 4 for the rows of the first operand and 2 for those of
+    the second. Each rank then has a multiple of 4 rows, so that its shard of each result needs few rows of neighbors.
     """
     windows = [(call.node, call.operands[0], rule) for call, rule in _ruled_calls(gm) if rule.slides]
     if all(sliding.stride == 1 for _, _, rule in windows for sliding in rule.slides.values()):
         return
-    for node, x, rule in reversed(windows):
+    for node, x, rule in reversed(windows):  # so that the strides after a window are known
+        operand_names, result_names = rule.operands[0], rule.results[0]
         for factor, sliding in rule.slides.items():
-            if factor not in rule.operands[0] or factor not in rule.results[0]:
+            if factor not in operand_names or factor not in result_names:
                 continue
-            dims = axes.dims[x, 0][rule.operands[0].index(factor)], axes.dims[node, 0][rule.results[0].index(factor)]
-            read, result = (tuple((axes.find(a.name), a.size) for a in dim) for dim in dims)
-            if len(read) == len(result) == 1 and read[0][0] in axes.sequences:
-                stride = sliding.stride * axes.strides.get(result[0], 1)
+            operand_dim = axes.dims[x, 0][operand_names.index(factor)]
+            result_dim = axes.dims[node, 0][result_names.index(factor)]
+            if len(operand_dim) != 1 or len(result_dim) != 1:
+                continue
+            # keys of `axes.strides`: class and size
+            read, result = ((axes.find(dim[0].name), dim[0].size) for dim in (operand_dim, result_dim))
+            if read[0] in axes.sequences:
+                stride = sliding.stride * axes.strides.get(result, 1)
                 if stride > 1:
-                    axes.strides[read[0]] = math.lcm(stride, axes.strides.get(read[0], 1))
+                    axes.strides[read] = math.lcm(stride, axes.strides.get(read, 1))
 
 
 def _has_rivals(axes: Axes, name: int) -> bool:
-    """Return True if a value has a dim of this class and a dim of a sequence."""
-    values = ({axes.find(a.name) for dim in dims for a in dim} for dims in axes.dims.values())
-    return any(name in classes and not axes.sequences.isdisjoint(classes) for classes in values)
+    """Return True if some value has a dim of this class and a dim of a sequence: it can be sharded along only one."""
+    classes_of_values = ({axes.find(a.name) for dim in dims for a in dim} for dims in axes.dims.values())
+    return any(name in classes and not axes.sequences.isdisjoint(classes) for classes in classes_of_values)
 
 
 def _find_evidence(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None, sharded: Mapping[Node, int]) -> None:
-    """Set `axes.sequences` to the classes of the user's dims, or of dims found by evidence.
+    """Set `axes.sequences` to the user's dims, or else to the dims for which ops are evidence, such as attention.
 
-    Only the first kind of evidence that exists counts, except among rivals.
+    Only the strongest kind of evidence in the graph counts, unless a value has several of the dims (`_RivalChoice`).
+
+    Args:
+        gm: Graph.
+        axes: Axes, updated.
+        seq_dims: The user's dims by input; None to find them.
+        sharded: The sharded dims of inputs, which are chosen over other dims of the same values.
+
+    Raises:
+        SpError: An input does not have its dim in seq_dims (SP303).
     """
     if seq_dims is not None:
         for node, dim in seq_dims.items():
             shape = node_shape(node)
             if not -len(shape) <= dim < len(shape):
-                raise SpError("SP303", f"seq_dims: {argument_name(node)!r} has {len(shape)} dims, so no dim {dim}.")
+                cause = f"seq_dims: expected a dim of {argument_name(node)!r}, which has {len(shape)} dims, got {dim}."
+                raise SpError("SP303", cause)
             axes.sequences.update(axes.find(a.name) for a in axes.dims[node, 0][dim % len(shape)])
         return
-    sources, found = _chunk_sources(gm, axes), list[FoundDim]()
-    for kind, find_evidence in _evidence_by_kind().items():
+    chunk_sources, found = _chunk_sources(gm, axes), list[FoundDim]()
+    for kind, find_evidence in _evidence_by_kind().items():  # the strongest kind first
         for node, atoms in find_evidence(gm, axes):
-            found += [FoundDim(node, sources.get(axes.find(a.name), a), kind) for a in atoms]
-    long = [x for x in found if not is_same_size(x.atom.size, 1)]
+            found += [FoundDim(node, chunk_sources.get(axes.find(a.name), a), kind) for a in atoms]
     if not found:
         return
-    # a sequence of one token (decoding) is a sequence, too, but cannot be sharded
-    strongest = [x for x in long if x.kind == found[0].kind] or [x for x in found if x.kind == found[0].kind]
-    axes.sequences = {axes.find(x.atom.name) for x in strongest}
-    named = {axes.find(a.name) for node, index in sharded.items() for a in axes.dims[node, 0][index]}
-    _RivalChoice(gm, axes, long, sources, named).apply()
+    strongest = [x for x in found if x.kind == found[0].kind]
+    long = [x for x in found if not is_same_size(x.atom.size, 1)]
+    # A sequence of one token, as in decoding, is a sequence only if there is no longer one: it cannot be sharded.
+    long_strongest = [x for x in long if x.kind == found[0].kind]
+    axes.sequences = {axes.find(x.atom.name) for x in long_strongest or strongest}
+    preferred = {axes.find(a.name) for node, index in sharded.items() for a in axes.dims[node, 0][index]}
+    _RivalChoice(gm, axes, long, chunk_sources, preferred).apply()
 
 
 class FoundDim(NamedTuple):
-    """Evidence for a sequence."""
+    """Evidence for a sequence: an op, and a dim that is a sequence because of it."""
 
     node: Node  # the op
-    atom: Atom  # the dim, or the one that is split into its chunks
+    atom: Atom  # the dim; for a dim of chunks, or of rows of a chunk, the dim that was split into chunks
     kind: str  # the kind of evidence, a key of `_evidence_by_kind`
 
 
 class _RivalChoice:
-    """Choice of one class of `axes.sequences` per value, with the reasons in `axes.lost`.
+    """Choice of one sequence for values that have several, because a value can be sharded along only one dim.
 
-    A value has several if attention or scans run along several of its dims (axial attention).
+    A value has several candidates if attention or scans run along several of its dims (axial attention). Candidates are
+    classes of dims with the same rows, named by `axes.find`. `axes.lost` gets the reasons against those not chosen.
 
     Args:
         gm: Graph.
-        axes: Axes, updated.
+        axes: Axes, whose `sequences` are the candidates with the strongest evidence; updated.
         found: The evidence for dims of several positions, the strongest first.
-        sources: The atoms that are split into chunks, by the classes of their factors.
-        named: Classes that are chosen over any other.
+        chunk_sources: The atoms that are split into chunks, by the classes of their factors.
+        preferred: Classes that are chosen over any other.
     """
 
     def __init__(
-        self, gm: GraphModule, axes: Axes, found: list[FoundDim], sources: dict[int, Atom], named: set[int]
+        self, gm: GraphModule, axes: Axes, found: list[FoundDim], chunk_sources: dict[int, Atom], preferred: set[int]
     ) -> None:
-        self.gm, self.axes, self.found, self.named = gm, axes, found, named
+        """Collect the candidates: the classes of dims with evidence, by the name of the class (`Axes.find`)."""
+        self.gm, self.axes, self.found, self.preferred = gm, axes, found, preferred
         self.rows: dict[int, set[int]] = {}  # the classes of a candidate and of its chunks
         self.sizes: dict[int, Size] = {}  # positions of a candidate
         self.kinds: dict[int, str] = {}  # its strongest evidence
-        for x in found:
-            name = axes.find(x.atom.name)
+        for evidence in found:
+            name = axes.find(evidence.atom.name)
             self.rows.setdefault(name, {name})
-            self.sizes.setdefault(name, x.atom.size)
-            self.kinds.setdefault(name, x.kind)
+            self.sizes.setdefault(name, evidence.atom.size)
+            self.kinds.setdefault(name, evidence.kind)
         for name, rows in self.rows.items():
-            rows |= _chunk_classes(axes, sources, name)
-        self.counts: Counter[int] = Counter()  # dims of values by class
+            rows |= _chunk_classes(axes, chunk_sources, name)
+        self.counts: Counter[int] = Counter()  # number of values that have a dim of a class
 
     def apply(self) -> None:
-        """Choose one class of the candidates that each value with evidence has."""
+        """Set `axes.sequences` so that no value of the evidence has dims of two sequences.
+
+        A candidate with weaker evidence is considered only beside one with the strongest evidence in the same value.
+        """
         strongest = set(self.axes.sequences)
-        values = [self._candidates(node) for node in dict.fromkeys(y for x in self.found for y in _rival_values(x))]
-        values = [names for names in values if len(names) > 1]
-        rivals = [names for names in values if not strongest.isdisjoint(names)]
+        values = dict.fromkeys(value for evidence in self.found for value in _rival_values(evidence))
+        candidates = [names for names in map(self._candidates, values) if len(names) > 1]
+        rivals = [names for names in candidates if not strongest.isdisjoint(names)]
         if not rivals:
             return
-        self.counts.update(
-            self.axes.find(a.name) for dims in self.axes.dims.values() for a in {a for dim in dims for a in dim}
-        )
+        for dims in self.axes.dims.values():
+            self.counts.update(self.axes.find(a.name) for a in {a for dim in dims for a in dim})
         self.work = RowWork(self.gm, self.axes)
         chosen = strongest.union(*rivals)
-        for names in values:
-            if len(left := names & chosen) > 1:
-                chosen -= left - {self._choose(left)}
+        for names in candidates:
+            remaining = names & chosen  # an earlier value may have excluded some
+            if len(remaining) > 1:
+                chosen -= remaining - {self._choose(remaining)}
         self.axes.sequences = chosen
 
     def _candidates(self, node: Node) -> set[int]:
-        """Return the candidates of which a value has a dim."""
+        """Return the candidates of which a value has a dim, or a dim of their chunks."""
         names = {self.axes.find(a.name) for dim in self.axes.dims[node, 0] for a in dim}
         return {name for name, rows in self.rows.items() if not rows.isdisjoint(names)}
 
     def _choose(self, rivals: set[int]) -> int:
-        """Return the class with which a rank has the least work, and set the reasons against the others."""
-        divided = {name: self.work.flops_of_rows(self.rows[name]) for name in rivals}
+        """Return the candidate with which a rank computes the fewest FLOPs, and set the reasons against the others.
+
+        Of about equal ones, it is the one with the strongest evidence, then the one that most values have. A dim along
+        which an input is sharded already is chosen in any case.
+        """
+        divided = {x: self.work.flops_of_rows(self.rows[x]) for x in rivals}  # FLOPs that shards along x divide
         total = max(divided.values())
-        times = {x: total - divided[x] * (1 - _largest_share(self.sizes[x], self.axes.n)) for x in rivals}
-        least = min(times.values())
-        equal = [x for x in rivals if x in self.named] or [x for x in rivals if times[x] <= (1 + LARGE_SHARE) * least]
-        kinds = list(_evidence_by_kind())
-        best = max(equal, key=lambda x: (-kinds.index(self.kinds[x]), self.counts[x], -x))
+        flops = {x: total - divided[x] * (1 - _largest_share(self.sizes[x], self.axes.n)) for x in rivals}  # of a rank
+        least = min(flops.values())
+        about_least = [x for x in rivals if flops[x] <= (1 + LARGE_SHARE) * least]
+        eligible = [x for x in rivals if x in self.preferred] or about_least
+        kinds = list(_evidence_by_kind())  # the strongest first
+        best = max(eligible, key=lambda x: (-kinds.index(self.kinds[x]), self.counts[x], -x))
         for x in rivals - {best}:
-            if x in equal or not total:
+            if x in eligible or not total:
                 why = f"less is computed along it than along the {self.sizes[best]}"
-            elif best in self.named:
+            elif best in self.preferred:
                 why = f"an input is split into the {self.sizes[best]}"
             else:
                 ranks = f"each of {self.axes.n} ranks"
-                shares = f"{times[x] / total:.0%} of them instead of {times[best] / total:.0%}"
+                shares = f"{flops[x] / total:.0%} of them instead of {flops[best] / total:.0%}"
                 why = f"{ranks} would compute {shares} with the {self.sizes[best]}"
             self.axes.lost[x] = why
         return best
 
 
-def _chunk_classes(axes: Axes, sources: Mapping[int, Atom], name: int) -> set[int]:
-    """Return the classes of the dims of the chunks of a class: ranks can split these, but no chunk."""
+def _chunk_classes(axes: Axes, chunk_sources: Mapping[int, Atom], name: int) -> set[int]:
+    """Return the classes of the dims of chunks into which a sequence is split.
+
+    A shard of the sequence is a shard of its chunks, because each rank has complete chunks.
+
+    Args:
+        axes: The axes.
+        chunk_sources: The atoms that are split into chunks, by the classes of their factors.
+        name: The class of the sequence.
+    """
     chunks = {axes.find(split.factors[0].name) for split in axes.all_splits()}
-    return {chunk for chunk in chunks & sources.keys() if axes.find(sources[chunk].name) == name}
+    return {chunk for chunk in chunks & chunk_sources.keys() if axes.find(chunk_sources[chunk].name) == name}
 
 
-def _rival_values(found: FoundDim) -> list[Node]:
-    """Return the values of which only one dim can be sharded: the result of the op, and its queries and keys."""
-    operands = [x for x in found.node.all_input_nodes if is_tensor(x)]
-    return [found.node, *(operands[:2] if found.kind == ATTENTION_EVIDENCE[0] else ())]
+def _rival_values(evidence: FoundDim) -> list[Node]:
+    """Return the values of an op that is evidence for a sequence of which only one dim can be sharded.
+
+    These are its result and, for attention, its queries and keys.
+    """
+    operands = [x for x in evidence.node.all_input_nodes if is_tensor(x)]
+    return [evidence.node, *(operands[:2] if evidence.kind == ATTENTION_EVIDENCE[0] else ())]
 
 
 def _largest_share(size: Size, n: int) -> float:
-    """Return the largest share of the rows of a dim that one of n ranks has."""
+    """Return the largest share of the rows of a dim that one of n ranks has: 5 rows on 4 ranks give 2 / 5."""
     rows = assume_large(size)
     return ceil_div(rows, n) / rows
 
 
 def _evidence_by_kind() -> dict[str, Callable[[GraphModule, Axes], Evidence]]:
-    """Return the functions that find evidence, the strongest first, by its text for reports."""
+    """Return the functions that find dims of sequences, the strongest evidence first, by its name in reports.
+
+    Each yields (op, dim) for ops along whose dim the rows are combined.
+    """
     return {
         ATTENTION_EVIDENCE[0]: attended_dims,
         ATTENTION_EVIDENCE[1]: _softmax_attended_dims,
@@ -304,24 +358,26 @@ def _evidence_by_kind() -> dict[str, Callable[[GraphModule, Axes], Evidence]]:
 
 
 def sequence_candidates(gm: GraphModule, axes: Axes) -> list[SequenceCandidate]:
-    """Return the dims that may be a sequence, those of `axes.sequences` first, then the longest first.
+    """Return the dims that may be a sequence, those of `axes.sequences` first, then the longest first, for the report.
 
     Args:
         gm: Graph.
         axes: Axes after `find_sequences`.
     """
-    sources, evidence = _chunk_sources(gm, axes), dict[int, tuple[Size, str, set[Node]]]()
+    chunk_sources = _chunk_sources(gm, axes)
+    evidence: dict[int, tuple[Size, str, set[Node]]] = {}  # by class: positions, strongest kind of evidence, ops
     for kind, find_evidence in _evidence_by_kind().items():
         for node, dim in find_evidence(gm, axes):
-            for atom in (sources.get(axes.find(a.name), a) for a in dim if not is_same_size(a.size, 1)):
-                evidence.setdefault(axes.find(atom.name), (atom.size, kind, set()))[2].add(node)
+            for atom in (chunk_sources.get(axes.find(a.name), a) for a in dim if not is_same_size(a.size, 1)):
+                _, _, nodes = evidence.setdefault(axes.find(atom.name), (atom.size, kind, set()))
+                nodes.add(node)
     inputs = (node for node in gm.graph.find_nodes(op="placeholder") if not node_info(node).parameter)
     input_names = {axes.find(a.name) for node in inputs for dim in axes.dims.get((node, 0), ()) for a in dim}
     work = RowWork(gm, axes)
     candidates = []
     for name, (size, kind, nodes) in evidence.items():
-        rows = {name, *_chunk_classes(axes, sources, name)}
-        share = work.flops_of_rows(rows) / work.total if work.total else 1.0
+        classes = {name, *_chunk_classes(axes, chunk_sources, name)}
+        share = work.flops_of_rows(classes) / work.total if work.total else 1.0
         is_chosen = name in axes.sequences
         why = "" if is_chosen else axes.lost.get(name, "the others have stronger evidence, or are named by seq_dims")
         candidates.append(
@@ -331,7 +387,10 @@ def sequence_candidates(gm: GraphModule, axes: Axes) -> list[SequenceCandidate]:
 
 
 def _softmax_attended_dims(gm: GraphModule, axes: Axes) -> Evidence:
-    """Yield dims that a softmax normalizes over and a later matmul contracts (decomposed attention)."""
+    """Yield (product, dim) for dims that a softmax normalizes over and a later product sums over.
+
+    This is attention that is written out: softmax(q @ k.T) @ v.
+    """
     normalized: set[int] = set()  # classes that a softmax normalizes over
     for call, rule in _ruled_calls(gm):
         for dim, kind in _classify_factors(axes, call, rule):
@@ -343,17 +402,18 @@ def _softmax_attended_dims(gm: GraphModule, axes: Axes) -> Evidence:
 
 
 def _scanned_dims(gm: GraphModule, axes: Axes) -> Evidence:
-    """Yield scanned dims; for sequences flattened into one dim with the batch, the longest factor."""
+    """Yield (scan, scanned dim); for a sequence that is flattened with the batch, only the longest factor."""
     for call, rule in _ruled_calls(gm):
         for dim, kind in _classify_factors(axes, call, rule):
-            if kind == "scan" and dim and not node_info(call.node).is_aside:
-                yield call.node, (max(reversed(dim), key=lambda a: assume_large(a.size)),)
+            if kind == "scan" and dim and not node_info(call.node).is_aside:  # is_aside: not along the sequence
+                longest = max(reversed(dim), key=lambda a: assume_large(a.size))  # of equals, the last
+                yield call.node, (longest,)
 
 
 def _combined_dims(gm: GraphModule, axes: Axes) -> Evidence:
-    """Yield the dims of scans that have no rule (`NodeInfo.scanned`), the weakest evidence."""
+    """Yield (operand, scanned dim) for scans with a function, such as torch.scan, which have no rule."""
     for node in gm.graph.nodes:
-        scanned = node_info(node).scanned
+        scanned = node_info(node).scanned  # (argument, dim)
         if scanned is not None:
             argument, dim = scanned
             for x in collect_nodes(node.args[argument]):
@@ -361,6 +421,7 @@ def _combined_dims(gm: GraphModule, axes: Axes) -> Evidence:
 
 
 def _ruled_calls(gm: GraphModule) -> Iterable[tuple[OpCall, BoundRule]]:
+    """Yield the calls of ops that have a sharding rule, with the rule, in graph order."""
     for node in gm.graph.nodes:
         call, rule = lookup_rule(node) or (None, None)
         if call is not None and rule is not None:
@@ -368,7 +429,7 @@ def _ruled_calls(gm: GraphModule) -> Iterable[tuple[OpCall, BoundRule]]:
 
 
 def _classify_factors(axes: Axes, call: OpCall, rule: BoundRule) -> Iterable[tuple[Dim, str]]:
-    """Yield the atoms of every factor of the operands with its kind in the rule, such as "scan"."""
+    """Yield (atoms, kind) for every factor of the operands, such as the scanned dim of cumsum and "scan"."""
     for operand, dims in zip(call.operands, rule.operands):
         for dim, f in value_factors(axes, operand, rule, dims):
             yield dim, rule.kind(f)

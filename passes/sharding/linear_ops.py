@@ -25,9 +25,10 @@ LINEAR_OPS = (*ADD_OPS, *SCALE_OPS)
 
 
 def summed_operands(node: Node) -> list[Node]:
-    """Return the operands that the node adds, or [] for any other node.
+    """Return the terms of an add or sub: x and y for x + y, x for x + 0; [] for any other node.
 
-    They are two tensors, or one tensor to which it adds 0.
+    If each term is a partial sum (each rank has a summand), so is the result. A constant other than 0 would be added
+    by every rank, so x + 1 has no terms here.
     """
     terms = _operands_like_result(node) if node.target in ADD_OPS else []
     if len(terms) != 1:
@@ -37,14 +38,24 @@ def summed_operands(node: Node) -> list[Node]:
 
 
 def scaled_operands(node: Node) -> list[Node]:
-    """Return the operands that the node scales by its other operand; [] for any other node."""
-    factors = _operands_like_result(node) if node.target in SCALE_OPS else []
-    factors = factors if node.target in PRODUCT_OPS else [x for x in factors if x is OpCall(node)["self"]]
-    return [x for x in factors if OpCall(node).operands.count(x) == 1]  # not a square
+    """Return the operands in which a node is linear: x for x / y, -x or x * 2, both for x * y; [] for any other node.
+
+    If such an operand is a partial sum (each rank has a summand) and the others are replicated, so is the result.
+    """
+    call = OpCall(node) if node.target in SCALE_OPS else None
+    if call is None:
+        return []
+    factors = _operands_like_result(node)
+    if node.target not in PRODUCT_OPS:  # a quotient is not linear in its divisor
+        factors = [x for x in factors if x is call["self"]]
+    return [x for x in factors if call.operands.count(x) == 1]  # x * x is not linear in x
 
 
 def _operands_like_result(node: Node) -> list[Node]:
-    """Return the floating operands with the shape and the dtype of the result."""
+    """Return the floating operands with the shape and the dtype of the result: neither broadcast nor cast.
+
+    A partial sum that broadcasts would be added more than once; one that is cast would be rounded on each rank.
+    """
     value, shape = node.meta["val"], node_shape(node)
     if not value.is_floating_point():
         return []
@@ -53,8 +64,16 @@ def _operands_like_result(node: Node) -> list[Node]:
 
 
 def is_partial_sum(call: OpCall, have: Sequence[Placement]) -> bool:
-    """Return True if the terms are partial sums and all other operands are replicated."""
+    """Return True if a linear op may run on partial sums, so that its result is partial and is reduced later.
+
+    It adds partial sums only, or scales one of them by a replicated value.
+
+    Args:
+        call: The call of the op.
+        have: The placements of its operands.
+    """
     sums = [x for x, p in zip(call.operands, have) if isinstance(p, Partial)]
     if not sums or not all(isinstance(p, Partial | Replicate) for p in have):
         return False
-    return sums == summed_operands(call.node) or (len(sums) == 1 and sums[0] in scaled_operands(call.node))
+    adds_sums = sums == summed_operands(call.node)
+    return adds_sums or (len(sums) == 1 and sums[0] in scaled_operands(call.node))

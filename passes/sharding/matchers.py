@@ -50,9 +50,11 @@ NON_MOVE_OPS = re.compile("new_.*|.*_like|view[.]dtype")  # lazy, too, but they 
 
 
 def _match_movement(node: Any) -> tuple[Node, BoundRule] | None:
-    """Return the operand of which the result has the elements, and the rule that maps them, or None.
+    """Match an op that only moves elements of one operand, as view, permute, slice, expand, copy or cast.
 
-    A detach that stops a gradient does not match, because its operand differs from it under differentiation.
+    Returns:
+        The operand, and the sharding rule of the op, which maps its dims to those of the result; None for other ops. A
+        detach that stops a gradient is one of these, because it differs from its operand under differentiation.
     """
     if not is_tensor(node) or stops_gradient(node):
         return None
@@ -61,10 +63,12 @@ def _match_movement(node: Any) -> tuple[Node, BoundRule] | None:
     call, rule = lookup_rule(node) or (None, None)
     if call is None or rule is None or not call.operands or not rule.lazy:
         return None
-    if node.target.namespace not in ("aten", "prims") or NON_MOVE_OPS.match(str(node.target)[5:]):
+    op_name = str(node.target).partition(".")[2]  # without the namespace
+    if node.target.namespace not in ("aten", "prims") or NON_MOVE_OPS.match(op_name):
         return None
     # Of `other`, only the shape or dtype is read (view_as, type_as).
     has_other_elements = any(x is not call.get("other") for x in call.operands[1:])
+    # Without kinds all dims pass. Reshapes have some dims of the kind "whole", slices of the kind "window".
     moves_elements = rule.reshapes or rule.spans or not rule.kinds
     return (call.operands[0], rule) if moves_elements and not has_other_elements else None
 
@@ -75,21 +79,24 @@ def stops_gradient(node: Node) -> bool:
 
 
 def carries_gradient(node: Node) -> bool:
-    """Return True if the value is computed from floats that may require a gradient."""
-    ancestors = iterate_reachable(
-        [node], lambda n: n.all_input_nodes if _has_float_result(n) and n.target not in DETACH_OPS else ()
-    )
+    """Return True if the value is computed from floats that may require a gradient, without a detach between them."""
+
+    def differentiable_operands(n: Node) -> Sequence[Node]:
+        """Return the operands to which a gradient of the node may flow."""
+        return n.all_input_nodes if _has_float_result(n) and n.target not in DETACH_OPS else ()
+
+    ancestors = iterate_reachable([node], differentiable_operands)
     leaves = (n for n in ancestors if n.op in ("placeholder", "get_attr") and is_tensor(n) and _has_float_result(n))
-    return any(node_info(leaf).requires_grad is not False for leaf in leaves)
+    return any(node_info(leaf).requires_grad is not False for leaf in leaves)  # None: not known
 
 
 def _has_float_result(node: Node) -> bool:
-    """Return True if a result is a floating point or complex tensor; sizes of such tensors do not count."""
+    """Return True if a result is a floating point or complex tensor, to which a gradient may flow."""
     return any(x.is_floating_point() or x.is_complex() for x in node_tensors(node))
 
 
 def move_source(node: Any) -> Node | None:
-    """Return the operand that the op moves, cuts, repeats, copies or casts, or None."""
+    """Return the operand of which the op moves, cuts, repeats, copies or casts elements; None for other ops."""
     movement = _match_movement(node)
     return movement[0] if movement is not None else None
 
@@ -103,15 +110,19 @@ def is_cast_op(node: Any) -> bool:
 
 
 def skip_widening_cast(node: Any) -> Node | None:
-    """Return x if the node casts x to a wider dtype, which has all its values, and back; else None."""
+    """Return x if the node casts x to a wider dtype and back, so that it equals x: x.float().to(x.dtype); else None.
+
+    The wider dtype must represent all values of that of x.
+    """
     wide = move_source(node) if is_cast_op(node) else None
     x = move_source(wide) if is_cast_op(wide) else None
     if wide is None or x is None or not _has_same_type(x, node):
         return None
     dtype, wide_dtype = (n.meta["val"].dtype for n in (x, wide))
-    kinds = [(d.is_floating_point, d.is_complex, d.is_signed) for d in (dtype, wide_dtype)]
-    min_itemsize = 1 + dtype.is_floating_point  # one-byte floats have any exponent
-    is_wider = kinds[0] == kinds[1] and wide_dtype.itemsize > dtype.itemsize >= min_itemsize
+    kind, wide_kind = ((d.is_floating_point, d.is_complex, d.is_signed) for d in (dtype, wide_dtype))
+    # Floats of one byte are excluded: some have exponents that a wider dtype does not represent.
+    min_itemsize = 2 if dtype.is_floating_point else 1
+    is_wider = kind == wide_kind and wide_dtype.itemsize > dtype.itemsize >= min_itemsize
     return x if is_wider or dtype is torch.bool else None
 
 
@@ -135,61 +146,73 @@ def _is_identity_order(order: tuple[int, ...] | None) -> bool:
 
 
 def permutation_of(node: Any) -> tuple[int, ...] | None:
-    """Return the dims of the operand in result order if the op permutes dims or copies, else None."""
+    """Return the operand's dims in the order of the result's, (0, 2, 1) for x.mT with 3 dims; None for other ops.
+
+    A copy is a permutation, too: its dims are in order.
+    """
     movement = _match_movement(node)
-    return _derive_order(node, *movement) if movement is not None and _has_same_type(movement[0], node) else None
+    if movement is None or not _has_same_type(movement[0], node):
+        return None
+    return _derive_order(node, *movement)
 
 
 def _derive_order(node: Node, source: Node, rule: BoundRule) -> tuple[int, ...] | None:
-    """Return the dims of the source in the order of the node's, or None.
+    """Return the dims of an operand in the order of the result's, or None if an op does not only permute dims.
 
-    The result is None if the node's rule does not only permute dims.
+    Args:
+        node: Node of an op that moves the elements of its operand.
+        source: The operand.
+        rule: The sharding rule of the op.
     """
     before, after = rule.operands[0], rule.results[0]
-    if rule.reshapes or rule.spans:
+    if rule.reshapes or rule.spans:  # a view to the same shape, or a slice of all rows, is a copy
         return tuple(range(len(after))) if _has_same_shape(source, node) else None
     is_permutation = "" not in before and sorted(before) == sorted(after)
     return tuple(before.index(f) for f in after) if is_permutation else None
 
 
 def keeps_order(node: Any) -> bool:
-    """Return True if the op changes only the shape: view, flatten, unsqueeze, squeeze, and copies."""
+    """Return True if the op changes only the shape, not the row-major order: view, flatten, unsqueeze, or a copy."""
     movement = _match_movement(node)
     if movement is None or not _has_same_type(movement[0], node):
         return False
     source, rule = movement
+    if rule.reshapes:
+        return True
+    # Equal factors exclude permutations, equal sizes exclude slices and expands.
     has_same_factors = flatten_dims(rule.operands[0]) == flatten_dims(rule.results[0])
-    sizes = [size_product(node_shape(x)) for x in (source, node)]
-    return rule.reshapes or (has_same_factors and is_same_size(*sizes))
+    return has_same_factors and is_same_size(size_product(node_shape(source)), size_product(node_shape(node)))
 
 
 def map_coordinates(node: Node, coordinates: Sequence[Any]) -> tuple[Node, tuple[Any, ...]] | None:
-    """Return the operand and the coordinates in it of an element of the result.
+    """Return (operand, coordinates in the operand) for the element of an op's result at some coordinates.
 
-    Returns None if the op does not only move elements, or splits or merges dims.
+    Element (b, i, j) of x.mT is (b, j, i) of x; (b, i) of x[:, 3:] is (b, i + 3). The result is None if the op does not
+    only move elements, or splits or merges dims. A coordinate is an int, or an object that can be added to a size.
     """
     movement = _match_movement(node)
     if movement is None:
         return None
     source, rule = movement
-    by_factor = {f: c for f, c in zip(rule.results[0], coordinates) if f}
-    if any(f and f not in by_factor for f in rule.operands[0]):  # a dim that is split or merged
+    coordinate_of = {f: c for f, c in zip(rule.results[0], coordinates) if f}
+    if any(f and f not in coordinate_of for f in rule.operands[0]):  # a dim that is split or merged
         return None
-    source_coordinates = [by_factor.get(f, 0) for f in rule.operands[0]]
+    source_coordinates = [coordinate_of.get(f, 0) for f in rule.operands[0]]  # 0 in dims that broadcast
     if rule.window is not None:
-        source_coordinates[rule.window] += rule.spans[0][0]
+        start, _ = rule.spans[0]
+        source_coordinates[rule.window] += start
     return source, tuple(source_coordinates)
 
 
 def skip_ops(node: Node, passes: Callable[[Node], bool]) -> Node:
-    """Skip single-operand ops for which `passes` is true, and return the first other value."""
+    """Return the first value, from a node upwards along first operands, that is an input or that `passes` rejects."""
     while node.op == "call_function" and passes(node):
         node = OpCall(node).operands[0]
     return node
 
 
 def skip_reshapes(node: Node) -> Node:
-    """Skip all reshapes and copies, and return the first other value."""
+    """Return the first value, from a node upwards, that is not the result of a reshape, or of a copy."""
     node = value_origin(node)
     while keeps_order(node):
         node = value_origin(OpCall(node).operands[0])
@@ -197,17 +220,18 @@ def skip_reshapes(node: Node) -> Node:
 
 
 def _has_same_shape(a: Node, b: Node) -> bool:
+    """Return True if the shapes of two values are equal for all values of symbolic sizes."""
     return is_same_shape(node_shape(a), node_shape(b))
 
 
 def value_origin(node: Any) -> Any:
-    """Return the first value with the same elements at the same positions.
+    """Return the first value with the same elements at the same positions: x for x.mT.clone().mT.
 
-    Copies and canceling views are skipped.
+    Copies and views that cancel each other are skipped.
     """
     if not is_rearrangement(node):
         return node
-    chain, source = [], node
+    chain, source = [], node  # the permutations, reshapes and copies that lead to the node, the last one first
     while is_rearrangement(source):
         chain.append(source)
         source = OpCall(source).operands[0]
@@ -219,28 +243,30 @@ def value_origin(node: Any) -> Any:
 
 
 def is_rearrangement(node: Any) -> bool:
-    """Return True if the op is a permutation or reshape that can be reverted.
-
-    Its result has each element once, and passes its gradient.
-    """
+    """Return True if the op is a permutation, a reshape or a copy: its result has each element of the operand once."""
     return permutation_of(node) is not None or keeps_order(node)
 
 
 def _cancel_chain(node: Node, operand: Node, origins: dict[Node, Node]) -> Node:
-    """Return the origin of a chain of permutations or of reshapes that cancel, else the node.
+    """Return the value that a node equals because it cancels earlier permutations or reshapes, else the node.
+
+    For x.mT.mT, the two permutations compose to the identity, so the result is the origin of x. For reshapes it is that
+    of an earlier value with the node's shape.
 
     Args:
-        node: Last node of the chain.
+        node: A permutation or reshape.
         operand: Origin of its operand.
-        origins: Origins of the nodes before it.
+        origins: Origins of the values before it: the first values with the same elements at the same positions.
     """
-    order, source = permutation_of(node), operand
-    while order is not None:  # the order of the dims of `source` in the node
+    order, source = permutation_of(node), operand  # order: the dims of `source` in the order of the node's
+    while order is not None:
         if is_identity(order) and source is not operand:
             return origins[source]
-        inner = permutation_of(source)
-        order = None if inner is None else tuple(inner[d] for d in order)
-        source = source if inner is None else OpCall(source).operands[0]
+        inner_order = permutation_of(source)
+        if inner_order is None:
+            break
+        order = tuple(inner_order[d] for d in order)
+        source = OpCall(source).operands[0]
     source = operand
     while keeps_order(node):
         if _has_same_shape(source, node):
@@ -252,9 +278,9 @@ def _cancel_chain(node: Node, operand: Node, origins: dict[Node, Node]) -> Node:
 
 
 def steps_between(node: Node, source: Node) -> list[Node]:
-    """Return the nodes from `source` (exclusive) to `node` (inclusive); source is `value_origin(node)`.
+    """Return the copies and views from `source`, which is `value_origin(node)`, to the node, in order.
 
-    Callers check or replace these copies and canceling views.
+    The node is included, `source` is not. Callers check or replace these nodes.
     """
     steps: list[Node] = []
     while node is not source:
@@ -264,32 +290,36 @@ def steps_between(node: Node, source: Node) -> list[Node]:
 
 
 def steps_from(node: Node) -> list[Node]:
-    """Return the single-user chain from a value to the last node that equals it; often empty."""
-    steps: list[Node] = []
-    num_equal, last = 0, node  # number of steps up to the last one that equals the value
+    """Return the copies and views after a value, each its predecessor's only user, up to the last one that equals it.
+
+    For x.mT.mT.exp() these are both transposes; for x.mT.exp() there are none.
+    """
+    chain: list[Node] = []
+    num_steps, last = 0, node  # number of nodes of the chain up to the last one that equals the value
     while len(last.users) == 1:
         (last,) = last.users
         if not is_rearrangement(last):
             break
-        steps.append(last)
+        chain.append(last)
         if value_origin(last) is value_origin(node):
-            num_equal = len(steps)
-    return steps[:num_equal]
+            num_steps = len(chain)
+    return chain[:num_steps]
 
 
 def value_readers(node: Node) -> list[Node]:
-    """Return the users of a value, directly or through rearrangements that `value_origin` skips.
+    """Return the users of a value, and those of the copies and views that equal it (`value_origin`).
 
-    A rearrangement that does not cancel is itself a reader.
+    A view that differs from the value is itself a reader, in place of its users.
     """
     readers: dict[Node, None] = {}
-    queue = [node]
-    for value in queue:  # which grows in this loop
+    derived_values = [node]  # the value, and copies and views of it
+    for value in derived_values:  # which grows in this loop
         for user in value.users:
             if is_rearrangement(user) and user.users and OpCall(user).operands[0] is value:
-                queue.append(user)
+                derived_values.append(user)
             else:
-                readers[user if value_origin(value) is value_origin(node) else value] = None
+                equals_node = value_origin(value) is value_origin(node)
+                readers[user if equals_node else value] = None
     return list(readers)
 
 
@@ -301,9 +331,12 @@ def is_same_call(a: Node, b: Node) -> bool:
 
 
 def is_only_read_by(value: Node, node: Node) -> bool:
-    """Return True if every path from the value leads to the node."""
-    readers = iterate_reachable([value], lambda n: n.users if n < node else ())
-    return all(n is node or (n.users and n < node) for n in readers)
+    """Return True if a value is used only to compute a node: every chain of users leads to the node.
+
+    It then is not needed if the node is replaced.
+    """
+    derived = iterate_reachable([value], lambda n: n.users if n < node else ())  # the value, and all up to the node
+    return all(n is node or (n.users and n < node) for n in derived)
 
 
 @dataclass(frozen=True)
@@ -322,19 +355,25 @@ def match_piece(node: Any) -> SlicePiece | None:
     """Match a slice, a select, or one result of a split, chunk or unbind with a provable position."""
     if not is_tensor(node) or node.op != "call_function":
         return None
-    return nth_result(*node.args) if node.target is operator.getitem else nth_result(node, 0)
+    return nth_result(*node.args) if node.target is operator.getitem else nth_result(node, 0)  # getitem(split, i)
 
 
 def nth_result(node: Node, index: Any) -> SlicePiece | None:
-    """Match the result of a node at this index as a piece of its operand, see `match_piece`."""
+    """Match one result of a slice, select, split, chunk or unbind as a piece of its operand, or return None.
+
+    Args:
+        node: Node of the op.
+        index: Index of the result; 0 for ops with one result.
+    """
     call, rule = lookup_rule(node) or (None, None)
     if call is None or not isinstance(index, int):
         return None
     if rule is not None and rule.window is not None:
-        return SlicePiece(call.operands[0], rule.window, *rule.spans[index])
+        start, length = rule.spans[index]
+        return SlicePiece(call.operands[0], rule.window, start, length)
     if node.target in (aten.select.int, aten.unbind.int):
         position = as_size(call["index"]) if node.target is aten.select.int else index
-        if not isinstance(position, int):  # the sign is not known
+        if not isinstance(position, int):  # a negative one would count from the end, but the sign is not known
             return None
         position = normalize_position(position, call.shape()[call.dim()])
         return SlicePiece(call.operands[0], call.dim(), position, 1, keeps_dim=False)
@@ -342,12 +381,13 @@ def nth_result(node: Node, index: Any) -> SlicePiece | None:
 
 
 def _strided_slice(call: OpCall) -> SlicePiece | None:
-    """Match a slice with a step if its sizes are ints."""
+    """Match a slice with a step other than 1, if its start, step and extent are ints; else return None."""
     dim, start, step = call.dim(), call["start"] or 0, call["step"]
     extent, length = call.shape()[dim], node_shape(call.node)[dim]
     if step == 1 or not all(isinstance(n, int) for n in (start, step, extent)):
         return None
-    return SlicePiece(call.operands[0], dim, min(max(normalize_position(start, extent), 0), extent), length, step)
+    start = min(max(normalize_position(start, extent), 0), extent)  # as torch clamps it
+    return SlicePiece(call.operands[0], dim, start, length, step)
 
 
 def match_slice(node: Any) -> SlicePiece | None:
@@ -357,12 +397,12 @@ def match_slice(node: Any) -> SlicePiece | None:
 
 
 def match_join(node: Any) -> tuple[int, bool] | None:
-    """Return the dim along which a cat or stack joins operands and whether it is a new dim, or None."""
+    """Return (dim along which a cat or stack joins its operands, True if the dim is new, as for stack), or None."""
     rule = rule_of(node) if node.target in CONCAT_OPS else None
     if rule is None:
         return None
     operand, result = rule.operands[0], rule.results[0]
-    joined_dims = [d for d, f in enumerate(result) if f not in operand]
+    joined_dims = [d for d, f in enumerate(result) if f not in operand]  # all other dims pass
     return (joined_dims[0], len(result) > len(operand)) if len(joined_dims) == 1 else None
 
 
@@ -378,20 +418,21 @@ class PadMatch:
 
 
 def match_pad(node: Node) -> PadMatch | None:
-    """Match a pad of one dim by a constant."""
+    """Match a pad of one dim by a constant, or return None."""
     call = OpCall(node) if node.target in PAD_OPS else None
-    window_calls = sliding_calls(call) if call is not None else {}
+    window_calls = sliding_calls(call) if call is not None else {}  # by dim; a pad has windows of one row
     if call is None or len(window_calls) != 1:
         return None
     ((dim, window_call),) = window_calls.items()
     if window_call.first is not None:  # other dims are padded by sizes that are not ints
         return None
     after = window_call.sliding.num_after(call.shape()[dim])
-    return PadMatch(call.operands[0], dim, window_call.sliding.before, after, window_call.tail[0])
+    (fill,) = window_call.tail
+    return PadMatch(call.operands[0], dim, window_call.sliding.before, after, fill)
 
 
 def is_arange(node: Any) -> bool:
-    """Return True if the node computes 0, 1, 2, ..."""
+    """Return True if the node is an arange from 0 in steps of 1: 0, 1, 2, ..."""
     if not isinstance(node, Node) or node.op != "call_function":
         return False
     if node.target is aten.arange.default:
@@ -401,13 +442,18 @@ def is_arange(node: Any) -> bool:
 
 
 def constant_value(node: Any) -> Number | None:
-    """Return the number that every element of a tensor has if it is known from the graph, else None."""
+    """Return the number that every element of a tensor has if it is known from the graph, else None.
+
+    It is known for full, zeros, constant 0-dim tensors, and for views, copies and exact casts of these.
+    """
     if not is_tensor(node) or is_written(node):
         return None
     if node.op == "get_attr":
         return _literal_tensor(node) if not node.meta["val"].ndim else None
-    if node.op != "call_function" or node.target in FULL_OPS:
-        return FULL_OPS.get(node.target)
+    if node.op != "call_function":
+        return None
+    if node.target in FULL_OPS:
+        return FULL_OPS[node.target]
     if node.target in FILL_OPS or node.target is aten.scalar_tensor.default:
         fill = OpCall(node)["fill_value" if node.target in FILL_OPS else "s"]
         number = fill if isinstance(fill, Number) else constant_value(fill)
@@ -434,9 +480,9 @@ def _round_to_dtype(number: Number, dtype: torch.dtype) -> Number | None:
 
 
 def _literal_tensor(x: Node) -> Number | None:
-    """Return the value of a constant that make_fx or export recorded.
+    """Return the value of a 0-dim attribute if it is a constant that make_fx or export recorded, else None.
 
-    Parameters and buffers do not count, because the user may change them.
+    Parameters and buffers are no constants, because the user may change them.
     """
     tensor = operator.attrgetter(x.target)(x.graph.owning_module)
     is_constant = node_info(x).constant or str(x.target).startswith(("_tensor_constant", "lifted_tensor_"))
@@ -444,9 +490,9 @@ def _literal_tensor(x: Node) -> Number | None:
 
 
 def scalar_value(x: Any, dtype: torch.dtype) -> float | None:
-    """Return a Python scalar, or the value of a 0-dim tensor of this dtype, as a float, or None.
+    """Return the value of an argument as a float: a Python scalar, or a 0-dim tensor of this dtype.
 
-    The result is None if the value is unknown.
+    The result is None for other arguments, for bools, and if the value of the tensor is not known from the graph.
     """
     if is_tensor(x) and not x.meta["val"].ndim and x.meta["val"].dtype == dtype:
         x = constant_value(x)

@@ -39,7 +39,7 @@ class RulePattern:
 
     @staticmethod
     def parse(text: str, **options: Any) -> RulePattern:
-        """Parse a rule text.
+        """Parse a rule text, such as "n i, i m -> n m; sum=i", and check it.
 
         Args:
             text: Text of the rule.
@@ -48,42 +48,49 @@ class RulePattern:
         Raises:
             SpError: If the text is malformed, as for `rule`.
         """
-        if "pad" in options:  # the cache would not distinguish the pad values 0, 0.0 and False
+        if "pad" in options:  # not cached, because a cache key does not distinguish the pad values 0, 0.0 and False
             return _read_sides(text, options)
         return _read_cached(text, tuple(sorted(options.items())))
 
     def bind(self, call: OpCall) -> BoundRule | None:
-        """Bind the text to the shapes of a call, or return None.
+        """Return the rule of a call: the text with "..." expanded, and with the sizes of the factors in groups.
 
-        The result is None if the number of dims or group sizes do not match.
+        The result is None if the call has other numbers of operands or dims than the text, or if a dim is not the
+        product of its group, such as a dim of 7 rows for "(b s)" with b = 2.
         """
         shapes = tuple(call.shape(i) for i in range(len(call.operands)))
         results = call.result_shapes()
-        if (shapes, results) not in self._bound:  # layers are equal, and every analysis binds again
+        if (shapes, results) not in self._bound:  # most calls repeat: layers are equal, and each analysis binds again
             if len(self._bound) >= MAX_BOUND_SHAPES:
                 self._bound.clear()
             self._bound[shapes, results] = self._bind(shapes, results)
         return self._bound[shapes, results]
 
     def _bind(self, shapes: Sequence[tuple[Size, ...]], result_shapes: Sequence[tuple[Size, ...]]) -> BoundRule | None:
-        """Bind the text to shapes of operands and results, see `bind`."""
+        """Return the rule for operands and results of these shapes, or None if they do not match the text.
+
+        For "... i, o i -> ... o" and operands (2, 8, 16) and (32, 16), "..." becomes the dims "~1" and "~0".
+        """
         patterns = self.operands or ((),) * len(shapes)  # nothing before the arrow: no operand, or one without dims
         if len(patterns) != len(shapes):
             return None
-        depths = [len(shape) - len(dims) + 1 for dims, shape in zip(patterns, shapes)]  # number of dims of "..."
-        expanded = [_expand_ellipsis(dims, depth) for dims, depth in zip(patterns, depths)]
+        # "..." represents the dims of an operand that the pattern does not name.
+        num_unnamed = [len(shape) - (len(dims) - 1) for dims, shape in zip(patterns, shapes)]
+        expanded = [_expand_ellipsis(dims, ndim) for dims, ndim in zip(patterns, num_unnamed)]
         if [len(dims) for dims in expanded] != [len(shape) for shape in shapes]:
             return None
-        depth = max((depth for dims, depth in zip(patterns, depths) if "..." in dims), default=0)
-        results = tuple(_expand_ellipsis(dims, depth) for dims in self.results)
-        kinds = {f: kind for name, kind in self.kinds.items() for f in _expand_ellipsis((name,), depth)}
-        pairs = [*zip(expanded, shapes), *zip(results, result_shapes)]
-        sizes = _factor_sizes(pairs)
-        extents = _solve_groups(pairs, sizes)
+        # Operands broadcast along "...", so in results and kinds it has the largest number of dims of any operand.
+        most_unnamed = max((ndim for dims, ndim in zip(patterns, num_unnamed) if "..." in dims), default=0)
+        results = tuple(_expand_ellipsis(dims, most_unnamed) for dims in self.results)
+        kinds = {f: kind for name, kind in self.kinds.items() for f in _expand_ellipsis((name,), most_unnamed)}
+        dims_and_shapes = [*zip(expanded, shapes), *zip(results, result_shapes)]
+        sizes = _factor_sizes(dims_and_shapes)
+        extents = _solve_groups(dims_and_shapes, sizes)
         if extents is None:
             return None
+        # A dim of size 1 of a longer factor broadcasts. Its name becomes "", so that it is not sharded.
         operands = tuple(
-            tuple("" if size == 1 and sizes.get(f, 1) != 1 else f for f, size in zip(dims, shape))  # "": broadcasts
+            tuple("" if size == 1 and sizes.get(f, 1) != 1 else f for f, size in zip(dims, shape))
             for dims, shape in zip(expanded, shapes)
         )
         return BoundRule(operands, results, kinds, **self.options, extents=extents)
@@ -95,32 +102,43 @@ def _read_cached(text: str, options: tuple[tuple[str, Any], ...]) -> RulePattern
 
 
 def _read_sides(text: str, options: dict[str, Any]) -> RulePattern:
-    """Parse and check a rule text; options in the text are added to `options`."""
-    text, *parts = (part.strip() for part in text.split(";"))
+    """Parse and check a rule text; `options` is changed: it receives the options in the text and loses the kinds.
+
+    The kinds are options such as sum="i j", which become {"i": "sum", "j": "sum"}.
+    """
+    dims_text, *option_texts = (part.strip() for part in text.split(";"))
     try:
-        options.update(_read_option(part) for part in parts)
-        operands, results = _split_sides(text)
+        options.update(_read_option(option) for option in option_texts)
+        operands, results = _split_sides(dims_text)
         kinds = {f: kind for kind in FACTOR_KINDS for f in str(options.pop(kind, "")).split()}
         _check_rule(operands, results, kinds, options)
     except SpError as error:
-        raise error.with_context(f"rule {text!r}: ") from None
+        raise error.with_context(f"rule {dims_text!r}: ") from None
     return RulePattern(operands, results, kinds, options)
 
 
 def _read_option(text: str) -> tuple[str, Any]:
-    """Parse an option after the dims of a rule text."""
+    """Return the name and the value of an option in a rule text.
+
+    "sum=i j" is ("sum", "i j"), "masks=(1,)" is ("masks", (1,)), and "lazy" is ("lazy", True).
+    """
     name, equals, value = text.partition("=")
     if not equals:
         return name, True
+    if name in (*FACTOR_KINDS, "sizes"):  # names of factors or of an argument
+        return name, value
     try:
-        return name, value if name in (*FACTOR_KINDS, "sizes") else ast.literal_eval(value)
+        return name, ast.literal_eval(value)
     except (SyntaxError, ValueError):
         raise SpError("SP933", f"{name}: expected a Python constant, got {value!r}.") from None
 
 
 @cache
 def _split_sides(text: str) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
-    """Return the dims of the operands and of the results; a text without results has one of no dims."""
+    """Return the dims of each operand and of each result: "n i, i -> n" is ((("n", "i"), ("i",)), (("n",),)).
+
+    Nothing after the arrow is one result without dims, as in "k ->"; nothing before it is no operand.
+    """
     if text.count("->") != 1:
         raise SpError("SP931", f"expected one '->' between operands and results, got {text.count('->')}.")
     operands, results = (
@@ -130,42 +148,45 @@ def _split_sides(text: str) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
 
 
 def _read_dims(text: str) -> Dims:
-    """Parse the dims of one operand or result."""
+    """Parse the dims of one operand or result: "n 1 (b s) ..." is ("n", "", "(b s)", "...")."""
     dims: list[str] = []
     group: list[str] | None = None  # factors of the group that is being read
     for token in re.findall(r"~?\w+|\.\.\.|\S", text):
         if token == "(":
             if group is not None:
-                raise SpError("SP931", f"{text.strip()!r} has a group in a group.")
+                raise SpError("SP931", f"{text.strip()!r}: expected names of dims in a group, got another '('.")
             group = []
         elif token == ")":
             if not group:
-                raise SpError("SP931", f"{text.strip()!r} has {'an empty group' if group == [] else 'a ) without ('}.")
+                expected = "a '(' before ')', got none" if group is None else "names of dims in a group, got '()'"
+                raise SpError("SP931", f"{text.strip()!r}: expected {expected}.")
             dims.append(group_factors(group))
             group = None
         elif group is not None and token in ("...", "1"):
-            raise SpError("SP931", f"{text.strip()!r} has {token!r} in a group.")
+            raise SpError("SP931", f"{text.strip()!r}: expected names of dims in a group, got {token!r}.")
         elif token not in ("...", "1") and not _FACTOR.fullmatch(token):
             expected = "a letter or _, then letters, digits or _"
             raise SpError("SP931", f"{text.strip()!r}: expected {expected} as the name of a dim, got {token!r}.")
         else:
             (dims if group is None else group).append("" if token == "1" else token)
     if group is not None:
-        raise SpError("SP931", f"{text.strip()!r} has a ( without ).")
+        raise SpError("SP931", f"{text.strip()!r}: expected a ')' after '(', got none.")
     factors = flatten_dims(tuple(dims))
     repeated = sorted({f for f in factors if factors.count(f) > 1})
     if repeated:
-        raise SpError("SP931", f"{text.strip()!r} has {repeated} twice.")
+        raise SpError("SP931", f"{text.strip()!r} has {repeated} more than once; expected each name once.")
     return tuple(dims)
 
 
 def _check_rule(
     operands: tuple[Dims, ...], results: tuple[Dims, ...], kinds: Mapping[str, str], options: Mapping[str, Any]
 ) -> None:
-    """Check that vanishing factors are classified, classified factors exist, and sizes can be solved.
+    """Check the parts of a parsed rule.
 
     Raises:
-        SpError: If one of these is not the case or an option is unknown.
+        SpError: An option is unknown (SP932), a factor with a kind is in no operand (SP934), a factor of an operand is
+            in no result and has no kind (SP935), or the size of a factor does not follow from shapes (SP936), as for
+            "(a b) -> (a b)".
     """
     unknown = set(options) - set(RULE_OPTIONS)
     if unknown:
@@ -175,57 +196,79 @@ def _check_rule(
     operand_factors = {f for dims in operands for f in flatten_dims(dims)}
     result_factors = {f for dims in results for f in flatten_dims(dims)}
     for f, kind in kinds.items():
-        if f not in operand_factors and (kind != "whole" or f not in result_factors):
-            raise SpError("SP934", f"{f!r} is classified but is not in an operand.")
+        is_unsharded_result = kind == "whole" and f in result_factors  # a dim of the result only
+        if f not in operand_factors and not is_unsharded_result:
+            raise SpError("SP934", f"{kind}: expected factors of the operands, got {f!r}.")
     unclassified = sorted(operand_factors - result_factors - set(kinds))
     if unclassified:
-        raise SpError("SP935", f"{unclassified} are in no result and are not classified.")
+        raise SpError("SP935", f"expected a kind for each factor that is in no result, got none for {unclassified}.")
     all_dims = [dim for dims in (*operands, *results) for dim in dims]
-    unsized = (operand_factors | result_factors) - _solve_sizes(all_dims, {f for f in all_dims if f[:1] != "("})
+    single_factors = {dim for dim in all_dims if dim[:1] != "("}  # whose sizes are sizes of dims
+    unsized = (operand_factors | result_factors) - _solve_sizes(all_dims, single_factors)
     if unsized:
-        raise SpError("SP936", f"the sizes of {sorted(unsized)} are not known, as they are in groups only.")
+        raise SpError(
+            "SP936", f"the sizes of the factors {sorted(unsized)} are not known, because they are only in groups."
+        )
 
 
 def _solve_sizes(dims: Iterable[str], known: set[str]) -> set[str]:
-    """Return the factors whose sizes follow from the dim sizes, given those of `known`."""
+    """Return the factors whose sizes can be computed: those of `known`, and those that groups determine.
+
+    The size of a group is that of a dim, so it determines its last unknown factor: with b known, "(b s)" determines s,
+    and then "(s k)" determines k.
+    """
     groups = [set(dim_factors(dim)) for dim in dims if dim[:1] == "("]
-    while solved := {f for group in groups for f in group - known if known.issuperset(group - {f})}:
+    while True:
+        unknown_of_groups = [group - known for group in groups]
+        solved = {f for unknown in unknown_of_groups if len(unknown) == 1 for f in unknown}
+        if not solved:
+            return known
         known = known | solved
-    return known
 
 
-def _expand_ellipsis(dims: Dims, depth: int) -> Dims:
-    """Replace "..." by `depth` dims, numbered from the last."""
-    dots = tuple(f"~{i}" for i in range(depth - 1, -1, -1))
-    return tuple(f for name in dims for f in (dots if name == "..." else (name,)))
+def _expand_ellipsis(dims: Dims, ndim: int) -> Dims:
+    """Replace "..." by `ndim` dims, numbered from the last: ("...", "i") with 2 dims is ("~1", "~0", "i").
+
+    Operands are aligned at the last dim when they broadcast, so equal numbers are equal dims.
+    """
+    expanded: list[str] = []
+    for dim in dims:
+        expanded += [f"~{i}" for i in reversed(range(ndim))] if dim == "..." else [dim]
+    return tuple(expanded)
 
 
-def _factor_sizes(pairs: Sequence[tuple[Sequence[str], Sequence[Size]]]) -> dict[str, Size]:
-    """Return the size of each factor that is a dim, from dims that do not broadcast."""
+def _factor_sizes(dims_and_shapes: Sequence[tuple[Sequence[str], Sequence[Size]]]) -> dict[str, Size]:
+    """Return the size of each factor that is a dim by itself, not only in a group.
+
+    A factor may have size 1 in one operand, which broadcasts, and its full size in another; the result is the latter.
+    """
     sizes: dict[str, Size] = {}
-    for dims, shape in pairs:
-        for f, size in zip(dims, shape):
-            if f and f[0] != "(" and (f not in sizes or sizes[f] == 1):
-                sizes[f] = size
+    for dims, shape in dims_and_shapes:
+        for dim, size in zip(dims, shape):
+            is_single_factor = dim and dim[0] != "("
+            if is_single_factor and (dim not in sizes or sizes[dim] == 1):
+                sizes[dim] = size
     return sizes
 
 
 def _solve_groups(
-    pairs: Sequence[tuple[Sequence[str], Sequence[Size]]], known: Mapping[str, Size]
+    dims_and_shapes: Sequence[tuple[Sequence[str], Sequence[Size]]], known: Mapping[str, Size]
 ) -> dict[str, Size] | None:
-    """Return the size of each factor in a group, or None if a group's size does not match.
+    """Return the size of each factor in a group, or None if a dim is not the product of the factors of its group.
 
-    A group's size must be the product of the sizes of its factors.
+    For "(b s) d -> b s d", s and b are known from the result, and the first dim of the operand must be their product.
 
     Args:
-        pairs: Dims and shape of each operand and result.
-        known: Sizes of the factors that are a dim. The sizes of the others can be solved, see `_check_rule`.
+        dims_and_shapes: Dims and shape of each operand and result.
+        known: Sizes of the factors that are a dim by themselves. Those of the others follow, as `_check_rule` ensures.
     """
-    waiting = [(dim_factors(dim), size) for dims, shape in pairs for dim, size in zip(dims, shape) if dim[:1] == "("]
-    solved: dict[str, Size] = {f: known[f] for group, _ in waiting for f in group if f in known}
-    while waiting:
-        unsolved = []  # groups with several unknown factors
-        for group, size in waiting:
+    groups = [
+        (dim_factors(dim), size) for dims, shape in dims_and_shapes for dim, size in zip(dims, shape) if dim[:1] == "("
+    ]
+    solved: dict[str, Size] = {f: known[f] for group, _ in groups for f in group if f in known}
+    while groups:
+        unsolved = []  # groups with several unknown factors, for the next round
+        for group, size in groups:
             missing = [f for f in group if f not in solved]
             product = size_product(solved[f] for f in group if f in solved)
             if len(missing) > 1:
@@ -237,5 +280,5 @@ def _solve_groups(
                 solved[missing[0]] = quotient
             elif not is_same_size(size, product):
                 return None
-        waiting = unsolved
+        groups = unsolved
     return solved

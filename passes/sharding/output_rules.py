@@ -38,20 +38,20 @@ OUTPUT_RULES = "sp_results"
 
 
 def output_infos(gm: GraphModule, plan: PlacementPlan) -> list[OutputInfo | None]:
-    """Return an OutputInfo for each output of a global graph, or None for a non-tensor."""
+    """Return an OutputInfo for each flattened output of a graph in the global view; None for a non-tensor."""
     leaves = pytree.tree_leaves(gm.graph.output_node().args[0])
     return [OutputInfo(plan.of(n), n.meta["val"], node_line(n)) if is_tensor(n) else None for n in leaves]
 
 
 def output_options(output: Node, outputs: str | Sequence[str]) -> dict[Node, list[str]]:
-    """Return the options of each value that the graph returns, one for each position where it is returned.
+    """Return the values of the option `outputs` ("gather", "lazy", ...) for each node that the graph returns.
 
     Args:
         output: The graph's output node.
-        outputs: One option for all outputs, or one for each of the flattened outputs.
+        outputs: One value for all outputs, or one for each of the flattened outputs.
 
     Returns:
-        The options by node.
+        The values by node; a node that is returned at several positions has one for each.
     """
     leaves = pytree.tree_leaves(output.args[0])
     leaf_options = [outputs] * len(leaves) if isinstance(outputs, str) else outputs
@@ -63,9 +63,14 @@ def output_options(output: Node, outputs: str | Sequence[str]) -> dict[Node, lis
 
 
 def gather_reason(value: torch.Tensor, options: Sequence[str]) -> str:
-    """Return the reason for which a sharded output is gathered; "" if it stays sharded."""
+    """Return the reason, for the report, why a sharded output is gathered; "" if it stays sharded.
+
+    Args:
+        value: The output in the global view.
+        options: The values of the option `outputs` at the positions where it is returned.
+    """
     if "gather" in options:
         return GATHER_REASON
-    if "local" in options:
+    if "local" in options or "lazy" in options:
         return ""
-    return SMALL_REASON if "lazy" not in options and current_bytes(value) < LARGE_OUTPUT else ""
+    return SMALL_REASON if current_bytes(value) < LARGE_OUTPUT else ""  # "auto"

@@ -44,12 +44,14 @@ class Frame:
 
     @staticmethod
     def full(size: Size, folds: int = 1) -> Frame:
-        """Return the frame of a complete sequence of `size` positions."""
+        """Return the frame of a complete sequence: all of its `size` positions are valid."""
         return Frame(size, 0, size, folds)
 
     @staticmethod
     def of_chunks(length: Size, longest: Size, granule: int, n: int, folds: int = 1) -> Frame:
-        """Return the frame of a sequence of which each of `n` ranks has complete chunks.
+        """Return the frame of a sequence that is computed in chunks, of which each of `n` ranks has complete ones.
+
+        With chunks of 4 positions on 2 ranks, a sequence of 10 positions has a frame of 16, 8 for each rank.
 
         Args:
             length: Number of positions.
@@ -58,11 +60,15 @@ class Frame:
             n: Number of ranks.
             folds: Row order.
         """
-        unit = granule * n * row_order(folds).chunks
-        return Frame(unit * ceil_div(longest, unit), 0, length, folds, granule)
+        multiple = granule * n * row_order(folds).chunks
+        return Frame(multiple * ceil_div(longest, multiple), 0, length, folds, granule)
 
     def split(self, block: Size) -> Frame | None:
-        """Return the frame in units of `block` positions, or None if a block could be on two ranks or padded."""
+        """Return the frame of a dim of chunks, for a sequence that is reshaped to chunks of `block` positions.
+
+        It counts chunks in place of positions: 12 positions are 3 chunks of 4. The result is None if a chunk could be
+        on two ranks, or only partly valid.
+        """
         sizes = [exact_quotient(size, block) for size in (self.size, self.start, self.length)]
         if not isinstance(block, int) or self.granule % block or None in sizes:
             return None
@@ -70,7 +76,10 @@ class Frame:
         return Frame(size, start, length, self.folds, self.granule // block, self.block * block)
 
     def merge(self, block: Size) -> Frame | None:
-        """Return the frame in units of a `block`-th of its positions, the inverse of `split`; None if it had none."""
+        """Return the frame of positions for one that counts chunks of `block` positions, the inverse of `split`.
+
+        The result is None if the frame does not count such chunks (`Frame.block`).
+        """
         if not isinstance(block, int) or self.block % block:
             return None
         sizes = (self.size * block, self.start * block, self.length * block)
@@ -78,12 +87,12 @@ class Frame:
 
     @property
     def order(self) -> RowOrder:
-        """Return the row order of `folds`."""
+        """Return the order of the positions over the ranks, such as contiguous or zigzag, which `folds` identifies."""
         return row_order(self.folds)
 
     def local_length(self, n: int) -> Size:
-        """Return the number of positions on each of `n` ranks, including padding."""
-        chunks = self.order.chunks
+        """Return the number of positions on each of `n` ranks, including padding: 2 for 7 positions on 4 ranks."""
+        chunks = self.order.chunks  # of a rank: 2 in zigzag order, else 1
         return chunks * ceil_div(self.size, chunks * n)
 
     def is_exact(self, n: int) -> bool:
@@ -95,7 +104,7 @@ class Frame:
         )
 
     def is_same_window(self, other: Frame) -> bool:
-        """Return True if both are provably the same window of the same axis."""
+        """Return True if both frames provably have equal sizes, equal valid positions and the same row order."""
         sizes, other_sizes = (self.size, self.start, self.length), (other.size, other.start, other.length)
         return self.folds == other.folds and is_same_shape(sizes, other_sizes)
 
@@ -127,11 +136,11 @@ class Shard:
         return f"S({self.dim})"
 
     def on_dim(self, dim: int) -> Shard:
-        """Return the shard with its factor in another dim."""
+        """Return the same shard of a value that has the sequence in another dim."""
         return self if dim == self.dim else replace(self, dim=dim)
 
     def has_same_positions(self, other: Shard) -> bool:
-        """Return True if both place the same positions on the same ranks, in any dim."""
+        """Return True if each rank has the same rows of both values, whose sharded dims may have different indices."""
         return (
             self.frame.is_same_window(other.frame)
             and is_same_size(self.outer, other.outer)
@@ -193,6 +202,6 @@ class PlacementPlan:
     demands: list[Demand] = field(default_factory=list)  # unmet requirements
 
     def of(self, node: Node) -> Placement:
-        """Return the placement of a single-result node."""
+        """Return the placement of a node with one result; replicated for others, and for nodes that are not placed."""
         placements = self.placements.get(node, ())
         return placements[0] if len(placements) == 1 else REPLICATE

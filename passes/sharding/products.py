@@ -34,7 +34,7 @@ class ProductOperand:
 
     @property
     def shape(self) -> tuple[Size, ...]:
-        """Return the shape in that order."""
+        """Return the shape of the operand as (leading dims, rows, width)."""
         shape = node_shape(self.node)
         return tuple(shape[d] for d in self.order)
 
@@ -43,14 +43,22 @@ class ProductOperand:
         return ProductOperand(self.node, (*self.order[:-2], self.order[-1], self.order[-2]))
 
     def simplify(self) -> ProductOperand:
-        """Return the operand before its permutations, which are merged into the order: they need not run."""
+        """Return the same operand without the permutations by which the program computes it.
+
+        They are merged into `order`: x.mT with the dims (0, 1, 2) is x with the dims (0, 2, 1).
+        """
         source, inner_order = move_source(self.node), permutation_of(self.node)
         if source is None or inner_order is None or is_identity(self.order):
             return self
         return ProductOperand(source, tuple(inner_order[d] for d in self.order)).simplify()
 
     def materialize(self, editor: GraphEditor, like: Node) -> Node:
-        """Return a node with the dims in order."""
+        """Return a node whose dims are (leading dims, rows, width); emit a permute if the program has none.
+
+        Args:
+            editor: Editor of the graph.
+            like: Node whose metadata the new node gets.
+        """
         operand = self.simplify()
         if is_identity(operand.order):
             return operand.node
@@ -68,7 +76,9 @@ class ProductMatch:
 
 
 def match_product(node: Node, with_addend: bool = False) -> ProductMatch | None:
-    """Match a product without broadcasting and with at least three dims, or return None.
+    """Match a batched product of two matrices, such as bmm, or return None.
+
+    It has at least one batch dim, in both operands and without broadcasting, and sums over one dim of both.
 
     Args:
         node: Node to match.
@@ -77,31 +87,34 @@ def match_product(node: Node, with_addend: bool = False) -> ProductMatch | None:
     if node.target not in BATCHED_PRODUCTS:
         return None
     call, rule = lookup_rule(node) or (None, None)
-    if call is None or rule is None or len(rule.operands) != (3 if "beta" in call.args else 2):
+    num_operands = 3 if call is not None and "beta" in call.args else 2  # baddbmm has an addend
+    if call is None or rule is None or len(rule.operands) != num_operands:
         return None
     scale = call.get("alpha", 1.0)
     if (call.get("beta", 0) != 0 and not with_addend) or not isinstance(scale, (int, float)):
         return None
-    (a, b), (out,) = rule.operands[-2:], rule.results
-    batch = [f for f in out if f in a and f in b]
-    contracted = [f for f in a if f in b and f not in out]
-    rows = [f for f in out if f in a and f not in b]
-    columns = [f for f in out if f in b and f not in a]
+    # The names of the dims, such as "b n i" and "b i m" with the result "b n m" for bmm.
+    left_dims, right_dims = rule.operands[-2:]
+    (result_dims,) = rule.results
+    batch = [f for f in result_dims if f in left_dims and f in right_dims]
+    contracted = [f for f in left_dims if f in right_dims and f not in result_dims]
+    rows = [f for f in result_dims if f in left_dims and f not in right_dims]
+    columns = [f for f in result_dims if f in right_dims and f not in left_dims]
     if not batch or [len(rows), len(columns), len(contracted)] != [1, 1, 1]:
         return None
-    summed_alone = (set(a) ^ set(b)) - set(out)  # factors of one operand that are summed over
-    broadcasts = "" in (*a, *b)
+    summed_alone = (set(left_dims) ^ set(right_dims)) - set(result_dims)  # dims of one operand that are summed over
+    broadcasts = "" in (*left_dims, *right_dims)
     if summed_alone or broadcasts:
         return None
-    left = ProductOperand(call.operands[-2], tuple(a.index(f) for f in (*batch, *rows, *contracted)))
-    right = ProductOperand(call.operands[-1], tuple(b.index(f) for f in (*batch, *columns, *contracted)))
-    order = tuple(out.index(f) for f in (*batch, *rows, *columns))
+    left = ProductOperand(call.operands[-2], tuple(map(left_dims.index, (*batch, *rows, *contracted))))
+    right = ProductOperand(call.operands[-1], tuple(map(right_dims.index, (*batch, *columns, *contracted))))
+    order = tuple(map(result_dims.index, (*batch, *rows, *columns)))
     same_batch = all(map(is_same_size, left.shape[:-2], right.shape[:-2]))
     return ProductMatch(left, right, float(scale), order) if same_batch else None
 
 
 def product_addend(node: Node) -> tuple[Node, float] | None:
-    """Return the addend of baddbmm and its factor, or None if nothing is added."""
+    """Return (addend, its factor) of beta * addend + left @ right by baddbmm, or None if nothing is added."""
     call = OpCall(node) if node.target is aten.baddbmm.default else None
     if call is None or not isinstance(call["beta"], (int, float)) or call["beta"] == 0:
         return None
@@ -109,5 +122,6 @@ def product_addend(node: Node) -> tuple[Node, float] | None:
 
 
 def transpose_product(product: ProductMatch) -> ProductMatch:
-    """Return the same product with exchanged operands, so that callers need to match only one order."""
-    return ProductMatch(product.right, product.left, product.scale, (*product.order[:-2], *product.order[:-3:-1]))
+    """Return the product with exchanged operands and a transposed result, so that callers match only one order."""
+    *batch, rows, columns = product.order
+    return ProductMatch(product.right, product.left, product.scale, (*batch, columns, rows))

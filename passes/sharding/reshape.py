@@ -20,13 +20,14 @@ from sp_compile.passes.graph.sizes import Size, as_size, assume_large, exact_quo
 
 from .factors import BoundRule, Dims, dim_factors, group_factors
 
-_EMPTY_RULE = sympy.Symbol("empty", integer=True, positive=True)  # replaces 0, which every size divides
+_EMPTY_SIZE = sympy.Symbol("empty", integer=True, positive=True)  # replaces 0, which every size divides
 
 
-class DimCut(NamedTuple):
-    """Factor of a dim, between two offsets.
+class SharedFactor(NamedTuple):
+    """Factor that a dim before a reshape and one after it share: the positions between two offsets.
 
-    An offset is the number of positions that all slower factors of the shape have.
+    An offset is the product of the sizes of all slower factors of the shape. In (2, 12), the 3 of 12 = 4 * 3 is between
+    the offsets 8 and 24.
     """
 
     factor: str  # name, or "" for the end of the dim
@@ -36,39 +37,47 @@ class DimCut(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def reshape_rule(before: tuple[Size, ...], after: tuple[Size, ...]) -> BoundRule:
-    """Return the rule of a reshape.
+    """Return the rule of a reshape: the factors that are complete in both shapes pass, all others are gathered.
+
+    The rule of (2, 12) -> (2, 4, 3) is "d0 (d1 d2) -> d0 d1 d2". That of (6, 10) -> (4, 15) is
+    "(d0 old2) (old3 d1) -> (d0 new4) (new5 d1)", in which d0 has size 2, d1 has size 5, and the rest is gathered.
 
     Args:
         before: Shape of the operand.
         after: Shape of the result.
     """
-    old, new = _dim_offsets(before), _dim_offsets(after)
-    old_cuts: list[list[DimCut]] = [[] for _ in before]
-    new_cuts: list[list[DimCut]] = [[] for _ in after]
+    old_offsets, new_offsets = _dim_offsets(before), _dim_offsets(after)
+    old_shared: list[list[SharedFactor]] = [[] for _ in before]  # by dim of the operand
+    new_shared: list[list[SharedFactor]] = [[] for _ in after]  # by dim of the result
     extents: dict[str, Size] = {}
-    for i, j, start, end, extent in _shared_factors(old, new):
-        cut = DimCut(f"d{len(extents)}", start, end)
-        extents[cut.factor] = extent
-        old_cuts[i].append(cut)
-        new_cuts[j].append(cut)
+    for old_dim, new_dim, start, end, extent in _shared_factors(old_offsets, new_offsets):
+        shared = SharedFactor(f"d{len(extents)}", start, end)
+        extents[shared.factor] = extent
+        old_shared[old_dim].append(shared)
+        new_shared[new_dim].append(shared)
     num_shared = len(extents)
-    operand, result = _group_dims(old, old_cuts, "old", extents), _group_dims(new, new_cuts, "new", extents)
+    operand = _group_dims(old_offsets, old_shared, "old", extents)  # adds the other factors to `extents`
+    result = _group_dims(new_offsets, new_shared, "new", extents)
     gathered = dict.fromkeys([*extents][num_shared:], "whole")
     grouped = {f for dim in (*operand, *result) if dim[:1] == "(" for f in dim_factors(dim)}
-    sizes = {f: as_size(sympy.sympify(s).subs(_EMPTY_RULE, 0)) for f, s in extents.items() if f in grouped}
+    sizes = {f: as_size(sympy.sympify(s).subs(_EMPTY_SIZE, 0)) for f, s in extents.items() if f in grouped}
     return BoundRule((operand,), (result,), gathered, lazy=True, reshapes=True, extents=sizes)
 
 
 def _dim_offsets(shape: Sequence[Size]) -> list[Size]:
-    """Return the offset of each dim, the product of the slower dims before it, and the total size."""
-    return list(accumulate((_EMPTY_RULE if s == 0 else s for s in shape), mul, initial=1))
+    """Return the product of the dims before each dim, and of all dims: [1, 2, 24] for the shape (2, 12).
+
+    A symbol replaces a dim of size 0, because all offsets after it would be 0.
+    """
+    return list(accumulate((_EMPTY_SIZE if s == 0 else s for s in shape), mul, initial=1))
 
 
 def _shared_factors(old: Sequence[Size], new: Sequence[Size]) -> Iterator[tuple[int, int, Size, Size, Size]]:
-    """Yield (old dim, new dim, start, end, extent) of every factor that is complete in both.
+    """Yield (old dim, new dim, start, end, extent) of every factor that is complete in both shapes.
 
-    `old` and `new` are the offsets of the dims. Like a merge of two sorted lists, each step compares one dim of each
-    shape and advances in the one that ends first.
+    `old` and `new` are the offsets of the dims (`_dim_offsets`). Offsets divide the later ones, so two dims share the
+    factor from the lcm of their starts to the gcd of their ends, if the former divides the latter. As in a merge of two
+    sorted lists, each step compares one dim of each shape, and continues with the next dim of the one that ends first.
     """
     i = j = 0
     while i + 1 < len(old) and j + 1 < len(new):
@@ -78,31 +87,33 @@ def _shared_factors(old: Sequence[Size], new: Sequence[Size]) -> Iterator[tuple[
         if extent is not None and not is_same_size(extent, 1):
             yield i, j, start, end, extent
         old_ends, new_ends = (is_same_size(end, e) for e in ends)
-        if not (old_ends or new_ends):  # neither divides the other: continue with the longer one
+        if not (old_ends or new_ends):  # neither end divides the other: the dim with the smaller one ends first
             lengths = [assume_large(e) for e in ends]
             old_ends, new_ends = lengths[0] <= lengths[1], lengths[0] >= lengths[1]
         i, j = i + old_ends, j + new_ends
 
 
-def _group_dims(offsets: Sequence[Size], cuts: Sequence[Sequence[DimCut]], name: str, extents: dict[str, Size]) -> Dims:
-    """Return the dims as groups of shared factors and of the factors between them.
+def _group_dims(
+    offsets: Sequence[Size], shared: Sequence[Sequence[SharedFactor]], prefix: str, extents: dict[str, Size]
+) -> Dims:
+    """Return the dims of a shape in a rule: each is a group of its shared factors and of new factors between them.
 
-    The factors between them are added to `extents`.
+    A dim of 6 positions whose first 2 are the shared factor "d0" is "(d0 old2)", and `extents` gets old2 = 3.
 
     Args:
-        offsets: Offsets of the dims.
-        cuts: Shared factors of each dim.
-        name: Prefix of the names of the other factors.
-        extents: Sizes by factor.
+        offsets: Offsets of the dims: the product of the dims before each, and of all dims.
+        shared: Shared factors of each dim.
+        prefix: Prefix of the names of new factors.
+        extents: Sizes by factor; the new ones are added.
     """
     dims = []
-    for (offset, dim_end), dim_cuts in zip(pairwise(offsets), cuts):
-        factors = []
-        for cut in (*dim_cuts, DimCut("", dim_end, dim_end)):
-            if not is_same_size(offset, cut.start):
-                factors.append(f"{name}{len(extents)}")
-                extents[factors[-1]] = exact_quotient(cut.start, offset) or cut.start / offset
-            factors.append(cut.factor)
-            offset = cut.end
-        dims.append(group_factors(factors))
+    for (offset, dim_end), factors_of_dim in zip(pairwise(offsets), shared):
+        names = []
+        for known in (*factors_of_dim, SharedFactor("", dim_end, dim_end)):
+            if not is_same_size(offset, known.start):  # positions before the shared factor
+                names.append(f"{prefix}{len(extents)}")
+                extents[names[-1]] = exact_quotient(known.start, offset) or known.start / offset
+            names.append(known.factor)
+            offset = known.end
+        dims.append(group_factors(names))
     return tuple(dims)

@@ -58,10 +58,13 @@ class RuledCall(NamedTuple):
 
 
 def lookup_rule(node: Node) -> RuledCall | None:
-    """Return the call with its rule, or None if the node is no call of an op overload."""
+    """Return the call with its rule, or None if the node is no call of an op overload.
+
+    The rule is bound to the shapes of the call. It is None if the op has no rule, or none for such arguments.
+    """
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
-    cached_calls = _LOOKUP_CACHE.get()
+    cached_calls = _LOOKUP_CACHE.get()  # None outside of `cache_lookups`
     if cached_calls is not None and node in cached_calls:
         return cached_calls[node]
     call, function = OpCall(node), _rule_function(node.target)
@@ -72,14 +75,14 @@ def lookup_rule(node: Node) -> RuledCall | None:
 
 
 def rule_of(node: Node) -> BoundRule | None:
-    """Return the sharding rule of a node bound to its operands, or None if it has none."""
+    """Return the sharding rule of a node, bound to the shapes of its call, or None if it has none."""
     ruled_call = lookup_rule(node)
     return ruled_call.rule if ruled_call is not None else None
 
 
 @contextmanager
 def cache_lookups() -> Iterator[None]:
-    """Cache the results of `lookup_rule` in this context, in which no graph may change."""
+    """Cache the results of `lookup_rule` in the block of a `with` statement, in which no graph may change."""
     token = _LOOKUP_CACHE.set({})
     try:
         yield
@@ -93,9 +96,12 @@ def has_rule(target: Any) -> bool:
 
 
 def _rule_function(op: OpOverload) -> RuleFunction | None:
-    """Return the rule function of the op or of all pointwise ops; add.out has the tag, too, but writes."""
+    """Return the function that returns the rule of a call of the op, or None if none is registered.
+
+    Ops without a function of their own, but with torch's tag `pointwise`, have the one that is registered for the tag.
+    """
     function = RULES.get(op)
-    if function is None and POINTWISE in op.tags and not schema_of(op).is_mutable:
+    if function is None and POINTWISE in op.tags and not schema_of(op).is_mutable:  # add.out has the tag, but writes
         function = RULES[POINTWISE]
     return function
 
@@ -110,9 +116,10 @@ def register_rule_function(*ops: Any) -> Callable[[FunctionT], FunctionT]:
 
 
 def register_transfer(*ops: Any) -> Callable[[FunctionT], FunctionT]:
-    """Register a function that returns the placements of an exchange's results, as a decorator.
+    """Register a function from a call of an exchange to the placements of its results, as a decorator.
 
-    An exchange is the identity in the global view, so it has no rule: its results have the shapes of its operands.
+    An exchange, such as sp::all_gather, is the identity in the global view: its results have the shapes of its
+    operands, and only placements change. Therefore it has no sharding rule.
 
     Args:
         ops: Ops that only change placements (sp:: exchanges).
@@ -121,7 +128,7 @@ def register_transfer(*ops: Any) -> Callable[[FunctionT], FunctionT]:
 
 
 def transfer_of(target: Any) -> TransferFunction | None:
-    """Return the function that `register_transfer` registered for the op, or None for ops that compute."""
+    """Return the function of an exchange that returns the placements of its results, or None for other ops."""
     return TRANSFERS.get(target)
 
 
@@ -163,12 +170,13 @@ def rule(op: Any, *texts: str, **options: Unpack[RuleOptions]) -> None:
             a factor of no operand (SP934), a factor without a kind is in no result (SP935), or the size of a factor is
             unknown (SP936).
     """
-    parsed = [RulePattern.parse(text, **options) for text in texts]
-    by_count = {len(p.operands): p for p in parsed}
+    patterns = [RulePattern.parse(text, **options) for text in texts]
+    by_operand_count = {len(pattern.operands): pattern for pattern in patterns}
 
     def instantiate(call: OpCall) -> BoundRule | None:
-        """Bind the pattern with the call's number of operands, or return None."""
-        pattern = by_count.get(len(call.operands))
+        """Return the rule of a call, from the text with its number of operands; None if no text matches."""
+        pattern = by_operand_count.get(len(call.operands))
         return pattern.bind(call) if pattern is not None else None
 
-    register_rule_function(*op if isinstance(op, (list, tuple)) else [op])(instantiate)
+    overloads = op if isinstance(op, (list, tuple)) else [op]
+    register_rule_function(*overloads)(instantiate)

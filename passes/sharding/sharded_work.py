@@ -11,7 +11,7 @@ with their padding.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -48,7 +48,7 @@ class ShardedWork:
     replicated_activations: dict[str, float] = field(default_factory=dict)  # bytes that every rank has, by line
 
     def merge(self, other: ShardedWork) -> None:
-        """Add the work of another graph.
+        """Add the work of another graph of the same program.
 
         Args:
             other: The work, which is not changed.
@@ -58,43 +58,50 @@ class ShardedWork:
         self.rank_flops += other.rank_flops
         self.activations += other.activations
         self.sharded_activations += other.sharded_activations
-        for ours, theirs in (
-            (self.replicated, other.replicated),
-            (self.replicated_activations, other.replicated_activations),
-        ):
-            for line, work in theirs.items():
-                ours[line] = ours.get(line, 0.0) + work
+        for line, flops in other.replicated.items():
+            self.replicated[line] = self.replicated.get(line, 0.0) + flops
+        for line, nbytes in other.replicated_activations.items():
+            self.replicated_activations[line] = self.replicated_activations.get(line, 0.0) + nbytes
 
     def describe(self) -> str:
-        """Return text with the shares, as in "98% of the FLOPs and 95% of the activations are on shards"."""
-        shares = (
+        """Return text for the report, such as "98% of the FLOPs and 95% of the activations are on shards; ..."."""
+        on_shards = (
             f"{self.flops_share:.0%} of the FLOPs and {self.activations_share:.0%} of the activations are on shards"
         )
-        return f"{shares}; a rank computes {self.rank_share:.0%} of the FLOPs"
+        return f"{on_shards}; a rank computes {self.rank_share:.0%} of the FLOPs"
 
     def large_replicated_lines(self) -> list[tuple[str, float]]:
-        """Return the lines with at least `LARGE_SHARE` of all FLOPs that every rank computes, with their shares."""
+        """Return (line of the program, share of all FLOPs) for lines that every rank computes in full.
+
+        Only lines with at least `LARGE_SHARE` are returned, the largest first.
+        """
         by_flops = sorted(self.replicated.items(), key=lambda item: -item[1])
         return [(line, flops / self.flops) for line, flops in by_flops if flops >= LARGE_SHARE * self.flops]
 
     def describe_excess(self, n: int) -> list[str]:
-        """Return texts on work that n ranks do not divide, of at least `LARGE_SHARE`, with the largest lines."""
-        kinds = (
+        """Return sentences for the report on work that more ranks do not reduce: padding, and work of every rank.
+
+        Kinds of work with less than `LARGE_SHARE` are omitted. At most `MAX_LINES` lines of the program are named.
+
+        Args:
+            n: Number of ranks.
+        """
+        texts = []
+        unpadded_flops = (self.flops - self.sharded_flops) + self.sharded_flops / n
+        padding = self.rank_flops - unpadded_flops
+        if padding >= LARGE_SHARE * self.rank_flops and padding:
+            fix = f"Use fewer ranks, or lengths that {n} ranks divide."
+            texts.append(f"{padding / self.rank_flops:.0%} of the FLOPs of a rank are for padding. {fix}")
+        for verb, noun, by_line, total in (
             ("computes", "the FLOPs", self.replicated, self.flops),
             ("has", "the activations", self.replicated_activations, self.activations),
-        )
-        padding = self.rank_flops - (self.flops - self.sharded_flops) - self.sharded_flops / n
-        texts = []
-        if padding >= LARGE_SHARE * self.rank_flops and padding:
-            cure = f"Use fewer ranks, or lengths that {n} ranks divide."
-            texts.append(f"{padding / self.rank_flops:.0%} of the FLOPs of a rank are for padding. {cure}")
-        for verb, what, by_line, total in kinds:
+        ):
             share = sum(by_line.values()) / total if total else 0.0
             if share >= LARGE_SHARE:
                 lines = [f"{line} ({part / total:.0%})" for line, part in Counter(by_line).most_common(MAX_LINES)]
                 others = len(by_line) - len(lines)
                 more = f", and {others} other lines" if others else ""
-                texts.append(f"every rank {verb} all of {share:.0%} of {what}: {', '.join(lines)}{more}")
+                texts.append(f"every rank {verb} all of {share:.0%} of {noun}: {', '.join(lines)}{more}")
         return texts
 
     @property
@@ -116,24 +123,24 @@ class ShardedWork:
 def count_work(
     gm: GraphModule, plan: PlacementPlan, trained: set[Node], times: Callable[[Node], int], n: int
 ) -> ShardedWork:
-    """Return the work of a graph.
+    """Return the FLOPs and the bytes of activations of a graph, in total, on shards, and on every rank.
 
     Args:
         gm: Graph in the global view, after all demands are met.
         plan: Placements of its values.
         trained: Nodes with results that need a gradient.
-        times: Returns the number of nodes that a node represents.
+        times: Returns the number of nodes that a node represents, if the graph has only some of equal layers.
         n: Number of ranks.
     """
     work = ShardedWork()
     for node in gm.graph.nodes:
-        if node.op != "call_function" or transfer_of(node.target) is not None:
+        if node.op != "call_function" or transfer_of(node.target) is not None:  # an exchange computes nothing
             continue
         flops, nbytes = times(node) * contraction_flops(node), times(node) * _activation_bytes(node, trained)
-        is_sharded = has_frame(node) or any(not isinstance(p, Replicate) for p in plan.placements.get(node, ()))
+        runs_on_shards = has_frame(node) or any(not isinstance(p, Replicate) for p in plan.placements.get(node, ()))
         work.flops += flops
         work.activations += nbytes
-        if is_sharded:
+        if runs_on_shards:
             work.sharded_flops += flops
             work.rank_flops += flops * _share_of_rank(node, plan, n) if flops else 0.0
             work.sharded_activations += nbytes
@@ -148,19 +155,17 @@ def count_work(
 
 
 def _share_of_rank(node: Node, plan: PlacementPlan, n: int) -> float:
-    """Return the share of the work of a node on shards that is one rank's: the rows that it stores of all."""
-    frame = next(
-        (
-            placement.frame
-            for value in (node, *node.all_input_nodes)  # a result may be partial
-            for placement in plan.placements.get(value, ())
-            if isinstance(placement, Shard)
-        ),
-        None,
-    )
-    if frame is None or frame.order.is_balanced or not isinstance(frame.length, int):
+    """Return the share of a node's work that one rank computes: its rows, with padding, divided by all rows.
+
+    It is 2 / 5 for 5 rows on 4 ranks, and 1 / n if the frame, or its length, is not known.
+    """
+    values = (node, *node.all_input_nodes)  # the result of a node on shards may be partial, without a frame
+    placements = [placement for value in values for placement in plan.placements.get(value, ())]
+    frames = [placement.frame for placement in placements if isinstance(placement, Shard)]
+    if not frames or frames[0].order.is_balanced or not isinstance(frames[0].length, int):
         return 1 / n
-    return max(assume_large(frame.local_length(n)) / max(frame.length, 1), 1 / n)
+    local_rows = assume_large(frames[0].local_length(n))
+    return max(local_rows / max(frames[0].length, 1), 1 / n)
 
 
 class NodeWork(NamedTuple):
@@ -178,9 +183,9 @@ class NodeWork(NamedTuple):
 
 
 class RowWork:
-    """FLOPs of the products of a graph by the dims that they run over.
+    """FLOPs of the products of a graph by the dims that they run over, to compare dims along which to shard.
 
-    A dim is a product of atoms (`axes.py`); an atom is a class of equal dims and its size.
+    An atom is a dim, or a factor of a flattened one. Its name is a class: dims of one class have the same rows.
 
     Args:
         gm: The graph.
@@ -188,6 +193,7 @@ class RowWork:
     """
 
     def __init__(self, gm: GraphModule, axes: Axes) -> None:
+        """Count the FLOPs of each node with its dims, as atoms: a dim, or a factor of a flattened one."""
         self.total = 0.0  # FLOPs of the graph
         self.by_rows: Counter[Atom] = Counter()  # FLOPs of the products whose result has an atom
         self.products: list[NodeWork] = []
@@ -195,41 +201,53 @@ class RowWork:
             flops = contraction_flops(node) if node.op == "call_function" else 0.0
             self.total += flops
             if flops:
-                operands, results = (
-                    {a for x in values for dim in axes.dims.get((x, 0), ()) for a in axes.canonical(dim)}
-                    for values in (node.all_input_nodes, [node])
-                )
+                operands = self._atoms_of(node.all_input_nodes, axes)
+                results = self._atoms_of([node], axes)
                 _, rule = lookup_rule(node) or (None, None)
                 self.products.append(NodeWork(flops, operands, results, rule))
                 self.by_rows.update(dict.fromkeys(results, flops))
 
+    @staticmethod
+    def _atoms_of(values: Sequence[Node], axes: Axes) -> set[Atom]:
+        """Return the atoms of all dims of the values (of the first result, if a node has several)."""
+        return {a for x in values for dim in axes.dims.get((x, 0), ()) for a in axes.canonical(dim)}
+
     def multiplied_classes(self) -> set[int]:
-        """Return the classes of the dims of products, and of those of images that most convolutions read."""
+        """Return the classes of the dims that products read, and of those that convolutions with most FLOPs read.
+
+        `find_sequences` splits a sequence into complete chunks only if the chunks are among them.
+        """
         multiplied: set[int] = set()
-        convolved: Counter[int] = Counter()  # FLOPs of convolutions, by class
+        convolution_flops: Counter[int] = Counter()  # by class
         for product in self.products:
             classes = {a.name for a in product.operands}
             if product.is_contraction:
                 multiplied |= classes
             elif product.rule is not None:
-                convolved.update(dict.fromkeys(classes, product.flops))
-        return multiplied | {name for name, flops in convolved.items() if flops >= LARGE_SHARE * self.total}
+                convolution_flops.update(dict.fromkeys(classes, product.flops))
+        return multiplied | {name for name, flops in convolution_flops.items() if flops >= LARGE_SHARE * self.total}
 
     def flops_of_rows(self, names: Set[int]) -> float:
-        """Return the FLOPs that shards of a dim divide.
+        """Return the FLOPs that the ranks share if a dim is sharded: those of products that have the dim.
+
+        A product has it in its result, or sums over it.
 
         Args:
-            names: The classes of the dim, and of its chunks, of which a result, or a sum, has at least one.
+            names: The classes of the dim and of its chunks.
         """
-        return sum(
-            x.flops
-            for x in self.products
-            if any(a.name in names for a in (*x.results, *(x.operands if x.is_contraction else ())))
-        )
+        total = 0.0
+        for product in self.products:
+            atoms = product.results | product.operands if product.is_contraction else product.results
+            if any(a.name in names for a in atoms):
+                total += product.flops
+        return total
 
 
 def has_frame(node: Node) -> bool:
-    """Return True if a call processes shards of its operands; its result may be replicated."""
+    """Return True for a call of an sp:: op whose frame argument is set, so that it runs on shards.
+
+    Its result may be replicated or partial.
+    """
     ruled_call = lookup_rule(node)
     return ruled_call is not None and ruled_call.call.get("frame") is not None
 
@@ -239,12 +257,11 @@ def contraction_flops(node: Node) -> float:
 
     Attention counts all pairs of queries and keys, as masks are not evaluated.
     """
-    if node.op == "call_function" and (
-        node.target in ATTENTION or node.target in ATTENTION_OF_TORCH or op_strategy(node.target)
-    ):
+    is_attention = node.target in ATTENTION or node.target in ATTENTION_OF_TORCH or op_strategy(node.target)
+    if node.op == "call_function" and is_attention:
         q, k, v = map(node_shape, node.args[:3])
-        tokens = ATTENTION_OF_TORCH.get(node.target, -2)
-        return 2.0 * assume_large(size_product(q[:-1]) * k[tokens] * (q[-1] + v[-1]))
+        token_dim = ATTENTION_OF_TORCH.get(node.target, -2)
+        return 2.0 * assume_large(size_product(q[:-1]) * k[token_dim] * (q[-1] + v[-1]))  # q @ k.T and weights @ v
     call, rule = lookup_rule(node) or (None, None)
     if call is None or not call.operands:
         return 0.0
@@ -256,37 +273,47 @@ def contraction_flops(node: Node) -> float:
         return _convolution_flops(call)
     if rule is None or not rule.is_contraction or rule.operand_placements is not None:
         return 0.0
-    return 2.0 * assume_large(size_product(dict(_sized_factors(call, rule)).values()))
+    size_of_factor = dict(_sized_factors(call, rule))  # for "n i, i m -> n m" those of n, i and m, whose product counts
+    return 2.0 * assume_large(size_product(size_of_factor.values()))
 
 
 def _convolution_flops(call: OpCall) -> float:
-    """Return the FLOPs of a convolution: each result sums over the kernel and the channels of its group."""
+    """Return the FLOPs of a convolution: each element of the result sums over the kernel and the channels of its group.
+
+    In a transposed convolution, each element of the operand is added to the same number of elements of the result.
+    """
     is_transposed = "output_padding" in call.args and call.get("transposed", True)
-    positions = call.shape() if is_transposed else as_sizes(call.results()[0].shape)
-    return 2.0 * assume_large(size_product(positions) * size_product(call.shape("weight")[1:]))
+    elements = call.shape() if is_transposed else as_sizes(call.results()[0].shape)
+    return 2.0 * assume_large(size_product(elements) * size_product(call.shape("weight")[1:]))
 
 
 def _matrix_flops(call: OpCall) -> float:
-    """Return the FLOPs of a product of a square matrix with each result, as of recurrences; of solves with it.
+    """Return the FLOPs of an op with batches of square matrices of size k, as a recurrence or a solve.
 
-    A triangular system takes half of a product; a full one has a factorization with the same order of FLOPs.
+    A recurrence multiplies each row of its result by a matrix: 2 k FLOPs for each element. Solving a triangular system
+    takes half of that; a full system needs a factorization, which is counted as a product.
     """
-    size = call.results()[0]
-    matrix = call.shape(0)[-1]
+    result = call.results()[0]
+    matrix_size = call.shape(0)[-1]
     is_triangular = call.node.target is torch.ops.aten.linalg_solve_triangular.default
-    return (1.0 if is_triangular else 2.0) * assume_large(size_product(as_sizes(size.shape)) * matrix)
+    return (1.0 if is_triangular else 2.0) * assume_large(size_product(as_sizes(result.shape)) * matrix_size)
 
 
 def _linear_attention_flops(call: OpCall) -> float:
-    """Return the FLOPs of linear attention: products within chunks, and of each token with the state."""
-    (*tokens, size), columns = call.shape("k"), call.shape("v")[-1]
+    """Return the FLOPs of linear attention with a state of (k, v) elements for each head.
+
+    A token is multiplied with the other tokens of its chunk, and reads and updates the state: chunk * (k + v) + 2 k v
+    multiply-adds. With a delta rule (`beta` or `a`), each chunk also solves a triangular system.
+    """
+    (*tokens, k), v = call.shape("k"), call.shape("v")[-1]
     chunk = chunk_tokens(call.shape("decay")[-1])
-    solves = 0 if call["beta"] is None and call["a"] is None else chunk * (2 * size + columns) + size * size
-    return 2.0 * assume_large(size_product(tokens) * (chunk * (size + columns) + 2 * size * columns + solves))
+    has_delta_rule = call["beta"] is not None or call["a"] is not None
+    solve = chunk * (2 * k + v) + k * k if has_delta_rule else 0
+    return 2.0 * assume_large(size_product(tokens) * (chunk * (k + v) + 2 * k * v + solve))
 
 
 def _sized_factors(call: OpCall, rule: BoundRule) -> Iterator[tuple[str, int]]:
-    """Yield every factor of the operands with its size."""
+    """Yield (factor, size) for every factor of the operands, also of those in groups such as "(b s)"."""
     for i, dims in enumerate(rule.operands):
         for name, size in zip(dims, call.shape(i)):
             if name[:1] == "(":
@@ -296,9 +323,14 @@ def _sized_factors(call: OpCall, rule: BoundRule) -> Iterator[tuple[str, int]]:
 
 
 def _activation_bytes(node: Node, trained: set[Node]) -> float:
-    """Return the bytes of the results that need a gradient, except for views and other moves of data."""
+    """Return the bytes of the floating-point results of a node that needs a gradient, else 0.
+
+    Views and other moves of data count 0, because their values are counted where they are computed.
+    """
     ruled_call = lookup_rule(node)
-    if node not in trained or ruled_call is None or (ruled_call.rule is not None and ruled_call.rule.lazy):
+    if node not in trained or ruled_call is None:
+        return 0.0
+    if ruled_call.rule is not None and ruled_call.rule.lazy:
         return 0.0
     results = (x for x in node_tensors(node) if x.is_floating_point() or x.is_complex())
     return float(sum(assume_large(size_product(as_sizes(x.shape))) * x.dtype.itemsize for x in results))

@@ -32,7 +32,10 @@ aten, sp = torch.ops.aten, torch.ops.sp
 
 @dataclass(frozen=True)
 class SlidingRows:
-    """Rows that a result of `length` rows reads."""
+    """Rows of an operand that each row of a result of `length` rows reads, along one dim.
+
+    Row j of the result reads the rows from j * stride - before on, `width` of them; rows beyond the ends are padding.
+    """
 
     length: Size  # rows of the result
     before: Size = 0  # rows of padding before the operand; 0 for a roll
@@ -50,22 +53,29 @@ class SlidingRows:
         return is_row and is_same_size(self.before, 0) and is_same_size(self.length, rows)
 
     def is_within(self, rows: Size) -> bool:
-        """Return True if the result has at most one row for each `stride` rows (the last: or fewer) of `rows` rows."""
+        """Return True if the result is no longer than an operand of `rows` rows, apart from the stride.
+
+        That is, it has at most ceil(rows / stride) rows. Then its rows can be placed as those of the operand.
+        """
         return _is_at_most((self.length - 1) * self.stride + 1, rows)
 
 
 def simplify_size(a: Size) -> Size:
-    """Collect the terms of a size; the result is an int if the symbols cancel."""
+    """Return a size with its terms collected, such as 3 for (S + 3) - S."""
     return a if isinstance(a, int) else as_size(sympy.expand(a))
 
 
 def place_window(sliding: SlidingRows, shard: Shard, n: int) -> Shard | str:
-    """Return the placement of the result for an operand with this shard, or the reason to gather.
+    """Return the placement of a result with sliding windows over a sharded dim, or the reason to gather the operand.
 
     Args:
-        sliding: Rows that the op reads.
+        sliding: Rows that each row of the result reads.
         shard: Placement of the operand.
         n: Number of ranks.
+
+    Returns:
+        The shard of the result, or, as a string, the reason why ranks cannot compute it from their rows and a few rows
+        of their neighbors.
     """
     frame = shard.frame
     if not frame.order.is_in_order:
@@ -87,6 +97,7 @@ def place_window(sliding: SlidingRows, shard: Shard, n: int) -> Shard | str:
     first_row = simplify_size(frame.start - sliding.before - sliding.stride * result_frame.start)
     if not isinstance(first_row, int) or not isinstance(sliding.width, int):
         return "the size of its halo is not known"
+    # Rows of other ranks that a rank reads, before and after its own.
     halo = max(-first_row, 0) + max(first_row + sliding.width - sliding.stride, 0)
     if sliding.width > 1 and 2 * halo > assume_large(frame.size):
         return f"its halo has {halo} rows, more than half of the sequence of {frame.size}"
@@ -94,32 +105,45 @@ def place_window(sliding: SlidingRows, shard: Shard, n: int) -> Shard | str:
 
 
 def _place_roll(sliding: SlidingRows, shard: Shard, n: int) -> Shard | str:
-    """Return the operand's shard, or the reason to gather: padding of an unknown size would roll, too."""
-    sizes = (sliding.rolls, shard.frame.size, shard.frame.start, shard.frame.length)
-    if isinstance(sliding.rolls, int) and (shard.frame.is_exact(n) or all(isinstance(s, int) for s in sizes)):
+    """Return the placement of a roll of a sharded dim, which is that of the operand, or the reason to gather.
+
+    The op skips padded rows if their number is an int. Padding of an unknown size would be rolled into valid rows.
+    """
+    frame = shard.frame
+    has_known_padding = frame.is_exact(n) or all(isinstance(s, int) for s in (frame.size, frame.start, frame.length))
+    if isinstance(sliding.rolls, int) and has_known_padding:
         return shard
-    return f"{n} ranks do not provably divide the sequence of {shard.frame.size} that it rolls"
+    return f"{n} ranks do not provably divide the sequence of {frame.size} that it rolls"
 
 
 def _result_frame(sliding: SlidingRows, frame: Frame, size: Size) -> Frame | None:
-    """Return the window of the result: aligned with the operand's, else at the start, else at the end."""
-    last = simplify_size(size - sliding.length)
-    aligned = exact_quotient(frame.start, sliding.stride)
-    for start in (aligned, 0, last):
-        if start is not None and _is_at_most(start, last) and _is_at_most(0, start):
+    """Return the frame of the result of sliding windows, or None if the result provably fits at none of three places.
+
+    Args:
+        sliding: Rows that each row of the result reads.
+        frame: The frame of the operand.
+        size: The size of the result's frame: one row for each `stride` rows of the operand's.
+    """
+    last_start = simplify_size(size - sliding.length)
+    aligned_start = exact_quotient(frame.start, sliding.stride)  # of the row that reads the operand's first valid row
+    for start in (aligned_start, 0, last_start):
+        if start is not None and _is_at_most(start, last_start) and _is_at_most(0, start):
             return Frame(size, start, sliding.length)
     return None
 
 
 def _is_at_most(a: Size, b: Size) -> bool:
-    """Return True if a <= b for all positive values of the symbols."""
+    """Return True if a <= b provably, for all positive values of the symbols."""
     difference = sympy.expand(sympy.sympify(b) - sympy.sympify(a))
-    return bool(difference.is_nonnegative)
+    return bool(difference.is_nonnegative)  # None: not known
 
 
 @dataclass(frozen=True)
 class WindowCall:
-    """Call along one dim as `op(x, *head, before, after, *tail)`; a roll has no before and after."""
+    """Form of a call with sliding windows along one dim as a call of the sp:: op that runs on shards.
+
+    It is `op(x, *head, before, after, *tail)`; a roll, `op(x, *head)`, has no padding before and after.
+    """
 
     sliding: SlidingRows  # rows that it reads
     op: Any  # sp:: op
@@ -129,21 +153,32 @@ class WindowCall:
     first: tuple[Any, tuple[Any, ...]] | None = None
 
     def args(self, rows: Size) -> tuple[Any, ...]:
-        """Return the arguments after an x of `rows` rows."""
+        """Return the arguments after x; `rows`, the rows of x, determine the padding after them."""
         if self.sliding.rolls is not None:
             return self.head
         return (*self.head, self.sliding.before, self.sliding.num_after(rows), *self.tail)
 
 
 def sliding_calls(call: OpCall) -> Mapping[int, WindowCall]:
-    """Return the window calls of a call by dim of its first operand; dims with unknown steps are omitted."""
+    """Return the sliding windows of a call, with its form on shards, by dim of the first operand.
+
+    {} for ops without windows. Dims in which padding, width or stride is not an int are omitted, because ranks must
+    know how many rows to send.
+    """
     function = WINDOW_CALLS.get(call.node.target)
     window_calls = function(call) if function is not None else {}
-    return {d: w for d, w in window_calls.items() if _has_known_rows(w.sliding, call.shape()[d])}
+    return {
+        dim: window_call
+        for dim, window_call in window_calls.items()
+        if _has_known_rows(window_call.sliding, call.shape()[dim])
+    }
 
 
 def _has_known_rows(sliding: SlidingRows, rows: Size) -> bool:
-    """Return True if the numbers of rows that a call reads from an operand of `rows` rows are ints."""
+    """Return True if padding, width and stride of windows over an operand of `rows` rows are ints.
+
+    The numbers of rows that ranks exchange are then known. A result without rows has no windows.
+    """
     if sliding.rolls is not None:
         return isinstance(sliding.rolls, int)
     numbers = (sliding.before, sliding.width, sliding.stride, sliding.num_after(rows))
@@ -154,67 +189,85 @@ WindowCalls = Mapping[int, WindowCall]  # by dim of the first operand
 
 
 def _single_number(value: Any, default: Any = None) -> Any:
-    """Return the number in a list argument of an op with one spatial dim.
-
-    The default is for an empty list.
-    """
-    listed = value if isinstance(value, Sequence) else [value]
-    return as_size(listed[0]) if listed else default
+    """Return the number in an argument of an op with one spatial dim: 3 for 3 or [3], the default for []."""
+    numbers = value if isinstance(value, Sequence) else [value]
+    return as_size(numbers[0]) if numbers else default
 
 
 def _along_last_dim(call: OpCall, before: Size, width: Size, stride: int) -> SlidingRows:
-    """Return the sliding rows of a convolution or a pool, whose windows slide over the last dim."""
+    """Return the rows that a 1-dim convolution or pool reads: its windows slide over the last dim.
+
+    Args:
+        call: Call of the op.
+        before: Rows of padding.
+        width: Rows of a window.
+        stride: Step of the windows.
+    """
     return SlidingRows(call.result_shapes()[0][call.ndim() - 1], before, width, stride)
 
 
 def _conv_windows(call: OpCall) -> WindowCalls:
-    """Return the windows of a convolution along each dim of the image in which it has a known width.
+    """Return the windows of a convolution along each dim of the image, by dim.
 
-    The result is empty for transposed convolutions, and without channels.
+    The result is empty for a transposed convolution, an operand without channels, a kernel of symbolic size, and where
+    no sp:: op has the form of the call: a 1-dim convolution without batch, and "same" padding of an even width.
     """
-    weight, first = call.shape("weight"), call.ndim() - len(call.shape("weight")) + 2  # the first dim of the image
-    axes = range(len(weight) - 2)
-    if call.get("transposed") or first < 1 or not all(isinstance(k, int) for k in weight[2:]):
+    weight = call.shape("weight")  # (channels, channels of a group, *kernel)
+    spatial, kernel = range(len(weight) - 2), weight[2:]
+    first = call.ndim() - len(spatial)  # the first dim of the image
+    if call.get("transposed") or first < 1 or not all(isinstance(k, int) for k in kernel):
         return {}
-    stride, dilation = (_image_numbers(call[name], 1, len(axes)) for name in ("stride", "dilation"))
-    widths = [dilation[i] * (weight[2 + i] - 1) + 1 for i in axes]
+    stride, dilation = (_image_numbers(call[name], 1, len(spatial)) for name in ("stride", "dilation"))
+    widths = [dilation[i] * (kernel[i] - 1) + 1 for i in spatial]
     if isinstance(call["padding"], str):
         padding = [(width - 1) // 2 if call["padding"] == "same" else 0 for width in widths]
     else:
-        padding = _image_numbers(call["padding"], 0, len(axes))
+        padding = _image_numbers(call["padding"], 0, len(spatial))
     lengths, window_calls = call.result_shapes()[0][first:], {}
-    if len(axes) == 1 and call.ndim() == 3:
-        head, numbers = (call["weight"], call["bias"]), (stride[0], dilation[0], call["groups"])
+    if len(spatial) == 1 and call.ndim() == 3:
+        head: tuple[Any, ...] = (call["weight"], call["bias"])
+        tail: tuple[Any, ...] = (stride[0], dilation[0], call["groups"])
         sliding = SlidingRows(lengths[0], padding[0], widths[0], stride[0])
-        return {first: WindowCall(sliding, sp.conv1d.default, head, numbers)}
-    if len(axes) == 1 or (call["padding"] == "same" and any(width % 2 == 0 for width in widths)):
+        return {first: WindowCall(sliding, sp.conv1d.default, head, tail)}
+    if len(spatial) == 1 or (call["padding"] == "same" and any(width % 2 == 0 for width in widths)):
         return {}
-    for i in axes:
-        operands, tail = (call["weight"], call["bias"], first + i), (stride, padding, dilation, call["groups"])
+    for i in spatial:
+        head, tail = (call["weight"], call["bias"], first + i), (stride, padding, dilation, call["groups"])
         sliding = SlidingRows(lengths[i], padding[i], widths[i], stride[i])
-        window_calls[first + i] = WindowCall(sliding, sp.conv_along.default, operands, tail)
+        window_calls[first + i] = WindowCall(sliding, sp.conv_along.default, head, tail)
     return window_calls
 
 
 def _image_numbers(value: Any, default: int, count: int) -> list[Any]:
-    """Return one number for each dim of an image; an argument with one number applies to all dims."""
-    listed = list(value) if isinstance(value, Sequence) else [value]
-    return [as_size(x) for x in (listed if len(listed) == count else (listed or [default]) * count)]
+    """Return one number for each of `count` dims of an image: [2, 2] for an argument 2 or [2].
+
+    The default is for [].
+    """
+    numbers = list(value) if isinstance(value, Sequence) else [value]
+    if len(numbers) != count:
+        numbers = (numbers or [default]) * count
+    return [as_size(x) for x in numbers]
 
 
 def _avg_pool_windows(call: OpCall) -> WindowCalls:
-    """Return no windows if they end beyond the padding or do not count it: these divide by fewer rows."""
+    """Return the windows of an average pool along its last dim.
+
+    The sp:: op divides each sum by the same number. So the result is empty if some windows have a smaller divisor:
+    those that end beyond the padding, and those that contain padding if it is not counted.
+    """
     width, before = _single_number(call["kernel_size"]), _single_number(call["padding"], 0)
     stride = _single_number(call["stride"], width)
     sliding = _along_last_dim(call, before, width, stride)
     after = sliding.num_after(call.shape()[-1])
-    if not (isinstance(after, int) and after <= before) or not (before == 0 or call["count_include_pad"]):
+    ends_in_padding = isinstance(after, int) and after <= before
+    counts_padding = before == 0 or call["count_include_pad"]
+    if not ends_in_padding or not counts_padding:
         return {}
     return {call.ndim() - 1: WindowCall(sliding, sp.avg_pool1d.default, (), (width, stride))}
 
 
 def _max_pool_windows(call: OpCall) -> WindowCalls:
-    """Return the windows of a pool of floats; rows beyond the ends are -inf, which integers do not have."""
+    """Return the windows of a max pool along its last dim; {} for integers, which have no -inf for padded rows."""
     rows, before, dilation = (_single_number(call[name]) for name in ("kernel_size", "padding", "dilation"))
     stride, width = _single_number(call["stride"], rows), dilation * (rows - 1) + 1
     if not call.results()[0].is_floating_point():
@@ -224,7 +277,7 @@ def _max_pool_windows(call: OpCall) -> WindowCalls:
 
 
 def _unfold_windows(call: OpCall) -> WindowCalls:
-    """Return the windows along the unfolded dim, which have no padding."""
+    """Return the windows of an unfold along its dim, without padding; {} for a tensor without dims."""
     dim, width, stride = call.dim("dimension"), as_size(call["size"]), as_size(call["step"])
     if call.ndim() == 0 or not isinstance(stride, int):
         return {}
@@ -233,7 +286,11 @@ def _unfold_windows(call: OpCall) -> WindowCalls:
 
 
 def _pad_windows(call: OpCall) -> WindowCalls:
-    """Return a shift along each dim that a constant pad extends or cuts; the other dims are padded first."""
+    """Return the windows of a constant pad along each dim that it extends or cuts.
+
+    They have one row: row j of the result is row j - before of the operand, or the fill. Along one dim, the call is a
+    pad of the other dims (`WindowCall.first`), then sp::shift along this one. The result is {} for other modes of pad.
+    """
     fill = call["value"] if call["value"] is not None else 0
     if call.get("mode", "constant") != "constant" or not isinstance(fill, (bool, int, float)):
         return {}
@@ -251,7 +308,10 @@ def _pad_windows(call: OpCall) -> WindowCalls:
 
 
 def _roll_windows(call: OpCall) -> WindowCalls:
-    """Return a roll along each dim; the other dims are rolled first."""
+    """Return the form of a roll along each of its dims: a roll of the other dims (`first`), then sp::roll of this one.
+
+    A dim that is named twice is rolled by the sum of its shifts.
+    """
     shape, shifts, shift_of_dim = call.shape(), call["shifts"], dict[int, Size]()
     for d, shift in zip(call["dims"] or (), shifts if isinstance(shifts, Sequence) else [shifts]):
         dim = int(d) % max(len(shape), 1)
@@ -266,7 +326,10 @@ def _roll_windows(call: OpCall) -> WindowCalls:
 
 
 def _shorter_shift(shift: Size, length: Size) -> Size:
-    """Return the equivalent roll by at most half of the length, if the sizes are ints."""
+    """Return the equivalent roll by at most half of the rows: -1 for a roll of 10 rows by 9.
+
+    Fewer rows are then sent. The shift is unchanged if it or the length is symbolic.
+    """
     if not isinstance(shift, int) or not isinstance(length, int) or length == 0:
         return shift
     forward = shift % length
@@ -274,7 +337,10 @@ def _shorter_shift(shift: Size, length: Size) -> Size:
 
 
 def _sp_windows(call: OpCall) -> WindowCalls:
-    """Derive the windows of an sp:: op from its arguments."""
+    """Return the windows of a call of an sp:: window op, along its one dim, from its arguments.
+
+    The schemas have the form (x, *head, before, after, *tail, frame, ...).
+    """
     op, arguments = call.node.target, list(call.args)
     dim = call.dim() if "dim" in call.args else call.ndim() - 1
     if op is sp.roll.default:
@@ -284,9 +350,10 @@ def _sp_windows(call: OpCall) -> WindowCalls:
     stride = call.get("stride", 1)
     if op is sp.conv1d.default:
         width = call["dilation"] * (int(call.shape("weight")[-1]) - 1) + 1
-    elif op is sp.conv_along.default:
-        axis = dim - call.ndim() + len(stride)
-        width, stride = call["dilation"][axis] * (int(call.shape("weight")[2 + axis]) - 1) + 1, stride[axis]
+    elif op is sp.conv_along.default:  # its numbers have one entry for each dim of the image
+        i = dim - (call.ndim() - len(stride))  # the index of the dim among those of the image
+        width = call["dilation"][i] * (int(call.shape("weight")[2 + i]) - 1) + 1
+        stride = stride[i]
     sliding = SlidingRows(call.result_shapes()[0][dim], call["before"], width, stride)
     head = tuple(call[name] for name in arguments[1 : arguments.index("before")])
     tail = tuple(call[name] for name in arguments[arguments.index("after") + 1 : arguments.index("frame")])
@@ -311,15 +378,16 @@ WINDOW_CALLS: Mapping[Any, Callable[[OpCall], WindowCalls]] = {
 
 
 def window_shift_sizes(call: OpCall, n: int) -> list[tuple[int, Any]]:
-    """Return (rank offset, rows) of every shift in the forward of a call on shards.
+    """Return the exchanges of a call of an sp:: window op on shards: (hop, rows) for each shift of rows.
 
-    The backward runs the reversed shifts.
+    Rank r receives `rows` rows from rank r - hop. The backward runs the reversed shifts. [] for other calls.
     """
     if call.node.target not in SHARD_WINDOWS or call["frame"] is None or n == 1:
         return []
-    (sliding,) = (window_call.sliding for window_call in _sp_windows(call).values())
+    (window_call,) = _sp_windows(call).values()
+    sliding = window_call.sliding
     frames = (call["frame"], call.get("result") or call["frame"])
-    frame, result = map_arg(frames, lambda node: node.meta["val"])
+    frame, result = map_arg(frames, lambda node: node.meta["val"])  # sizes may be nodes
     if sliding.rolls is not None:
         return ops.roll_shifts(sliding.rolls, frame, n)
     return ops.window_shifts(sliding.before, sliding.width, sliding.stride, frame, result, n)

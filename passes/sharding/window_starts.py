@@ -27,10 +27,14 @@ WindowStarts = Mapping[Node, Frame]
 
 
 def align_window_starts(propagated: Callable[[WindowStarts], PlacementPlan]) -> PlacementPlan:
-    """Return the plan with the fewest misaligned values.
+    """Return the placement plan in which the fewest operands are misaligned.
+
+    Two operands of an op are misaligned if they have the same number of rows in frames of different sizes, such as
+    h[:, 1:] in the frame of h, and an embedding of equal length in its own frame. One of them would be gathered. If its
+    sequence starts at a node with replicated operands, as an embedding, it can start in the frame of the other one.
 
     Args:
-        propagated: Propagates placements with the given start frames.
+        propagated: Returns the plan of the graph in which sequences start at these nodes in these frames.
     """
     starts: dict[Node, Frame] = {}
     best = plan = propagated(starts)
@@ -39,7 +43,7 @@ def align_window_starts(propagated: Callable[[WindowStarts], PlacementPlan]) -> 
         candidates: dict[Node, Frame] = {}
         for demand in _misaligned_demands(plan):
             candidates |= _start_candidates(demand, plan)
-        if candidates.items() <= starts.items():
+        if candidates.items() <= starts.items():  # nothing new
             break
         starts = {**starts, **candidates}
         plan = propagated(starts)
@@ -47,21 +51,21 @@ def align_window_starts(propagated: Callable[[WindowStarts], PlacementPlan]) -> 
 
 
 def _choose_better(best: PlacementPlan, plan: PlacementPlan) -> PlacementPlan:
-    """Return the second plan if it has fewer misaligned values and no more demands, else the first one."""
+    """Return `plan` if it has fewer misaligned operands than `best` and no more demands in total, else `best`."""
     has_fewer = len(_misaligned_demands(plan)) < len(_misaligned_demands(best))
     return plan if has_fewer and len(plan.demands) <= len(best.demands) else best
 
 
 def _misaligned_demands(plan: PlacementPlan) -> list[Demand]:
-    """Return the demands of values whose frame size differs from that of the other operands.
-
-    These values have the same number of rows as the other operands.
-    """
+    """Return the demands for operands with the required number of rows in a frame of another size."""
     return [demand for demand in plan.demands if demand.kind == "align" and _demand_frames(demand, plan) is not None]
 
 
 def _demand_frames(demand: Demand, plan: PlacementPlan) -> tuple[Frame, Frame] | None:
-    """Return the current and the required frame of the operand, or None if they are not misaligned."""
+    """Return (current frame, required frame) of a misaligned operand: equal numbers of rows in frames of two sizes.
+
+    The result is None if the demand is of another kind.
+    """
     wants, have = plan.wants.get(demand.node, ()), demand.have
     want = wants[demand.operand] if demand.operand < len(wants) else None
     if not isinstance(have, Shard) or not isinstance(want, Shard):
@@ -73,9 +77,10 @@ def _demand_frames(demand: Demand, plan: PlacementPlan) -> tuple[Frame, Frame] |
 
 
 def _start_candidates(demand: Demand, plan: PlacementPlan) -> dict[Node, Frame]:
-    """Return new start frames for the misaligned operand.
+    """Return nodes at which a sequence could start in another frame, with the frame, so that a demand is met.
 
-    If there are none, returns those for the operands that it is combined with.
+    The sequence of the misaligned operand may start in the frame of the other operands. Otherwise theirs may start in
+    the frame of the misaligned one. The result is {} if both are placed by sharded inputs.
     """
     frames = _demand_frames(demand, plan)
     assert frames is not None
@@ -85,26 +90,33 @@ def _start_candidates(demand: Demand, plan: PlacementPlan) -> dict[Node, Frame]:
     if start_nodes:
         return dict.fromkeys(start_nodes, want)
     placed = zip(operands, plan.wants[demand.node])
-    aligned = [x for x, placement in placed if isinstance(placement, Shard) and _has_frame(x, want, plan)]
-    nodes_of_aligned = [_start_nodes(x, want, plan) for x in aligned]
-    return dict.fromkeys(chain.from_iterable(nodes_of_aligned), have) if all(nodes_of_aligned) else {}
+    others = [x for x, placement in placed if isinstance(placement, Shard) and _has_frame(x, want, plan)]
+    nodes_of_others = [_start_nodes(x, want, plan) for x in others]
+    if not all(nodes_of_others):  # the sequence of one of them starts at no replicated value
+        return {}
+    return dict.fromkeys(chain.from_iterable(nodes_of_others), have)
 
 
 def _has_frame(node: Node, frame: Frame, plan: PlacementPlan) -> bool:
-    """Return True if a result of the node is sharded in the frame."""
+    """Return True if a result of the node is sharded in this frame: equal size and equal valid positions."""
     return any(isinstance(p, Shard) and p.frame.is_same_window(frame) for p in plan.placements.get(node, ()))
 
 
 def _start_nodes(x: Node, frame: Frame, plan: PlacementPlan) -> list[Node]:
-    """Return the nodes at which replicated operands are first sharded, among those on which x depends.
+    """Return the nodes at which the sequence of a value starts: those that shard replicated operands, as an embedding.
 
     The list is empty if x depends on a sharded input, or on a value that is sharded in another frame: their rows are
     placed already.
+
+    Args:
+        x: The value.
+        frame: Its frame.
+        plan: The placements.
     """
 
     def sharded_operands(node: Node) -> list[Node]:
         """Return the operands of a node that are sharded, except constants, which start in any frame."""
-        operands = [x for x in node.all_input_nodes if plan.wants.get(x) != ()]
+        operands = [x for x in node.all_input_nodes if plan.wants.get(x) != ()]  # (): a constant, without operands
         return [x for x in operands if any(isinstance(p, Shard) for p in plan.placements.get(x, ()))]
 
     nodes = list(iterate_reachable([x], sharded_operands))

@@ -29,9 +29,14 @@ class MarkPartialSums(DemandPass):
     requires = DemandPass.requires | {"decomposed means"}
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Mark additions of two sums, and the scalings before them; return the number of additions."""
-        plan, changes = job.plan(gm), 0
-        scalings: dict[Node, tuple[Node, ...]] = {}  # the ops that scale a sum, in order, by the last of them
+        """Mark additions of two partial sums, and the ops that scale these before; return the number of additions.
+
+        For all_reduce(a) / n + all_reduce(b), the division and the addition are marked, so that ranks compute a / n + b
+        and reduce once. Scalings alone are not marked, because they would save no all_reduce.
+        """
+        plan, num_additions = job.plan(gm), 0
+        # Values that could be partial -> the ops between a partial sum and the value, which scale the sum.
+        scalings: dict[Node, tuple[Node, ...]] = {}
         for node in gm.graph.nodes:
             if isinstance(plan.of(node), Partial):
                 scalings[node] = ()
@@ -42,17 +47,24 @@ class MarkPartialSums(DemandPass):
                     for marked in (node, *(scaling for x in sums for scaling in scalings[x])):
                         set_node_info(marked, combines=True)
                     scalings[node] = ()
-                    changes += 1
+                    num_additions += 1
                     self.note(node, "adds local sums before the all-reduce")
                 elif len(sums) == 1 and _is_sum_scaling(node, sums[0], terms, plan):
                     scalings[node] = (*scalings[sums[0]], node)
-        return changes
+        return num_additions
 
 
 def _is_sum_scaling(node: Node, x: Node, terms: list[Node], plan: PlacementPlan) -> bool:
-    """Return True if the node scales the sum x by a replicated value, or adds 0 to it.
+    """Return True if a linear op scales a partial sum by a replicated value, or adds 0 to it.
 
     A factor that differs between ranks, sharded or partial, would scale each rank's summand by another number.
+
+    Args:
+        node: The op.
+        x: The partial sum, an operand of the op.
+        terms: The operands that the op adds (`summed_operands`).
+        plan: The placements.
     """
     others_replicated = all(isinstance(plan.of(y), Replicate) for y in OpCall(node).operands if y is not x)
-    return others_replicated and x in (terms if len(terms) == 1 else scaled_operands(node))
+    adds_zero = terms == [x]
+    return others_replicated and (adds_zero or (len(terms) != 1 and x in scaled_operands(node)))

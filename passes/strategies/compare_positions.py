@@ -32,7 +32,7 @@ class ComparePositions(Pass):
     provides = frozenset({"compared positions"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Replace each op with a sequence in its last two dims, and return their number."""
+        """Replace each triangle or identity whose last two dims are a sequence, and return their number."""
         if job.ranks.n == 1:
             return 0
         axes, targets = job.axes(gm), (*FILLED_SIDES, *IDENTITIES)
@@ -45,21 +45,22 @@ class ComparePositions(Pass):
         return len(found)
 
     def _compare(self, node: Node) -> Node:
-        """Emit the value of a triangle or an identity."""
-        device, (rows, columns) = {"device": node.meta["val"].device}, node_shape(node)[-2:]
-        column = self.compute(aten.arange.default, (self.sizes(columns),), node, device)
-        row = self.compute(aten.arange.default, (self.sizes(rows),), node, device)
-        row = self.compute(aten.unsqueeze.default, (row, 1), node)
+        """Emit a tril, triu or eye as a comparison of the positions of rows and columns, and return its node."""
+        device, (num_rows, num_columns) = {"device": node.meta["val"].device}, node_shape(node)[-2:]
+        columns = self.compute(aten.arange.default, (self.sizes(num_columns),), node, device)
+        rows = self.compute(aten.arange.default, (self.sizes(num_rows),), node, device)
+        rows = self.compute(aten.unsqueeze.default, (rows, 1), node)
         if node.target in IDENTITIES:
-            return self.cast(self.compute(aten.eq.Tensor, (column, row), node), node.meta["val"].dtype, node)
+            is_diagonal = self.compute(aten.eq.Tensor, (columns, rows), node)
+            return self.cast(is_diagonal, node.meta["val"].dtype, node)
         call = OpCall(node)
-        edge = self.compute(aten.add.Tensor, (row, call["diagonal"]), node)
-        filled = self.compute(FILLED_SIDES[node.target], (column, edge), node)
-        return self.compute(aten.masked_fill.Scalar, (call.operands[0], filled, 0), node)
+        diagonal = self.compute(aten.add.Tensor, (rows, call["diagonal"]), node)
+        is_filled = self.compute(FILLED_SIDES[node.target], (columns, diagonal), node)
+        return self.compute(aten.masked_fill.Scalar, (call.operands[0], is_filled, 0), node)
 
 
 def _has_pairs(node: Node, axes: Axes) -> bool:
-    """Return True if the last two dims of a value are as long as a sequence, or are known to be one."""
+    """Return True if each of the last two dims of a value is a sequence, or as long as the longest sequence."""
     shape, sequence_dims = node_shape(node), axes.sequence_dims(node)
     length, ndim = axes.longest_sequence(), len(shape)
     return all(d in sequence_dims or is_same_size(shape[d], length) for d in (ndim - 2, ndim - 1))

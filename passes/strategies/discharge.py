@@ -36,19 +36,19 @@ class DemandPass(Pass):
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Rewrite each node whose demands the pass claims, and return the number of these nodes."""
         self.plan = job.plan(gm)
-        by_node: dict[Node, list[Demand]] = {}
+        demands_of: dict[Node, list[Demand]] = {}
         for demand in self.plan.demands:
             if demand.kind in self.kinds:
-                by_node.setdefault(demand.node, []).append(demand)
-        changes = 0
-        for node, demands in by_node.items():
+                demands_of.setdefault(demand.node, []).append(demand)
+        num_rewritten = 0
+        for node, demands in demands_of.items():
             refusal = self.refusal(node, demands)
             if refusal is None:
                 self.rewrite(node, demands)
-                changes += 1
-            elif refusal:
+                num_rewritten += 1
+            elif refusal:  # "" adds no line to the report
                 self.note_refusal(node, refusal)
-        return changes
+        return num_rewritten
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
         """Decide for `apply` if the pass claims the demands of a node.
@@ -74,7 +74,9 @@ class DemandPass(Pass):
     # Helpers of rewrites.
 
     def mark_position(self, position: int | Node, length: Size, dim: int, ndim: int, like: Node) -> Node:
-        """Emit arange(length) == position, a mask of one row of a sequence, which also works on shards.
+        """Emit arange(length) == position, a mask of one row of a sequence, and return its node.
+
+        It also works on shards, where the arange has the positions of the rank's rows.
 
         Args:
             position: The position of the row.

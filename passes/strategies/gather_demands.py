@@ -52,10 +52,11 @@ class GatherOperands(DemandPass):
         Raises:
             SpError: An operand would be gathered, and the option is fallback="error". Results are always gathered.
         """
-        if node.op == "output" or self.job.options.fallback == "gather" or all(d.kind == "invariant" for d in demands):
+        gathers_nothing = all(demand.kind == "invariant" for demand in demands)
+        if node.op == "output" or self.job.options.fallback == "gather" or gathers_nothing:
             return None
-        reasons = "; ".join(self._gather_reason(d) for d in demands)
-        raise SpError("SP305", f"fallback='error': {describe_node(node)} would be gathered: {reasons}.")
+        reasons = "; ".join(self._gather_reason(demand) for demand in demands)
+        raise SpError("SP305", f"fallback='error': operands of {describe_node(node)} would be gathered: {reasons}.")
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         """Gather each demanded operand."""
@@ -66,9 +67,10 @@ class GatherOperands(DemandPass):
                 self._gather(node, demand)
 
     def _regather(self, node: Node, demand: Demand) -> None:
-        """Replace a gather by one whose backward slices the gradient, for a node that runs replicated.
+        """Replace an operand that is an sp::all_gather by an sp::unshard of the same value, for a replicated node.
 
-        The operand was gathered for nodes on shards, whose gradients are summands of the ranks and are added.
+        Both gather; the backward of an all_gather adds the gradients of all ranks, which is right for nodes on shards.
+        The gradients of a replicated node are equal on all ranks, and the backward of an unshard slices them.
         """
         gathered = demanded_operand(node, demand.operand)
         with self.insert_after(gathered):
@@ -81,11 +83,15 @@ class GatherOperands(DemandPass):
         return f"{demand.why} (operand {operand.name}, global shape {list(operand.meta['val'].shape)})"
 
     def _gather(self, node: Node, demand: Demand) -> None:
-        """Replace a sharded operand of the node by its gathered value; nodes share one gather of each kind."""
+        """Replace a sharded operand of the node by its gathered value; nodes share one gather of each kind.
+
+        The gather is an sp::all_gather if the node still runs on shards of another operand, so that ranks have
+        different gradients, and an sp::unshard if it runs replicated.
+        """
         source = demanded_operand(node, demand.operand)
         have = self.plan.of(source)
-        set_node_info(node, replicated=True)  # no sequence starts at the node, which would be sharded again
-        if not isinstance(have, Shard):
+        set_node_info(node, replicated=True)  # propagation would otherwise shard the replicated node again
+        if not isinstance(have, Shard):  # a demand for a replicated operand, at a scan or window that starts a sequence
             if have == SUMMAND_DEMAND:
                 self._regather(node, demand)
             return
@@ -102,7 +108,10 @@ class GatherOperands(DemandPass):
 
 
 class GatherPairs(GatherOperands):
-    """Gather of the rows that an op combines with each row of another operand."""
+    """Gather of an operand whose rows an op combines with each row of another one, such as k in q @ k.T.
+
+    The values of all pairs remain sharded along the rows of the other operand, so this is no fallback.
+    """
 
     requires, provides = DemandPass.requires, DemandPass.provides
     kinds = frozenset({"pairs"})
@@ -114,7 +123,7 @@ class GatherPairs(GatherOperands):
 
 
 def demanded_operand(node: Node, index: int) -> Node:
-    """Return the operand that a demand is about.
+    """Return the operand for which a node states a demand.
 
     Args:
         node: The node that states the demand.
@@ -128,7 +137,13 @@ def demanded_operand(node: Node, index: int) -> Node:
 
 
 def replace_operand(node: Node, index: int, new: Node) -> None:
-    """Replace the operand that a demand is about; `index` is that of `demanded_operand`."""
+    """Replace the operand for which a node states a demand, such as by its gathered value.
+
+    Args:
+        node: The node.
+        index: `Demand.operand`, as in `demanded_operand`.
+        new: The new operand.
+    """
     if node.op == "output" or not isinstance(node.target, OpOverload):
         node.replace_input_with(demanded_operand(node, index), new)
         return

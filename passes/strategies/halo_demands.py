@@ -51,14 +51,16 @@ class ExchangeHalos(DemandPass):
     kinds = frozenset({"halo", "whole", "align"})
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
-        """Return None to claim the demands of a node, else the reason ("" if they do not concern this pass)."""
+        """Return None to claim the demands of a node, or "" if no exchange with neighbors meets them."""
         if self._match_cat(node) is not None:
             return None
-        matches = (d.kind == "halo" or self._match_neighbors(node, d) is not None for d in demands)
-        return None if node in self.plan.wants and any(matches) else ""
+        if node not in self.plan.wants:  # it does not run on shards
+            return ""
+        is_met = any(d.kind == "halo" or self._match_neighbors(node, d) is not None for d in demands)
+        return None if is_met else ""
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        """Replace a window, shift or pad by an op that fetches the missing rows from neighbors."""
+        """Replace a window, a cat with one row, or an operand, by an op that fetches missing rows from neighbors."""
         cat = self._match_cat(node)
         if cat is not None:
             self._rewrite_cat(node, cat)
@@ -71,27 +73,27 @@ class ExchangeHalos(DemandPass):
     # Windows.
 
     def _rewrite_window(self, node: Node) -> None:
-        """Replace an op with windows (conv1d, max_pool1d, roll) by its op on shards."""
+        """Replace an op with windows (conv1d, max_pool1d, roll) by its sp:: op on shards."""
         call, (have, *_), (result,) = OpCall(node), self.plan.wants[node], self.plan.placements[node]
         assert isinstance(have, Shard)
         assert isinstance(result, Shard)
-        slides = sliding_calls(call)[have.dim]
+        window_call = sliding_calls(call)[have.dim]
         with self.graph.inserting_before(node):
             x = call.operands[0]
-            if slides.first is not None:  # an op before the window, such as a pad
-                op, args = slides.first
+            if window_call.first is not None:  # the same op along other dims, such as a pad
+                op, args = window_call.first
                 x = self.compute(op, (x, *args), node)
-            new = self._rewrite_on_shards(slides, x, have, result, node.meta["val"], node)
+            new = self._emit_on_shards(window_call, x, have, result, node.meta["val"], node)
         set_node_info(new, joins=node_info(node).joins)  # `JoinSequences` padded x as a part of a concatenation
         self.replace(node, new)
 
-    def _rewrite_on_shards(
-        self, slides: WindowCall, x: Node, have: Shard, result: Shard, value: torch.Tensor, like: Node
+    def _emit_on_shards(
+        self, window_call: WindowCall, x: Node, have: Shard, result: Shard, value: torch.Tensor, like: Node
     ) -> Node:
-        """Emit an op on shards that fetches the rows that its windows lack, and note these rows.
+        """Emit an sp:: op on shards, which fetches the rows that its windows lack, and note these rows in the report.
 
         Args:
-            slides: The op and its windows.
+            window_call: The op and its windows.
             x: The operand with the rows.
             have: The placement of x.
             result: The placement of the result.
@@ -99,10 +101,10 @@ class ExchangeHalos(DemandPass):
             like: The node whose metadata the op gets.
         """
         ranks, frames = self.job.ranks, [self.sizes.list(shard.frame_arg()) for shard in (have, result)]
-        if slides.sliding.rolls is not None:  # the result of a roll is placed as its operand
+        if window_call.sliding.rolls is not None:  # the result of a roll is placed as its operand
             frames = frames[:1]
-        args = (x, *slides.args(have.frame.length), *frames, ranks.n, ranks.group)
-        new = self.emit(slides.op, args, value, like)
+        args = (x, *window_call.args(have.frame.length), *frames, ranks.n, ranks.group)
+        new = self.emit(window_call.op, args, value, like)
         shifts = [_describe_shift(hop, rows) for hop, rows in window_shift_sizes(OpCall(new), ranks.n)]
         self.note(new, ", ".join(shifts) or "no rows of other ranks")
         return new
@@ -110,7 +112,7 @@ class ExchangeHalos(DemandPass):
     # A row and a slice.
 
     def _match_cat(self, node: Node) -> CatOfRow | None:
-        """Match cat([row, x]) or cat([x, row]) along the sharded dim of x, with a replicated row."""
+        """Match cat([row, x]) or cat([x, row]) along the sharded dim of x, with a replicated row; else return None."""
         if node.target is not aten.cat.default:
             return None
         call = OpCall(node)
@@ -125,24 +127,26 @@ class ExchangeHalos(DemandPass):
         is_row = is_same_size(call.shape(1 - i)[shard.dim], 1) and row is not call.operands[i]
         if not same_dtype or not is_row or not isinstance(placements[1 - i], (Replicate, Partial)):
             return None
-        result = place_window(self._extend_by_row(call, i), shard, self.job.ranks.n)
+        result = place_window(self._rows_of_x(call, i), shard, self.job.ranks.n)
         return CatOfRow(i, shard, result) if isinstance(result, Shard) else None
 
-    def _extend_by_row(self, call: OpCall, index: int) -> SlidingRows:
-        """Return the windows of one row from which a cat with one row takes x, the operand `index`.
+    def _rows_of_x(self, call: OpCall, index: int) -> SlidingRows:
+        """Return the rows of x that the rows of cat([x, row]) or cat([row, x]) read, as windows of one row.
 
-        If x is the second operand, its rows move by one.
+        Args:
+            call: The cat.
+            index: The index of x. If it is 1, row j of the result is row j - 1 of x.
         """
         return SlidingRows(call.result_shapes()[0][call.dim()], before=index)
 
     def _rewrite_cat(self, node: Node, cat: CatOfRow) -> None:
         """Replace a cat with one row by where(arange(S) == position of the row, row, shifted x)."""
         call, (i, shard, result) = OpCall(node), cat
-        slides = WindowCall(self._extend_by_row(call, i), sp.shift.default, (shard.dim,), (0,))
+        shift = WindowCall(self._rows_of_x(call, i), sp.shift.default, (shard.dim,), (0,))
         length = call.result_shapes()[0][shard.dim]
         with self.graph.inserting_before(node):
-            shifted = self._rewrite_on_shards(slides, call.operands[i], shard, result, node.meta["val"], node)
-            position = self.sizes(0 if i else length - 1)
+            shifted = self._emit_on_shards(shift, call.operands[i], shard, result, node.meta["val"], node)
+            position = self.sizes(0 if i == 1 else length - 1)
             is_row = self.mark_position(position, length, shard.dim, call.ndim(), node)
             new = self.compute(aten.where.self, (is_row, call.operands[1 - i], shifted), node)
         self.replace(node, new)
@@ -150,7 +154,9 @@ class ExchangeHalos(DemandPass):
     # Two windows of one sequence.
 
     def _match_neighbors(self, node: Node, demand: Demand) -> tuple[Shard, Shard] | None:
-        """Match an operand that is another window of the sequence than the node needs, with another start.
+        """Match an operand with the required number of rows that start at another position of the same sequence.
+
+        In x[:, 1:] - x[:, :-1], each rank needs the row of x[:, :-1] that belongs to each of its rows of x[:, 1:].
 
         Returns:
             (the shard of the operand, the shard that the node needs), or None.
@@ -175,12 +181,14 @@ class ExchangeHalos(DemandPass):
             return
         have, want = matched
         x = demanded_operand(node, demand.operand)
-        slides = WindowCall(SlidingRows(have.frame.length), sp.shift.default, (have.dim,), (0,))
+        shift = WindowCall(SlidingRows(have.frame.length), sp.shift.default, (have.dim,), (0,))
         with self.graph.inserting_before(node):
-            moved = self._rewrite_on_shards(slides, x, have, want, x.meta["val"], node)
+            moved = self._emit_on_shards(shift, x, have, want, x.meta["val"], node)
         replace_operand(node, demand.operand, moved)
 
 
 def _describe_shift(hop: int, rows: object) -> str:
-    """Return the text of the report for an exchange of rows, which rank r receives from rank r - hop."""
-    return f"{rows} row{'' if rows == 1 else 's'} from rank r {'-' if hop > 0 else '+'} {abs(hop)}"
+    """Return text for the report on rows that rank r receives from rank r - hop: "2 rows from rank r - 1"."""
+    noun = "row" if rows == 1 else "rows"
+    sign = "-" if hop > 0 else "+"
+    return f"{rows} {noun} from rank r {sign} {abs(hop)}"

@@ -77,16 +77,17 @@ class RowChain:
 
     @property
     def nodes(self) -> list[Node]:
-        """Return the nodes of the steps."""
+        """Return the nodes that compute the value row by row from the inputs, the last one first."""
         return [step.node for step in self.steps]
 
-    def first_reader(self, rows: Node) -> Node:
-        """Return the first step that reads these rows."""
-        return min(s.node for s in self.steps if any(OpCall(s.node).operands[i] is rows for i in s.operands))
+    def first_reader(self, x: Node) -> Node:
+        """Return the first node of the chain, in graph order, that reads an input."""
+        readers = (step for step in self.steps if any(OpCall(step.node).operands[i] is x for i in step.operands))
+        return min(step.node for step in readers)
 
     @property
-    def width(self) -> int:
-        """Return the number of elements per row of all inputs."""
+    def input_elements(self) -> int:
+        """Return the number of elements of all inputs, to find the chain that starts at the narrowest values."""
         return sum(assume_large(size_product(node_shape(x))) for x in self.inputs)
 
 
@@ -96,12 +97,15 @@ class HoistSlices(DemandPass):
     kinds = frozenset({"whole"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Move each short slice that demands a full sequence to the narrowest inputs; return their number."""
+        """Move each short slice for which a full sequence would be gathered before the ops that widen its rows.
+
+        Return the number of slices that are moved.
+        """
         self.demanding, self.axes = {demand.node for demand in job.plan(gm).demands}, job.axes(gm)
         self.no_grad = no_grad_nodes(gm.graph)
         placed = (p for placements in job.plan(gm).placements.values() for p in placements)
         self.is_balanced = any(isinstance(p, Shard) and p.frame.order.is_balanced for p in placed)
-        self.rows_read: dict[Node, int] = {}  # rows of a source that all of its slices read together
+        self.rows_read: dict[Node, int] = {}  # by sliced value: rows that all of its slices read together
         return super().apply(gm, job)
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
@@ -109,21 +113,27 @@ class HoistSlices(DemandPass):
         return None if node.target in SLICE_OPS and self._find_chain(node) is not None else ""
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        """Replace a slice by the steps of its chain on slices of the chain's inputs."""
+        """Replace a slice of a wide value: slice narrow values, and compute the wide one from these rows only.
+
+        For tanh(linear(h, w))[:, n:], the chain is linear and tanh, and its narrow input is h.
+        """
         chain, source = self._find_chain(node), OpCall(node).operands[0]
         assert chain is not None
-        first_step = min(chain.nodes)
-        for x in _late_inputs(node, source, first_step) or ():
-            first_step.prepend(x)
-        slices = {i: self._rebuild_chain(chain, source, piece, node) for i, piece in _slices_read(node).items()}
-        self.replace(node, slices[0] if is_tensor(node) else slices)
+        first_node = min(chain.nodes)
+        for x in _late_inputs(node, source, first_node) or ():
+            first_node.prepend(x)
+        new_slices = {i: self._rebuild_chain(chain, source, piece, node) for i, piece in _slices_read(node).items()}
+        self.replace(node, new_slices[0] if is_tensor(node) else new_slices)
         _defer_chain_outputs(chain)
-        narrow = ", ".join(x.name for x in chain.inputs)
-        for new in slices.values():
-            self.note(new, f"the window is sliced from {narrow}, which is narrower than {source.name}")
+        inputs = ", ".join(x.name for x in chain.inputs)
+        for new in new_slices.values():
+            self.note(new, f"the window is sliced from {inputs}, which is narrower than {source.name}")
 
     def _find_chain(self, node: Node) -> RowChain | None:
-        """Return the chain with the narrowest inputs that computes the operand of a slice, or None."""
+        """Return the chain of row-wise ops that computes the operand of a slice from the narrowest values, or None.
+
+        The search starts with the operand itself, and adds one op after the other, upwards in the graph.
+        """
         pieces = _slices_read(node)
         if not pieces or not self._saves_work(node, pieces):
             return None
@@ -131,21 +141,29 @@ class HoistSlices(DemandPass):
         best = RowChain({piece.source: (piece.dim, 0)})
         longer = self._extend_chain(best, node)
         while longer is not None:
-            best = longer if longer.width < best.width else best
+            if longer.input_elements < best.input_elements:
+                best = longer
             longer = self._extend_chain(longer, node)
-        return best if best.steps and _late_inputs(node, piece.source, min(best.nodes)) is not None else None
+        if not best.steps:  # no value is narrower than the operand
+            return None
+        can_move = _late_inputs(node, piece.source, min(best.nodes)) is not None
+        return best if can_move else None
 
     def _saves_work(self, node: Node, pieces: dict[int, RowRequest]) -> bool:
-        """Return True if no rank computes more rows for the slices than for its shard of their source.
+        """Return True if no rank would compute more rows for the slices of a value than for its shard of the value.
 
-        Results that are sequences are sharded again, unless an input is in the load-balanced order. Otherwise every
-        rank computes the rows of all slices of the source.
+        Slices that are sequences are sharded again, unless an input is in the load-balanced order. Otherwise every rank
+        computes the rows of all slices of the value.
+
+        Args:
+            node: The slice, or split.
+            pieces: The rows that it selects, for each result.
         """
         n, source = self.job.ranks.n, OpCall(node).operands[0]
         results = [node] if is_tensor(node) else list(read_results(node).values())
         if all(self.axes.sequence_dims(x) for x in results):
             return not self.is_balanced
-        if source not in self.rows_read:
+        if source not in self.rows_read:  # cached: the rows that all slices of the value read together
             cuts = [user for user in source.users if user in self.demanding and user.target in SLICE_OPS]
             lengths = [piece.length for cut in cuts for piece in _slices_read(cut).values()]
             self.rows_read[source] = sum(map(assume_large, lengths))
@@ -153,7 +171,9 @@ class HoistSlices(DemandPass):
         return all(rows_of_ranks <= assume_large(node_shape(source)[piece.dim]) for piece in pieces.values())
 
     def _extend_chain(self, chain: RowChain, cut: Node) -> RowChain | None:
-        """Return the chain with one more step, the last input that can be recomputed on sliced rows, or None.
+        """Return the chain with one more op at its start, or None: an input becomes a step, and its operands inputs.
+
+        It is the last input in graph order that is computed row by row and may be recomputed.
 
         Args:
             chain: The chain so far.
@@ -165,15 +185,21 @@ class HoistSlices(DemandPass):
                 continue
             other_inputs = {x: rows for x, rows in chain.inputs.items() if x is not node}
             operand_rows = {OpCall(node).operands[i]: rows for i, rows in step.operands.items()}
+            # A value that is an input already is sliced once, so that both readers need the same rows of it.
             if all(_is_same_slice(other_inputs.get(x, rows), rows) for x, rows in operand_rows.items()):
                 return RowChain({**other_inputs, **operand_rows}, (*chain.steps, step))
         return None
 
     def _can_recompute(self, node: Node, chain: RowChain, cut: Node) -> bool:
-        """Return True if the node may be recomputed for the slice or has no other reader.
+        """Return True if a node may be computed again for the rows of a slice only.
 
         If the grad mode of the node differs from that of the slice, recomputation would change gradients. On one rank
-        with automatic tiles, only nodes without other readers are recomputed.
+        with automatic tiles, only nodes without other readers than the chain and such slices are recomputed.
+
+        Args:
+            node: An input of the chain.
+            chain: The nodes between it and the slice.
+            cut: The slice.
         """
         if node.op != "call_function" or node in self.demanding:
             return False
@@ -185,15 +211,15 @@ class HoistSlices(DemandPass):
         return all(user in chain_nodes or (user in self.demanding and user.target in SLICE_OPS) for user in node.users)
 
     def _rebuild_chain(self, chain: RowChain, source: Node, piece: RowRequest, like: Node) -> Node:
-        """Emit the steps of a chain on sliced inputs, and return the node that replaces one slice.
+        """Emit the nodes of a chain on sliced inputs, and return the node that replaces one slice.
 
         Args:
-            chain: The chain.
-            source: The value that the slice reads, the result of the last step.
-            piece: The rows of the source that the slice selects.
-            like: The slice, before which the nodes are emitted.
+            chain: The row-wise nodes between narrow inputs and the sliced value.
+            source: The sliced value, which the last node computes.
+            piece: The rows of the value that the slice selects.
+            like: The slice.
         """
-        emitted: dict[Node, Node] = {}
+        emitted: dict[Node, Node] = {}  # the new node with the selected rows of each old one
         for x, rows in chain.inputs.items():
             with self.graph.inserting_before(chain.first_reader(x)):  # an input may be created after the first step
                 emitted[x] = self._slice_rows(x, rows, piece, like)
@@ -201,25 +227,26 @@ class HoistSlices(DemandPass):
             emitted[step.node] = self._rebuild_step(step, emitted, piece)
         if piece.keeps_dim:
             return emitted[source]
-        with self.graph.inserting_before(like):
+        with self.graph.inserting_before(like):  # a select: the dim has one row
             return self.compute(aten.select.int, (emitted[source], piece.dim, 0), like)
 
     def _slice_rows(self, x: Node, rows: RowsAt, piece: RowRequest, like: Node) -> Node:
-        """Emit the rows of a chain input from which the steps compute a slice of the source.
+        """Emit a slice of a chain's input: the rows from which the chain computes the selected rows of its result.
 
         Args:
-            x: The chain input.
-            rows: The dim of x with the rows of the source, and the index of the first of them.
-            piece: The rows of the source that the slice selects.
-            like: The slice.
+            x: The input.
+            rows: The dim of x with the rows of the chain's result, and the index of the first of them.
+            piece: The rows of the chain's result that are selected.
+            like: The slice of the result that this one replaces.
         """
         dim, first = rows
         if isinstance(piece, SlicePiece):
             start = piece.start + first
             end = start + (piece.length - 1) * piece.step + 1
-            return self.compute(aten.slice.Tensor, (x, dim, *map(self.sizes, (start, end)), piece.step), like)
+            return self.compute(aten.slice.Tensor, (x, dim, self.sizes(start), self.sizes(end), piece.step), like)
         indices, extent = piece.indices, node_shape(piece.source)[piece.dim]
-        if not is_same_size(node_shape(x)[dim], extent):  # a slice of x with constant indices, possibly from its end
+        if not is_same_size(node_shape(x)[dim], extent):
+            # The rows are x[first : first + extent]. Indices of these, possibly negative ones, become indices of x.
             ends, device = (self.sizes(first), self.sizes(first + extent)), {"device": indices.meta["val"].device}
             positions = self.compute(aten.arange.start, ends, like, device)
             indices = self._select_rows(positions, 0, indices, like)
@@ -231,10 +258,16 @@ class HoistSlices(DemandPass):
         return self.compute(like.target, (x, *args), like)
 
     def _rebuild_step(self, step: RowWiseNode, emitted: dict[Node, Node], piece: RowRequest) -> Node:
-        """Emit a step of the chain on sliced operands, which `emitted` contains by the original ones."""
+        """Emit one node of a chain for the selected rows only, and return the new node.
+
+        Args:
+            step: The node, with the operands that have rows.
+            emitted: The new nodes of these operands, by the old ones.
+            piece: The rows that are selected.
+        """
         node, (call, rule) = step.node, _lookup_known_rule(step.node)
         operands = [emitted[x] if i in step.operands else x for i, x in enumerate(call.operands)]
-        if rule.window == step.dim:  # a slice of the rows, which the slices of the inputs have included
+        if rule.window == step.dim:  # a slice of the rows: the inputs were sliced by both slices at once
             return operands[0]
         with self.graph.inserting_before(node), restore_autocast(node):
             if rule.reshapes:
@@ -245,7 +278,10 @@ class HoistSlices(DemandPass):
 
 
 def _slices_read(node: Node) -> dict[int, RowRequest]:
-    """Return the slices of a node that are read, by index; {} if the position of one is unknown."""
+    """Return the rows that a slice selects, or that each result of a split selects if it is read, by result index.
+
+    The result is {} if the position of one of them is unknown.
+    """
     pieces: dict[int, RowRequest] = {}
     for i in [0] if is_tensor(node) else read_results(node):
         piece = _match_index(node) if node.target in INDEX_OPS else nth_result(node, i)
@@ -256,18 +292,20 @@ def _slices_read(node: Node) -> dict[int, RowRequest]:
 
 
 def _match_index(node: Node) -> SelectedRows | None:
-    """Match x[:, indices] with one tensor of indices, whose dim remains in place."""
+    """Match x[:, indices] with one vector of indices, in which the rows remain in the same dim; else return None."""
     call, rule = lookup_rule(node) or (None, None)
     if call is None or rule is None or not rule.picks:
         return None
     source, indices = call.operands
-    ((index_factor, row_factor),) = rule.picks.items()
+    ((index_factor, row_factor),) = rule.picks.items()  # the dim of the result, and the indexed dim of x
     dim = rule.operands[0].index(row_factor)
-    return SelectedRows(source, dim, indices, node_shape(node)[dim]) if rule.results[0][dim] == index_factor else None
+    if rule.results[0][dim] != index_factor:
+        return None
+    return SelectedRows(source, dim, indices, node_shape(node)[dim])
 
 
 def _lookup_known_rule(node: Node) -> tuple[OpCall, BoundRule]:
-    """Return the call and the rule of a step, which matched by its rule."""
+    """Return the call and the rule of a node that is known to have a rule."""
     call, rule = lookup_rule(node) or (None, None)
     assert call is not None
     assert rule is not None
@@ -275,32 +313,49 @@ def _lookup_known_rule(node: Node) -> tuple[OpCall, BoundRule]:
 
 
 def _match_row_wise(node: Node, rows: RowsAt) -> RowWiseNode | None:
-    """Return how a node computes these rows of its result from one row of each operand, or None."""
+    """Match a node that computes each row of its result from one row of its operands, such as linear or tanh.
+
+    Args:
+        node: The node.
+        rows: The dim of the rows in its result, and the index of the first row that is needed.
+
+    Returns:
+        The node with the same description of the rows of each operand, or None if it does not match.
+    """
     call, rule = lookup_rule(node) or (None, None)
     if call is None or rule is None or not is_tensor(node) or rule.operand_placements is not None or rule.lenders:
         return None
-    if not is_pure(node) or is_random(node) or (rule.sizes and not rule.reshapes):  # sizes that the slice changes
+    has_sizes = rule.sizes and not rule.reshapes  # an argument with the number of rows, which would change
+    if not is_pure(node) or is_random(node) or has_sizes:
         return None
     dim, first = rows
     factor = rule.results[0][dim]
     if rule.window == dim:  # a slice of the rows
-        return RowWiseNode(node, dim, {0: (dim, first + rule.spans[0][0])})
+        start, _ = rule.spans[0]
+        return RowWiseNode(node, dim, {0: (dim, first + start)})
     operands = {i: (dims.index(factor), first) for i, dims in enumerate(rule.operands) if factor in dims}
-    is_grouped = any(factor in flatten_dims(dims) and factor not in dims for dims in rule.operands)  # part of a dim
-    passes = factor and operands and rule.kind(factor) == "pass" and not is_grouped
-    return RowWiseNode(node, dim, operands) if passes else None
+    # If the rows are one of several factors of an operand's dim, they are no range of it.
+    is_grouped = any(factor in flatten_dims(dims) and factor not in dims for dims in rule.operands)
+    is_row_wise = factor and operands and rule.kind(factor) == "pass" and not is_grouped
+    return RowWiseNode(node, dim, operands) if is_row_wise else None
 
 
 def _late_inputs(cut: Node, source: Node, first: Node) -> list[Node] | None:
-    """Return the nodes after the first step that compute indices or sizes of a slice, in order.
+    """Return the nodes, in order, that compute the indices or sizes of a slice, but only after a chain's first node.
 
-    They move before the first step, so that the steps can use them. None if one of them may not move. Indices of rows
-    and sizes may: no mode (autocast, no_grad) changes their values.
+    They are moved before it, so that the inputs of the chain can be sliced there. The result is None if one of them may
+    not move. Pure nodes of indices and sizes may, because no mode (autocast, no_grad) changes their values.
+
+    Args:
+        cut: The slice.
+        source: The sliced value.
+        first: The first node of the chain.
     """
-    indices = [x for x in collect_nodes((cut.args, cut.kwargs)) if x is not source]
-    ancestors = reachable_set(indices, lambda n: n.all_input_nodes if not n < first else ())
+    arguments = [x for x in collect_nodes((cut.args, cut.kwargs)) if x is not source]
+    ancestors = reachable_set(arguments, lambda n: n.all_input_nodes if not n < first else ())
     late = [n for n in sorted(ancestors) if not n < first]
-    return late if all(is_pure(n) and _is_index_like(n) and n is not first for n in late) else None
+    can_move = all(is_pure(n) and _is_index_like(n) and n is not first for n in late)
+    return late if can_move else None
 
 
 def _is_index_like(node: Node) -> bool:
@@ -312,15 +367,16 @@ def _is_index_like(node: Node) -> bool:
 
 
 def _is_same_slice(a: RowsAt, b: RowsAt) -> bool:
-    """Return True if two descriptions have the same dim and the same first row."""
+    """Return True if two descriptions (dim, first row) of the rows of one value are equal."""
     return a[0] == b[0] and is_same_size(a[1], b[1])
 
 
 def _defer_chain_outputs(chain: RowChain) -> None:
-    """Mark nodes of the chain as `recomputed` that only outputs and other marked nodes still read.
+    """Mark the nodes of a chain as `recomputed` of which, after the rewrite, only outputs and marked nodes are users.
 
-    Such an output can then be computed when the caller reads it.
+    An output that only repeats other work, such as full logits next to those of a slice, can then be computed when the
+    caller reads it.
     """
-    for node in chain.nodes:
+    for node in chain.nodes:  # users first
         if node.users and all(user.op == "output" or node_info(user).recomputed for user in node.users):
             set_node_info(node, recomputed=True)

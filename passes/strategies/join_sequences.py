@@ -71,7 +71,8 @@ class JoinSequences(Pass):
         for _ in range(MAX_JOIN_ROUNDS):
             axes = job.axes(gm)
             nodes = [n for n in gm.graph.nodes if n.target in ops and OpCall(n).dim() in axes.sequence_dims(n)]
-            joins = {n: parts for n in nodes if _is_joined(parts := _find_parts(n))}
+            parts_of = {n: _find_parts(n) for n in nodes}
+            joins = {n: parts for n, parts in parts_of.items() if _is_joined(parts)}
             if not joins:
                 break
             work = RowWork(gm, axes)
@@ -83,7 +84,10 @@ class JoinSequences(Pass):
         return changes + (self._split(gm, job) if changes else 0)
 
     def _restore(self, node: Node) -> bool:
-        """Replace a concatenation of all pieces of one value by a copy of it, and return True if it is one."""
+        """Replace a concatenation of all pieces of one value, cat(split(x)), by a copy of the value.
+
+        Return True if the node was such a concatenation.
+        """
         parts = _find_parts(node)
         values = {part.value for part in parts}
         if len(values) != 1 or not all(part.is_placed for part in parts):
@@ -96,12 +100,18 @@ class JoinSequences(Pass):
         return True
 
     def _join(self, node: Node, parts: Sequence[JoinedPart], apart: Collection[int]) -> None:
-        """Replace a concatenation by a selection from its padded parts, of which some have frames of their own."""
+        """Replace a concatenation by where(position < start of b, padded a, padded b), and so on for further parts.
+
+        Args:
+            node: The concatenation.
+            parts: Its parts, in order.
+            apart: The indices of the parts that have frames of their own, see `_find_apart`.
+        """
         call, value = OpCall(node), node.meta["val"]
         dim, total = call.dim(), node_shape(node)[call.dim()]
         with self.graph.inserting_before(node):
             positions = self.compute(aten.arange.default, (self.sizes(total),), node, {"device": value.device})
-            placed = []
+            full_length = []  # each part, extended to the rows of the result, with its own rows in place
             for i, part in enumerate(parts):
                 x = self.cast(part.value, value.dtype, node)
                 if i in apart:
@@ -109,34 +119,54 @@ class JoinSequences(Pass):
                     x = self._place(x, dim, positions, part.start, node)
                 elif not part.is_placed:
                     x = self._pad(x, dim, part.start, simplify_size(total - part.start - part.length), node)
-                placed.append(x)
-            joined = placed[-1]
+                full_length.append(x)
+            joined = full_length[-1]
             shape = [self.sizes(total) if d == dim else 1 for d in range(value.ndim)]
-            for x, part in reversed([*zip(placed, parts[1:])]):
-                is_before = self.compute(aten.lt.Scalar, (positions, self.sizes(part.start)), node)
+            for x, next_part in reversed([*zip(full_length, parts[1:])]):
+                is_before = self.compute(aten.lt.Scalar, (positions, self.sizes(next_part.start)), node)
                 is_before = self.compute(aten.reshape.default, (is_before, shape), node)
                 joined = self.compute(aten.where.self, (is_before, x, joined), node)
         lengths = [str(part.length) for part in parts]
         text = f"{len(parts)} sequences of {' and '.join(lengths)} positions are joined in place"
-        gathered = " and ".join(lengths[i] for i in apart)
-        self.note(joined, text + (f"; the {gathered} are gathered from a frame of their own" if apart else ""))
+        if apart:
+            text += f"; the {' and '.join(lengths[i] for i in apart)} are gathered from a frame of their own"
+        self.note(joined, text)
         self.replace(node, joined)
 
     def _rows(self, x: Node, dim: int, start: Size, length: Size, like: Node) -> Node:
-        """Emit adjacent rows of x, whose frame is not that of x."""
+        """Emit sp::rows, x[start : start + length] along a dim, whose result has another frame than x."""
         rows = self.compute(sp.rows.default, (x, dim, self.sizes(start), self.sizes(length)), like)
         set_node_info(rows, is_apart=True)
         return rows
 
     def _pad(self, x: Node, dim: int, before: Size, after: Size, like: Node) -> Node:
-        """Emit zeros before and after a part of a concatenation, and mark that its frame is that of the result."""
+        """Emit a part of a concatenation with zeros before and after it, and mark that its frame is that of the result.
+
+        Args:
+            x: The part.
+            dim: The dim of the concatenation.
+            before: The number of rows of the parts before it.
+            after: The number of rows of the parts after it.
+            like: The concatenation.
+        """
         widths = [0, 0] * (like.meta["val"].ndim - 1 - dim) + self.sizes.list((before, after))
         padded = self.compute(aten.constant_pad_nd.default, (x, widths), like)
         set_node_info(padded, joins=True)
         return padded
 
     def _place(self, x: Node, dim: int, positions: Node, start: Size, like: Node) -> Node:
-        """Emit the rows of a part with a frame of its own at their positions, and any of its rows at others."""
+        """Emit a value of all positions of a concatenation that has the rows of a part in place.
+
+        All ranks get all rows of the part, which has a frame of its own; each then selects those of its positions. At
+        positions outside of the part, the value has the nearest row, which is not used.
+
+        Args:
+            x: The part.
+            dim: The dim of the concatenation.
+            positions: The positions of the concatenation, an arange.
+            start: The position of the first row of the part.
+            like: The concatenation.
+        """
         length = node_shape(x)[dim]
         index = self.compute(aten.sub.Tensor, (positions, self.sizes(start)), like)
         index = self.compute(aten.clamp.default, (index, 0, self.sizes(length - 1)), like)
@@ -146,24 +176,25 @@ class JoinSequences(Pass):
         return placed
 
     def _split(self, gm: GraphModule, job: PassContext) -> int:
-        """Replace splits of joined sequences into pieces of different sizes by slices; return their number.
+        """Replace splits of sequences into pieces of different sizes by slices, and return their number.
 
-        Slices that are a part with a frame of its own change the frame.
+        A piece that is a part with a frame of its own becomes sp::rows, at which the frame changes.
         """
         axes, changes = job.axes(gm), 0
         for node in [n for n in gm.graph.nodes if n.target in PIECE_OPS]:
             call, rule = lookup_rule(node) or (None, None)
             if call is None or rule is None or rule.window not in axes.sequence_dims(call.operands[0]):
                 continue
-            dim, total, pieces = rule.window, node_shape(call.operands[0])[rule.window], {}
+            x, dim = call.operands[0], rule.window
+            total, pieces = node_shape(x)[dim], dict[int, Node]()
             is_split = node.target is aten.split_with_sizes.default
             with self.graph.inserting_before(node):
                 for index in read_results(node) if is_split else [0]:
                     start, length = rule.spans[index]
                     if (start, length, total) in self.apart:
-                        pieces[index] = self._rows(call.operands[0], dim, start, length, node)
+                        pieces[index] = self._rows(x, dim, start, length, node)
                     elif is_split:
-                        args = (call.operands[0], dim, self.sizes(start), self.sizes(start + length))
+                        args = (x, dim, self.sizes(start), self.sizes(start + length))
                         pieces[index] = self.compute(aten.slice.Tensor, args, node)
             if pieces and (not is_split or all(user.target is operator.getitem for user in node.users)):
                 self.replace(node, pieces if is_split else pieces[0])
@@ -174,10 +205,12 @@ class JoinSequences(Pass):
 
 
 def _find_apart(parts: Sequence[JoinedPart], dim: int, n: int, work: RowWork, axes: Axes) -> list[int]:
-    """Return the indices of the parts of a concatenation of which each rank should have equally many rows.
+    """Return the indices of the parts of a concatenation that should have frames of their own.
 
-    Otherwise, at least `LARGE_SHARE` of the FLOPs of a rank would be those of the part, for more rows. The longest
-    is one of them only if it has no more rows than a rank has of the result.
+    In the frame of the result, a short part is on few ranks. In a frame of its own, each rank has an equal number of
+    its rows, which must be exchanged. This is worth it if fewer rows for each rank would save work, and the work of a
+    rank on the part would be at least `LARGE_SHARE` of its FLOPs. The longest part has a frame of its own only if it
+    has no more rows than a rank has of the result.
 
     Args:
         parts: The parts.
@@ -193,16 +226,22 @@ def _find_apart(parts: Sequence[JoinedPart], dim: int, n: int, work: RowWork, ax
         if part.is_placed or (i == longest and n * length > sum(lengths)):
             continue
         rows = min(length, joined_rows)  # that a rank computes without a frame of its own
-        atoms = axes.canonical(axes.dims[part.value, 0][dim])
-        flops = min((work.by_rows[a] for a in atoms), default=0.0)  # those with all factors of the rows, or fewer
-        of_part, of_rest = flops * rows / length, (work.total - flops) / n
-        if ceil_div(length, n) < rows and of_part > 0 and of_part >= LARGE_SHARE * (of_part + of_rest):
+        atoms = axes.canonical(axes.dims[part.value, 0][dim])  # factors of the rows, usually one
+        # FLOPs of products whose results have these rows; an upper bound for several factors.
+        flops = min((work.by_rows[a] for a in atoms), default=0.0)
+        # FLOPs of a rank if the part has no frame of its own.
+        rank_flops_of_part, other_rank_flops = flops * rows / length, (work.total - flops) / n
+        is_large = rank_flops_of_part >= LARGE_SHARE * (rank_flops_of_part + other_rank_flops)
+        if ceil_div(length, n) < rows and rank_flops_of_part > 0 and is_large:
             apart.append(i)
     return apart
 
 
 def _find_parts(node: Node) -> list[JoinedPart]:
-    """Return the parts of a concatenation, or of a value with a slice that is written; [] for others."""
+    """Return the parts of a cat, or of a slice_scatter into a value: rows before the slice, the slice, rows after it.
+
+    The result is [] if the op cannot be joined, such as for a write to an input, or with a step.
+    """
     if node_info(node).no_rule is not None:
         return []
     call, total = OpCall(node), node_shape(node)
@@ -217,22 +256,38 @@ def _find_parts(node: Node) -> list[JoinedPart]:
     start, length, size = call["start"] or 0, node_shape(rows)[dim], total[dim]
     if call["step"] != 1 or not all(isinstance(x, int) for x in (start, length, size)) or not _is_computed(base):
         return []
-    start = min(max(normalize_position(start, size), 0), size)
-    before, after = JoinedPart(base, 0, start, True), JoinedPart(base, start + length, size - start - length, True)
-    return [part for part in (before, JoinedPart(rows, start, length, False), after) if part.length]
+    start = min(max(normalize_position(start, size), 0), size)  # as torch clamps it
+    before = JoinedPart(base, 0, start, is_placed=True)
+    written = JoinedPart(rows, start, length, is_placed=False)
+    after = JoinedPart(base, start + length, size - start - length, is_placed=True)
+    return [part for part in (before, written, after) if part.length]
 
 
 def _find_part(x: Node, dim: int, start: Size, total: Size) -> JoinedPart:
-    """Return an operand of a concatenation as a part, in place if it is a piece of a value of all positions."""
+    """Return an operand of a cat as a part.
+
+    In cat([x[:, :2], b], 1), the operand x[:, :2] is replaced by x if x is as long as the result: its rows are in place
+    there.
+
+    Args:
+        x: The operand.
+        dim: The dim of the cat.
+        start: The position of its first row in the result.
+        total: The number of rows of the result.
+    """
     length, piece = node_shape(x)[dim], match_piece(x)
     if piece is None or not piece.keeps_dim or piece.step != 1 or piece.dim != dim:
-        return JoinedPart(x, start, length, False)
+        return JoinedPart(x, start, length, is_placed=False)
     is_placed = is_same_size(piece.start, start) and is_same_size(node_shape(piece.source)[dim], total)
     return JoinedPart(piece.source if is_placed else x, start, length, is_placed)
 
 
 def _is_joined(parts: Sequence[JoinedPart]) -> bool:
-    """Return True if parts of known lengths, none of which has all rows, are floats, and the longest is computed."""
+    """Return True if `JoinSequences` should replace a concatenation of these parts by a selection from padded parts.
+
+    It has several parts of known lengths, and the longest of them (of those that are not in place already) has floats
+    that the program computes. A shift by one row is not replaced.
+    """
     if len(parts) < 2 or not all(isinstance(part.length, int) and part.length for part in parts):
         return False
     if _is_row_shift(parts):
@@ -242,7 +297,10 @@ def _is_joined(parts: Sequence[JoinedPart]) -> bool:
 
 
 def _is_row_shift(parts: Sequence[JoinedPart]) -> bool:
-    """Return True for one row beside all but one row of a value, a shift, which `ExchangeHalos` supports."""
+    """Return True for a shift by one row, cat([row, x[:, :-1]], 1) or cat([x[:, 1:], row], 1).
+
+    `ExchangeHalos` replaces it by an exchange of one row.
+    """
     lengths = [part.length for part in parts]
     if len(parts) != 2 or 1 not in lengths:
         return False
@@ -253,7 +311,7 @@ def _is_row_shift(parts: Sequence[JoinedPart]) -> bool:
 
 
 def _is_computed(x: Node) -> bool:
-    """Return True if an op computes the value; False for inputs and for ops that only move their rows."""
+    """Return True if an op computes the elements of a value; False for inputs, and views and copies of them."""
     while x.op == "call_function":
         _, rule = lookup_rule(x) or (None, None)
         if rule is None or not rule.lazy or not x.all_input_nodes:

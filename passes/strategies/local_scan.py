@@ -31,8 +31,8 @@ class UseFastScans(Pass):
     provides = frozenset({"planned"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Replace the slow scans and return their number."""
-        demanding = {d.node for d in job.plan(gm).demands}
+        """Replace the scans that need no exchange and are slow in torch; return their number."""
+        demanding = {demand.node for demand in job.plan(gm).demands}
         scans = [n for n in gm.graph.nodes if n.op == "call_function" and n.target in TORCH_SCANS]
         slow_scans = [n for n in scans if n not in demanding and is_slow(n)]
         for node in slow_scans:
@@ -42,14 +42,17 @@ class UseFastScans(Pass):
 
 
 def is_slow(node: Node) -> bool:
-    """Return True for a large scan that torch runs slowly: the lowering table does not lower it to torch."""
+    """Return True for a large scan that torch runs slowly.
+
+    The table of lowerings defines this: for a scan of such sizes and dtypes, it has a faster kernel than that of torch.
+    """
     call, result = OpCall(node), OpCall(node).results()[0]
-    op, dim, extents = TORCH_SCANS[node.target], call.dim(), [size_hint(s) for s in result.shape]
-    if math.prod(extents) < MIN_ELEMENTS or not extents or not is_scannable_call(call):
+    op, dim, shape = TORCH_SCANS[node.target], call.dim(), [size_hint(size) for size in result.shape]
+    if math.prod(shape) < MIN_ELEMENTS or not shape or not is_scannable_call(call):
         return False
     kind = "scan" if node.target in CUMULATIVE_OPS else "extremes"
-    outer_length_inner = math.prod(extents[:dim]), extents[dim], math.prod(extents[dim + 1 :])
+    outer, length, inner = math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :])
     accumulate = accumulate_dtype(op, result.dtype, result.device)
     dtypes = (call.operands[0].meta["val"].dtype, result.dtype, accumulate)
-    problem = ScanProblem(kind, result.device.type, *outer_length_inner, *dtypes, op=op, total=False)
+    problem = ScanProblem(kind, result.device.type, outer, length, inner, *dtypes, op=op, total=False)
     return not is_torch_lowering(problem)

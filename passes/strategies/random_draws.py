@@ -30,7 +30,10 @@ class BroadcastDraws(DemandPass):
     kinds = frozenset({"draw"})
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        """Broadcast the draws of rank 0, and its gradients of the operands."""
+        """Replace the results of a random op by those of rank 0, and the gradients of its operands by those of rank 0.
+
+        sp::broadcast_grad, before the op, is the identity in the forward.
+        """
         group = self.job.ranks.group
         with self.graph.inserting_before(node):
             for operand in filter(is_tensor, node.all_input_nodes):

@@ -41,13 +41,13 @@ class DecomposeMeans(DemandPass):
         return super().apply(gm, job)
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        """Replace a mean or a summed loss by a sum over the sequence; a mean is divided by the global count."""
-        is_mean = any(d.kind == "mean" for d in demands)
+        """Replace a mean or a loss by a sum over the sequence; a mean is divided by the count of the full sequence."""
+        is_mean = any(demand.kind == "mean" for demand in demands)
         with self.graph.inserting_before(node):
             if node.target in MEAN_OPS:
                 new = self._mean(node)
             elif node.target in CLASS_LOSSES and OpCall(node).ndim("target") != OpCall(node).ndim("self"):
-                new = self._class_loss(node)
+                new = self._class_loss(node)  # class indices; targets of the input's shape are class probabilities
             else:
                 new = self._elementwise_loss(node, mean=is_mean)
         self.replace(node, new)
@@ -77,29 +77,31 @@ class DecomposeMeans(DemandPass):
         return self.cast(result, node.meta["val"].dtype, node)
 
     def _class_loss(self, node: Node) -> Node:
-        """Emit the mean of a loss with class indices (nll_loss): its sum divided by the weights of targets.
+        """Emit the mean of a loss with class indices, such as nll_loss: sum(losses) / sum(weights of the targets).
 
-        Ignored targets count 0, others 1 or the weight of their class.
+        The weight of a target is 0 if it is ignored, else that of its class, or 1.
         """
         call = OpCall(node)
         dtype = node.meta["val"].dtype
-        is_half = dtype in HALF  # the loss of each position is rounded, their sum is not
+        is_half = dtype in HALF
         args, kwargs = call.with_operands(call.operands, reduction=NONE if is_half else SUM)
         total = self.compute(node.target, args, node, kwargs)
-        total = self._sum(total, node) if is_half else total
+        if is_half:  # the losses of positions are rounded to the half type, but not their sum
+            total = self._sum(total, node)
         target, weight = call["target"], call["weight"]
-        counted = self.compute(aten.ne.Scalar, (target, call["ignore_index"]), node)
+        is_valid = self.compute(aten.ne.Scalar, (target, call["ignore_index"]), node)
+        counted = is_valid  # the weight of each target
         if weight is not None:
             # An ignored index may be out of range, so it is replaced by 0.
-            index = self.compute(aten.mul.Tensor, (target, counted), node)
+            index = self.compute(aten.mul.Tensor, (target, is_valid), node)
             target_weights = self.compute(aten.index.Tensor, (weight, [index]), node)
-            counted = self.compute(aten.where.ScalarOther, (counted, target_weights, 0), node)
+            counted = self.compute(aten.where.ScalarOther, (is_valid, target_weights, 0), node)
         count = self.cast(self.compute(aten.sum.default, (counted,), node), accumulation_dtype(dtype), node)
         loss = self.compute(aten.div.Tensor, (total, count), node)
         return self.cast(loss, dtype, node)
 
     def _sum(self, x: Node, node: Node, dims: list[int] | None = None, keepdim: bool = False) -> Node:
-        """Emit a sum over dims (None: all) in at least float32, so that the ranks' total is rounded once."""
+        """Emit a sum over dims (None: all) in at least float32, so that the sum over all ranks is rounded only once."""
         kwargs = {"dtype": torch.float32} if x.meta["val"].dtype in HALF else {}
         if dims is None:
             return self.compute(aten.sum.default, (x,), node, kwargs)
@@ -113,7 +115,7 @@ class ReducePartials(DemandPass):
     kinds = frozenset({"reduce"})
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        """Add an all_reduce after each operand that is a partial sum."""
+        """Emit an all_reduce after each operand that is partial, which all of its users then read."""
         for source in filter(is_tensor, node.all_input_nodes):
             is_reduced = any(user.target is sp.all_reduce.default for user in source.users)
             if isinstance(self.plan.of(source), Partial) and not is_reduced:

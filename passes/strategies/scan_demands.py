@@ -71,23 +71,23 @@ class SplitNestedScans(DemandPass):
     kinds = frozenset({"scan"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Split scans until none is nested; return the number of splits.
+        """Split scans until each runs along the sequence only; return the number of splits.
 
-        A dim may combine a batch, the sequence and choices, and then takes two splits.
+        A scan of a dim (batch, sequence, choices of a token) takes two splits.
         """
-        changes, new_changes = 0, super().apply(gm, job)
-        while new_changes:
-            changes += new_changes
+        total_splits, splits = 0, super().apply(gm, job)
+        while splits:
+            total_splits += splits
             job.invalidate()
-            new_changes = super().apply(gm, job)
-        return changes
+            splits = super().apply(gm, job)
+        return total_splits
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
         """Return None to claim the demands of a node, else the reason ("" if they do not concern this pass)."""
         return "" if is_only_sequence(scan_shard(self.plan, node)) else _unsupported_reason(node)
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        """Replace a scan along a part of a dim by scans of its two levels."""
+        """Replace a scan along a flattened dim, such as (batch, sequence), by scans along both factors."""
         shard = scan_shard(self.plan, node)
         flat_scan = to_sp_scan(self, node)
         with self.graph.inserting_before(flat_scan):
@@ -97,8 +97,8 @@ class SplitNestedScans(DemandPass):
 
 
 def scan_shard(plan: PlacementPlan, node: Node) -> Shard:
-    """Return the placement in which a scan that states a demand needs its operand."""
-    return next(w for w in plan.wants[node] if isinstance(w, Shard))
+    """Return the placement of the operand of a scan that runs on shards."""
+    return next(want for want in plan.wants[node] if isinstance(want, Shard))
 
 
 def is_only_sequence(shard: Shard) -> bool:
@@ -107,7 +107,11 @@ def is_only_sequence(shard: Shard) -> bool:
 
 
 def _unsupported_reason(node: Node) -> str | None:
-    """Return the reason why a scan along a dim of several factors cannot be split, or None."""
+    """Return the reason, for the report, why a scan along a flattened dim cannot be split into two; None if it can.
+
+    The second scan adds totals to the results of the first one. For indices of extremes, segments and recurrences this
+    is not possible; for float maxima and log-sum-exps, gradients would differ.
+    """
     call = OpCall(node)
     op, value = TORCH_SCANS.get(node.target) or call.get("op", ""), call.results()[0]
     is_known = node.target in (sp.scan.default, *TORCH_SCANS) and is_scannable_call(call)
@@ -120,7 +124,10 @@ def _unsupported_reason(node: Node) -> str | None:
 
 
 class _TwoLevelScan:
-    """Scan along a dim of two factors, as scans along each factor.
+    """Scan along a flattened dim of two factors as a scan along the inner one, and one of its totals along the outer.
+
+    For cumsum of a dim (B, S), y = cumsum(x, S) scans each sequence, and the totals of the sequences before each one,
+    an exclusive scan of y[:, -1] along B, are added.
 
     Args:
         editor: Emits the nodes, before the scan.
@@ -128,36 +135,41 @@ class _TwoLevelScan:
     """
 
     def __init__(self, editor: GraphEditor, node: Node) -> None:
+        """Read the arguments of the scan, and determine the dtype of accumulation of both scans."""
         call = OpCall(node)
         self.editor, self.node, self.value = editor, node, node.meta["val"]
         self.x, self.dim, self.op = call.operands[0], call.dim(), call["op"]
         self.exclusive, self.reverse = call["exclusive"], call["reverse"]
-        # The dtype of accumulation, so that the sum of the two scans is rounded once, as the result of one scan.
+        # The sum of the two scans is in this dtype, so that it is rounded only once, as the result of one scan.
         dtype = call["accumulate"] if self.op in ("sum", "prod") else None
         self.accumulate = dtype or accumulate_dtype(self.op, self.value.dtype, self.value.device)
 
     def run(self, shard: Shard) -> Node:
-        """Emit the scan in two levels, and return the node of its result."""
+        """Emit the two scans and their combination, and return the node of the result.
+
+        Args:
+            shard: The placement of the operand, whose dim is outer * sequence * inner.
+        """
         # Unflatten the dim: (batch, sequence), or (batch * sequence, choices) if each position has several elements.
         dim, length, has_choices = self.dim, shard.frame.length, not is_same_size(shard.inner, 1)
         factors = (shard.outer * length, shard.inner) if has_choices else (shard.outer, length)
         x, shape = self.editor.cast(self.x, self.accumulate, self.node), as_sizes(self.value.shape)
         x = self.editor.reshape(x, (*shape[:dim], *factors, *shape[dim + 1 :]), self.node)
-        # Scan the inner factor, then the totals of the outer one, and add both.
         inner_scan, totals_before = self.two_levels(x, dim)
         set_node_info(inner_scan if has_choices else totals_before, is_aside=True)  # the one not along the sequence
-        result = self.call(COMBINE_OPS[self.op], self.call(aten.unsqueeze.default, totals_before, dim + 1), inner_scan)
+        totals_before = self.call(aten.unsqueeze.default, totals_before, dim + 1)
+        result = self.call(COMBINE_OPS[self.op], totals_before, inner_scan)
         return self.editor.cast(self.editor.reshape(result, shape, self.node), self.value.dtype, self.node)
 
     def two_levels(self, x: Node, dim: int) -> tuple[Node, Node]:
         """Emit the scan of x along dim + 1, and the exclusive scan of its totals along dim; return both.
 
-        The second one is the total of all rows of `dim` before each row.
+        The second one has, for each row of `dim`, the total of all rows before it (after it, for a reversed scan).
         """
         inner_scan = self.scan(x, dim + 1, self.exclusive)
         inclusive = self.call(COMBINE_OPS[self.op], inner_scan, x) if self.exclusive else inner_scan
         totals = self.call(aten.select.int, inclusive, dim + 1, 0 if self.reverse else -1)
-        return inner_scan, self.scan(totals, dim, True)
+        return inner_scan, self.scan(totals, dim, exclusive=True)
 
     def scan(self, x: Node, dim: int, exclusive: bool) -> Node:
         """Emit a scan of x along one dim, with the op and the direction of the original scan."""
@@ -194,13 +206,16 @@ class ShardScans(DemandPass):
         return None if is_only_sequence(shard) else ""
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        """Replace a scan by the operator that exchanges carries between ranks."""
+        """Set the frame of a scan, so that it runs on shards, and the exchange by which ranks send their carries.
+
+        A carry is the total of the rows of a rank, which later ranks add to their scans.
+        """
         shard = scan_shard(self.plan, node)
         scan = to_sp_scan(self, node)
         call, ranks, folds = OpCall(scan), self.job.ranks, shard.frame.folds
-        nbytes, _ = message_bytes(call, folds, size_hint)
+        carry_bytes, _ = message_bytes(call, folds, size_hint)  # of the forward
         supports_steps = scan.target not in (sp.affine_scan.default, *LINEAR_ATTENTION_OPS)
-        cost = choose_exchange(int(nbytes), ranks.n, self.job.machine_of(scan), folds, supports_steps)
+        cost = choose_exchange(int(carry_bytes), ranks.n, self.job.machine_of(scan), folds, supports_steps)
         options = {"exchange": cost.exchange, "n": ranks.n, "group": ranks.group}
         frame = self.sizes.list(shard.frame_arg())
         scan.args, scan.kwargs = call.with_operands(call.operands, frame=frame, **options)
@@ -208,8 +223,9 @@ class ShardScans(DemandPass):
 
 
 def _describe_scan(call: OpCall) -> str:
-    """Return the kind of a scan for the report, such as "inclusive sum, reversed,"."""
+    """Return the kind of a scan for the report, such as "inclusive sum, reversed,", or the name of a recurrence."""
     if call.node.target in RECURRENCES:
-        return " ".join(filter(None, [RECURRENCES[call.node.target], call.get("kernel")]))
+        name, kernel = RECURRENCES[call.node.target], call.get("kernel")
+        return f"{name} {kernel}" if kernel else name
     kind = "exclusive" if call.get("exclusive") else "inclusive"
     return f"{kind} {call['op']}" + (", reversed," if call["reverse"] else "")

@@ -15,7 +15,7 @@ from torch.fx import Node
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.sizes import Size, is_same_size
 from sp_compile.passes.sharding.placement import Demand
-from sp_compile.passes.sharding.rule import lookup_rule
+from sp_compile.passes.sharding.rule import rule_of
 
 from .discharge import DemandPass
 
@@ -29,32 +29,38 @@ class SelectRow(DemandPass):
     kinds = frozenset({"whole"})
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
-        """Return None to claim the demands of a node, else the reason ("" if they do not concern this pass)."""
+        """Return None to claim the demands of a node that selects one row and is no bool, else ""."""
         is_single_row = node.target is aten.select.int or _row_position(node) is not None
         return None if is_single_row and node.meta["val"].dtype != torch.bool else ""
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        """Replace a selected row by a masked sum over the sequence, which the ranks add."""
+        """Replace a selected row by a sum over the sequence in which all other rows are 0.
+
+        Only one rank has the row, so the sum of the ranks is its value.
+        """
         call, value = OpCall(node), node.meta["val"]
         x, dim = call.operands[0], call.dim()
         with self.graph.inserting_before(node):
             is_row = self.mark_position(self._position(call, dim), call.shape()[dim], dim, call.ndim(), node)
             masked = self.compute(aten.where.ScalarOther, (is_row, x, 0), node)
-            args = (masked, [dim], True) if _row_position(node) is not None else (masked, [dim])  # keepdim of a slice
+            keeps_dim = _row_position(node) is not None  # of a slice
+            args = (masked, [dim], True) if keeps_dim else (masked, [dim])
             row = self.compute(aten.sum.dim_IntList, args, node, {"dtype": value.dtype})
         self.replace(node, row)
         self.note(row, "one position: its rank broadcasts it")
 
     def _position(self, call: OpCall, dim: int) -> int | Node:
-        """Return the position of the selected row, counted from the start, as a Python scalar or a node."""
+        """Return the position of the row that a select or slice reads, counted from the start: an int or a node."""
         row = _row_position(call.node)
         index = call["index"] if row is None else self.sizes(row)
-        return self.sizes(call.shape()[dim] + index) if isinstance(index, int) and index < 0 else index
+        if isinstance(index, int) and index < 0:
+            return self.sizes(call.shape()[dim] + index)
+        return index
 
 
 def _row_position(node: Node) -> Size | None:
-    """Return the position of a slice of one row, which the pass treats as a select; None for other nodes."""
-    _, rule = (lookup_rule(node) if node.target is aten.slice.Tensor else None) or (None, None)
+    """Return the position of the row of a slice of one row, x[:, i : i + 1]; None for other nodes."""
+    rule = rule_of(node) if node.target is aten.slice.Tensor else None
     if rule is None or not rule.spans:
         return None
     ((start, length),) = rule.spans

@@ -38,43 +38,50 @@ class SelectRows(DemandPass):
     kinds = frozenset({"whole"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Replace the slices, and return their number."""
+        """Replace slices of few rows of a sharded sequence, and return their number."""
         self.axes = job.axes(gm)
         return super().apply(gm, job)
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
-        """Return None to claim the demands of a node, else the reason ("" if they do not concern this pass)."""
+        """Return None to claim the demands of a node, or "" if it is no slice of few rows of a sharded dim."""
         have, span = demands[0].have, _selected_span(node)
         if span is None or not isinstance(have, Shard) or node.meta["val"].dtype == torch.bool:
             return ""
+        _, length = span
         is_simple = is_same_size(have.outer, 1) and is_same_size(have.inner, 1) and not have.frame.order.is_balanced
-        is_short = node_info(node).is_apart or 2 * assume_large(span[1]) <= assume_large(have.frame.size)
+        is_short = node_info(node).is_apart or 2 * assume_large(length) <= assume_large(have.frame.size)
         return None if is_simple and is_short and have.dim == OpCall(node).dim() else ""
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        """Replace the slice by the rows that each rank has of it, which the ranks add."""
+        """Replace a slice by sp::rows, the rows that each rank has of it; the ranks add these.
+
+        If the slice has all rows, as of a part of a concatenation with a frame of its own, they are gathered.
+        """
         call, have, span = OpCall(node), demands[0].have, _selected_span(node)
         assert isinstance(have, Shard)
         assert span is not None
-        start, length = span
-        is_all = is_same_size(length, node_shape(call.operands[0])[have.dim])
+        x, (start, length) = call.operands[0], span
+        has_all_rows = is_same_size(length, node_shape(x)[have.dim])
         placement = (self.sizes.list(have.frame_arg()), self.job.ranks.n, self.job.ranks.group)
         with self.graph.inserting_before(node):
-            if is_all:
-                rows = self.emit(
-                    sp.all_gather.default, (call.operands[0], have.dim, *placement), node.meta["val"], node
-                )
+            if has_all_rows:
+                rows = self.emit(sp.all_gather.default, (x, have.dim, *placement), node.meta["val"], node)
             else:
-                args = (call.operands[0], have.dim, self.sizes(start), self.sizes(length), *placement)
+                args = (x, have.dim, self.sizes(start), self.sizes(length), *placement)
                 rows = self.emit(sp.rows.default, args, node.meta["val"], node)
             set_node_info(rows, is_apart=node_info(node).is_apart)
-            new = rows if is_all else self._distribute(rows, node)
+            new = rows if has_all_rows else self._distribute(rows, node)
         self.replace(node, new)
-        to = "all ranks" if new is rows else "a frame of their own"
-        self.note(rows, f"{length} rows of {have.frame.size} are sent to {to}")
+        receiver = "all ranks" if new is rows else "a frame of their own"
+        self.note(rows, f"{length} rows of {have.frame.size} are sent to {receiver}")
 
     def _distribute(self, rows: Node, node: Node) -> Node:
-        """Emit the sum of the rows over the ranks, of which each has its part of the frame of a node, if it has one."""
+        """Emit a reduce_scatter of the selected rows, if they have a frame of their own; else return them unchanged.
+
+        Args:
+            rows: The rows that each rank has, a partial value.
+            node: The slice that they replace.
+        """
         shard = self.axes.shard(node) if node_info(node).is_apart else None
         if shard is None or shard.frame.order.is_balanced:
             return rows
@@ -83,12 +90,12 @@ class SelectRows(DemandPass):
 
 
 def _selected_span(node: Node) -> tuple[Size, Size] | None:
-    """Return the start and the number of the rows that a slice, or an sp.rows without a frame, selects.
+    """Return (start, number of rows) of a slice, or of an sp::rows without a frame.
 
-    None for other nodes, and for an sp.rows with a frame, which is rewritten already.
+    The result is None for other nodes, and for an sp::rows with a frame, which is rewritten already.
     """
-    call = OpCall(node) if node.target is sp.rows.default else None
-    if call is not None:
+    if node.target is sp.rows.default:
+        call = OpCall(node)
         return (call["start"], call["length"]) if call["frame"] is None else None
     rule = rule_of(node) if node.target is aten.slice.Tensor else None
     return rule.spans[0] if rule is not None and rule.spans else None

@@ -49,8 +49,8 @@ class MarkUserCollectives(Pass):
     provides = frozenset({"marked collectives"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Mark the collectives in place, and return 0: the ops are unchanged."""
-        if job.aligned is not None:
+        """Mark collectives between ranks with different rows of the sequence; return 0, as no op is changed."""
+        if job.aligned is not None:  # the groups whose ranks have the same rows
             mark_group_exchanges(gm, job.aligned)
             job.invalidate()
         return 0
@@ -67,7 +67,10 @@ class FindSequences(Pass):
     provides = frozenset({"sequences"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Set `sequence_inputs` and `candidates` of the job; return True if a symbolic length becomes constant."""
+        """Set `sequence_inputs` and `candidates` of the job; return True if a symbolic length became constant.
+
+        Set `job.refusal` or raise SpError if the graph cannot run on shards, and must not run replicated.
+        """
         fixed = _fix_short_lengths(gm, job.axes(gm), job.ranks.n)
         if fixed:
             job.invalidate()
@@ -87,10 +90,10 @@ class FindSequences(Pass):
         return fixed
 
     def _refuse_without_sequence(self, gm: GraphModule, inputs: list[Node], job: PassContext) -> None:
-        """Set the refusal of a model without a sequence, or note that the graph runs replicated.
+        """Set `job.refusal` for a complete model without a sequence; otherwise note that the graph runs replicated.
 
-        A part of a model need not have a sequence, nor a graph next to a program with sharded outputs: eager code
-        between them may have gathered its inputs.
+        The latter is for a part of a model between graph breaks, and for a graph that is called after one with sharded
+        outputs (`has_sharded_peer`): eager code between them may have gathered its inputs.
         """
         names = [argument_name(node) for node in inputs if is_tensor(node)]
         fix = f"Name the sequence: options={{'seq_dims': {{'<input>': <dim>}}}} with an input out of {names}."
@@ -117,9 +120,10 @@ class FindSequences(Pass):
 
 
 def _refuse_local(sequence_dims: dict[Node, list[int]], job: PassContext) -> None:
-    """Raise SpError if an input with a sequence is not one of the rank-local inputs found at capture.
+    """Raise SpError for inputs='local' if inputs with a sequence were not captured with the length of a rank's rows.
 
-    These are `job.inputs`. The length of another one is a part of the program (SP306). SP307: there are none.
+    Those that were are in `job.inputs`. The length of another one sets the number of steps of the program, so that it
+    cannot be changed (SP306). SP307 is raised if there are none.
 
     Args:
         sequence_dims: The dims of each input along the sequence.
@@ -142,8 +146,11 @@ def _refuse_local(sequence_dims: dict[Node, list[int]], job: PassContext) -> Non
 
 
 def _describe_candidates(gm: GraphModule) -> str:
-    """Return text for SP301 on ops that read along some dim but do not show which is the sequence, or ""."""
-    reasons = dict[str, str]()  # by op and line
+    """Return text for SP301 on loops and scans that do not show which dim is the sequence, or "" if there are none.
+
+    An example is " (there is while_loop at <the user's line>, whose effect on its values is not known)".
+    """
+    reasons: dict[str, str] = {}  # by op and line
     for node in gm.graph.nodes:
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
         if name in NO_SEQUENCE_REASONS or node_info(node).scanned is not None:
@@ -164,13 +171,17 @@ class PlaceOutputs(Pass):
     provides = frozenset({"checked"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Add notes on gathered results and replicated work, set `constraints` and `work` of the job; return 0."""
+        """Add notes to the report on gathered results and replicated work; return 0.
+
+        Set `constraints`, `candidates` and `work` of the job, for the report, too.
+        """
         plan = job.plan(gm)
         _check_local_outputs(gm, plan, job)
         for node, options in output_options(gm.graph.output_node(), job.outputs).items():
             why = _gathered_reason(node, plan, options)
             if why not in ("", GATHER_REASON):
-                self.note(node.all_input_nodes[0], why, node.all_input_nodes[0].name, NoteKind.UNSHARDED)
+                source = node.all_input_nodes[0]
+                self.note(source, why, source.name, NoteKind.UNSHARDED)
         job.constraints = _plan_constraints(gm, job.axes(gm), plan, job.ranks.n)
         job.candidates = _mark_split(job.candidates, gm, plan)
         job.work = count_work(gm, plan, differentiable_nodes(gm), job.times, job.ranks.n)
@@ -186,9 +197,9 @@ class PlaceOutputs(Pass):
 
 
 def _fix_short_lengths(gm: GraphModule, axes: Axes, n: int) -> bool:
-    """Replace symbolic lengths of at most n by constants; return True if there are any.
+    """Make symbolic lengths of sequences constant if they are at most n; return True if there are any.
 
-    The shard of a rank then has at most one row, and fake tensors specialize dims of one row.
+    A rank then has at most one row, and fake tensors treat a dim of one row as a constant.
     """
     fixed = False
     for node in gm.graph.find_nodes(op="placeholder"):
@@ -201,29 +212,39 @@ def _fix_short_lengths(gm: GraphModule, axes: Axes, n: int) -> bool:
 
 
 def _gathered_reason(node: Node, plan: PlacementPlan, options: list[str]) -> str:
-    """Return the reason why a result, the gather of a sharded value, may not stay sharded, or ""."""
+    """Return the reason, for the report, why an output is gathered; "" if it is not the gather of a sharded value.
+
+    Args:
+        node: The output.
+        plan: The placements.
+        options: The values of the option `outputs` for it.
+    """
     if node.target is not torch.ops.sp.unshard.default:
         return ""
-    source = node.all_input_nodes[0]
-    have = plan.of(source)
-    return gather_reason(source.meta["val"], options) if isinstance(have, Shard) else ""
+    (source,) = node.all_input_nodes[:1]
+    return gather_reason(source.meta["val"], options) if isinstance(plan.of(source), Shard) else ""
 
 
 def _check_local_outputs(gm: GraphModule, plan: PlacementPlan, job: PassContext) -> None:
-    """Raise SpError if an output that is requested as the rows of a rank has padding on some rank."""
+    """Raise SpError if an output with outputs='local', returned as a rank's rows, has padding on some rank."""
     n, options_of_node = job.ranks.n, output_options(gm.graph.output_node(), job.outputs)
-    for node in [node for node, options in options_of_node.items() if "local" in options]:
+    for node, options in options_of_node.items():
         have = plan.of(node)
-        if isinstance(have, Shard) and not (have.frame.is_exact(n) or _guard_divisible(node, have, n)):
+        if "local" not in options or not isinstance(have, Shard):
+            continue
+        if not have.frame.is_exact(n) and not _guard_divisible(node, have, n):
             raise SpError(
                 "SP308",
-                f"outputs='local': {describe_node(node)} has {have.frame.length} of {have.frame.size} positions "
-                f"on {n} ranks, so the shard of some rank contains padding.",
+                f"outputs='local': expected a length that {n} ranks divide, got {have.frame.length} positions of a "
+                f"sequence of {have.frame.size} in {describe_node(node)}: the rows of some rank contain padding.",
             )
 
 
 def _guard_divisible(node: Node, have: Shard, n: int) -> bool:
-    """Return True if n divides a symbolic length, and add a guard: the program is valid for such lengths."""
+    """Return True if n divides the symbolic length of a sharded value in this call, and add a guard.
+
+    With the guard, the program is compiled again for a length that n does not divide.
+    """
     length = node.meta["val"].shape[have.dim]
     is_full_sequence = is_same_size(have.frame.start, 0) and is_same_size(have.frame.length, have.frame.size)
     is_full_dim = is_same_size(have.outer, 1) and is_same_size(have.inner, 1)
@@ -231,14 +252,18 @@ def _guard_divisible(node: Node, have: Shard, n: int) -> bool:
 
 
 def _mark_split(candidates: list[SequenceCandidate], gm: GraphModule, plan: PlacementPlan) -> list[SequenceCandidate]:
-    """Return the candidates, of which those that are chosen, but of which no value has shards, are marked."""
+    """Return the candidates with `is_split` set: True if the sequence was chosen, and a value is sharded along it."""
     frames = [p.frame for node in gm.graph.nodes for p in plan.placements.get(node, ()) if isinstance(p, Shard)]
+    # A frame of a dim of chunks counts chunks of `block` positions.
     sizes = {size * frame.block for frame in frames for size in (frame.size, frame.length)}
     return [c._replace(is_split=c.is_chosen and c.size in sizes) for c in candidates]
 
 
 def _plan_constraints(gm: GraphModule, axes: Axes, plan: PlacementPlan, n: int) -> list[str]:
-    """Return the constraints of the plan: how sequences are split, and which sizes the ranks must divide."""
+    """Return sentences for the report: how sequences are split, and which other sizes the ranks divide.
+
+    Examples are "sequence of 7: 2 positions a rank, padded to 4 * 2" and "4 ranks divide the 8 heads (dim 1)".
+    """
     constraints: dict[str, None] = {}  # an ordered set
     for node in gm.graph.nodes:
         have = plan.of(node)
@@ -252,7 +277,12 @@ def _plan_constraints(gm: GraphModule, axes: Axes, plan: PlacementPlan, n: int) 
 
 
 def mark_group_exchanges(gm: GraphModule, aligned: Collection[str]) -> None:
-    """Mark collectives over groups that are not aligned as ops without a rule, for replicated values."""
+    """Mark the program's collectives between ranks with different rows of the sequence: they need gathered operands.
+
+    Args:
+        gm: The graph; edited in place.
+        aligned: The groups whose ranks have the same rows of the sequence.
+    """
     for node in gm.graph.nodes:
         groups = named_groups(node) if is_collective(node) else set()
         if any(known_process_group(group) and group not in aligned for group in groups):

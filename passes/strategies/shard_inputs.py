@@ -28,14 +28,17 @@ class ShardAttentionInputs(Pass):
     provides = frozenset({"sharded inputs"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Clone queries, keys and values, mark that a sequence starts at the clones, and return their number."""
+        """Clone replicated queries, keys and values of masked attention, and return the number of clones.
+
+        The clones are marked, so that propagation shards them: a rank then computes only its rows.
+        """
         masked = [n for n in attention_nodes(gm) if depends_on_query(OpCall(n)) and not node_info(n).replicated]
         if job.ranks.n == 1 or not masked:
             return 0
         axes, plan = job.axes(gm), job.plan(gm)
         clones: dict[Node, Node] = {}  # by operand; several attentions may share one
         for node in masked:
-            operands = dict.fromkeys(OpCall(node).operands[:3])
+            operands = dict.fromkeys(OpCall(node).operands[:3])  # q, k, v, of which two may be the same node
             if axes.shard(node) is None or any(plan.of(x) != REPLICATE for x in operands):
                 continue
             for x in operands:

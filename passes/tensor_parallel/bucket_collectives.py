@@ -36,47 +36,62 @@ class BucketReductions(Pass):
     provides = frozenset({"local ops"})  # which the validation requires
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Bucket the reductions of partial sums by dtype, device and reader; return the number of buckets."""
+        """Bucket the all_reduces of partial sums with equal dtype, device and reader; return the number of buckets.
+
+        A reader is the output, or the cat of a later bucket, before which the bucket is inserted.
+        """
         assert job.input_placements is not None
         groups: dict[tuple[Any, ...], list[Node]] = {}  # reductions that may share a bucket
         for node in gm.graph.find_nodes(op="call_function", target=sp.all_reduce.default):
-            origin = node_info(node).origin
+            origin = node_info(node).origin  # its node in the global view
             if origin is None or not isinstance(job.input_placements.of(origin.args[0]), Partial):
                 continue
             value = node.meta["val"]
             _, readers = _find_moves_and_readers(node)
             if len(readers) == 1:
-                groups.setdefault((readers.pop(), value.dtype, value.device, *node.args[1:]), []).append(node)
-        buckets = 0
+                (reader,) = readers
+                groups.setdefault((reader, value.dtype, value.device, *node.args[1:]), []).append(node)
+        num_buckets = 0
         for (reader, *_), nodes in groups.items():
             for bucket in make_buckets(nodes):
                 if len(bucket) > 1:
                     _reduce_bucket(self, bucket, reader)
-                    buckets += 1
-        return buckets
+                    num_buckets += 1
+        return num_buckets
 
 
 def _find_moves_and_readers(node: Node) -> tuple[set[Node], set[Node]]:
-    """Return the views and casts of a value, and the outputs or cats that finally read it.
+    """Return the views and casts of an all_reduce, and the nodes (the output, cats of buckets) that read these or it.
 
-    Both sets are empty if another op reads the value, so that the all_reduce must not move to a bucket.
+    Both sets are empty if another op reads the value: a bucket, directly before the reader, would be too late for it.
     """
-    derived = reachable_set(
-        [node], lambda n: [user for user in n.users if not _is_graph_end(user) and is_move_op(user)]
-    )
+
+    def moving_users(n: Node) -> list[Node]:
+        """Return the users that only move or cast the value."""
+        return [user for user in n.users if not _is_bucket_reader(user) and is_move_op(user)]
+
+    derived = reachable_set([node], moving_users)  # with the node itself
     readers = {user for n in derived for user in n.users} - derived
-    return (derived - {node}, readers) if all(map(_is_graph_end, readers)) else (set(), set())
+    if not all(map(_is_bucket_reader, readers)):
+        return set(), set()
+    return derived - {node}, readers
 
 
-def _is_graph_end(user: Node) -> bool:
-    """Return True for the output, and for the cat of another bucket, which only outputs read."""
+def _is_bucket_reader(user: Node) -> bool:
+    """Return True for the output, and for a cat, as that of another bucket, which only outputs read."""
     return user.op == "output" or user.target is aten.cat.default
 
 
 def _reduce_bucket(editor: GraphEditor, bucket: list[Node], reader: Node) -> None:
-    """Replace the all_reduces of a bucket by one of their concatenated operands, before their reader."""
+    """Replace several all_reduces by split(all_reduce(cat(operands))).
+
+    Args:
+        editor: Editor of the graph.
+        bucket: The all_reduces.
+        reader: The node that reads their results, also by views; the new nodes are inserted before it.
+    """
     graph, first = editor.graph, bucket[0]
-    moves = set().union(*(_find_moves_and_readers(node)[0] for node in bucket))
+    moves = set().union(*(_find_moves_and_readers(node)[0] for node in bucket))  # views and casts of the results
     with graph.inserting_before(reader):
         # cat, all_reduce
         flattened = [editor.compute(aten.reshape.default, (node.args[0], [-1]), node.args[0]) for node in bucket]
@@ -89,7 +104,7 @@ def _reduce_bucket(editor: GraphEditor, bucket: list[Node], reader: Node) -> Non
         for i, (node, shape) in enumerate(zip(bucket, shapes)):
             piece = editor.emit(operator.getitem, (pieces, i), pieces.meta["val"][i], node)
             node.replace_all_uses_with(editor.compute(aten.reshape.default, (piece, editor.sizes.list(shape)), node))
-    for node in sorted(moves):  # after their new operands
+    for node in sorted(moves):  # moved after the new nodes, which they now read, in order
         reader.prepend(node)
     for node in bucket:
         graph.erase_node(node)

@@ -18,7 +18,7 @@ from sp_compile.passes.graph.closure import reachable_set
 from sp_compile.passes.graph.sizes import assume_large, divides, exact_quotient, is_same_size, size_product
 from sp_compile.passes.sharding.axes import Atom, Axes, name_axes
 from sp_compile.passes.sharding.placement import Frame, PlacementPlan, Replicate, Shard
-from sp_compile.passes.sharding.rule import lookup_rule, transfer_of
+from sp_compile.passes.sharding.rule import lookup_rule, rule_of, transfer_of
 
 from .varying import ScatterContext, find_varying_nodes, is_exchange, is_move_op, num_elements
 
@@ -26,11 +26,11 @@ sp = torch.ops.sp
 
 
 def choose_scatter_dims(gm: GraphModule, job: ScatterContext) -> dict[Node, Shard | None]:
-    """Choose the dim along which each linear's sum would be scattered.
+    """Choose the dim of rows along which the all_reduce of each linear would become a reduce_scatter.
 
-    All sums that share an axis of rows are scattered along it, so that residuals need no exchange. The axis that most
-    sums share is chosen. Of equals, one that n divides and that is outermost, where shards are contiguous; else the
-    longest.
+    The rows are all dims but the last one, the features. An axis is a set of dims of several values with the same rows,
+    such as the batch. All sums with an axis are scattered along it, so that residuals need no exchange. The axis that
+    most sums have is chosen first, then that of the remaining sums.
 
     Args:
         gm: The tensor-parallel graph.
@@ -40,16 +40,16 @@ def choose_scatter_dims(gm: GraphModule, job: ScatterContext) -> dict[Node, Shar
         The placement of each sum of a linear, or None for one without a suitable dim.
     """
     axes, n = name_axes(gm), job.ranks.n
-    differ = find_varying_nodes(gm, axes, job.varying)
-    sums = [node for node in job.summed if node.args[0] in differ and num_elements(node.meta["val"])]
+    varying = find_varying_nodes(gm, axes, job.varying)
+    sums = [node for node in job.summed if node.args[0] in varying and num_elements(node.meta["val"])]
     remaining = [node for node in sums if _is_linear_output(node.args[0])]
     chosen: dict[Node, Shard | None] = {}
     while remaining:
         axis = _best_scatter_axis(axes, remaining, n)
-        axes.sequences = set() if axis is None else {axis}
+        axes.sequences = set() if axis is None else {axis}  # `Axes.shard` returns shards along sequences
         shards = {node: axes.shard(node) for node in remaining}
         scattered = {node: _block_shard(shard, n) for node, shard in shards.items() if shard is not None}
-        chosen.update(scattered or dict.fromkeys(remaining))
+        chosen.update(scattered or dict.fromkeys(remaining))  # None for all if no sum has a shard
         remaining = [node for node in remaining if node not in chosen]
     return chosen
 
@@ -57,14 +57,16 @@ def choose_scatter_dims(gm: GraphModule, job: ScatterContext) -> dict[Node, Shar
 def _best_scatter_axis(axes: Axes, nodes: Sequence[Node], n: int) -> int | None:
     """Return the axis of rows along which most sums can be scattered, or None if there are no rows.
 
+    An axis is a set of dims with the same rows, identified by `axes.find`. Of axes with equally many sums, one that n
+    divides is preferred, then one that is the outermost dim, where shards are contiguous, then the longest.
+
     Args:
         axes: The axes of the graph.
-        nodes: The sums without a dim so far.
+        nodes: The sums (all_reduces) without a dim so far.
         n: The number of ranks.
     """
-    # Atoms of equal axes have equal `axes.find(atom.name)`, the identifier of the axis.
     num_sums = Counter(axes.find(atom.name) for node in nodes for atom in {*_row_axes(axes, node)})
-    position: dict[int, tuple[Atom, int]] = {}  # the atom of an axis in its first sum, and its index among the rows
+    position: dict[int, tuple[Atom, int]] = {}  # by axis, in its first sum: the dim, and its index among the rows
     for node in reversed(nodes):
         position |= {axes.find(atom.name): (atom, i) for i, atom in enumerate(_row_axes(axes, node))}
 
@@ -78,33 +80,42 @@ def _best_scatter_axis(axes: Axes, nodes: Sequence[Node], n: int) -> int | None:
 
 
 def _block_shard(shard: Shard, n: int) -> Shard:
-    """Return the shard as a sequence of n blocks of rows if n divides them, since blocks stay together."""
+    """Return the same shard in units of n blocks of rows, one for each rank, if n divides the rows.
+
+    For 8 rows on 2 ranks, it has 2 positions with an inner factor of 4 rows. Ops that keep the blocks together, such as
+    a view of batch * sequence rows as two dims, then keep the sharding.
+    """
     rows = exact_quotient(shard.frame.size, n) if shard.frame.is_exact(n) else None
-    return shard if rows is None else replace(shard, frame=Frame.full(n), inner=size_product((rows, shard.inner)))
+    if rows is None:
+        return shard
+    return replace(shard, frame=Frame.full(n), inner=size_product((rows, shard.inner)))
 
 
 def _row_axes(axes: Axes, node: Node) -> Iterator[Atom]:
-    """Yield the axes of all dims but the last one, the features, in order."""
+    """Yield the factors of the dims of rows in order: all dims longer than 1 but the last one, the features."""
     for dim in axes.dims[node, 0][:-1]:
-        yield from (a for a in dim if not is_same_size(a.size, 1))
+        yield from (atom for atom in dim if not is_same_size(atom.size, 1))
 
 
 def _is_linear_output(node: Node) -> bool:
-    """Return True if the value is that of a linear: a product with a weight, up to bias, moves and casts."""
+    """Return True if the value is the result of a product, such as of a linear, up to sums, moves and casts of it."""
 
     def operands_of(node: Node) -> Sequence[Node]:
-        """Return the operands of an op that moves, casts or adds values."""
+        """Return the operands of an op that moves, casts or adds values: it sums over no dim."""
         call, rule = lookup_rule(node) or (None, None)
         if call is None or transfer_of(node.target) is not None:
             return ()
         return call.operands if rule is None or rule.reshapes or not rule.vanishing else ()
 
-    rules = [(lookup_rule(source) or (None, None))[1] for source in reachable_set([node], operands_of)]
+    rules = map(rule_of, reachable_set([node], operands_of))
     return any(rule is not None and rule.is_contraction for rule in rules)
 
 
 def count_row_nodes(plan: PlacementPlan, start: Node) -> int:
-    """Return the number of nodes that compute on the rows of a scattered value; 0 for an idle scatter."""
+    """Return the number of nodes that compute on shards of the rows of a scattered sum.
+
+    With 0, the scatter is idle: the rows are gathered again before any op computes on them.
+    """
     reached = reachable_set([start], lambda node: [user for user in node.users if _runs_on_rows(plan, user)])
     return sum(node in plan.wants and not is_move_op(node) for node in reached - {start})
 
@@ -113,16 +124,16 @@ def _runs_on_rows(plan: PlacementPlan, node: Node) -> bool:
     """Return True if the node runs on shards, or is a getitem of an op on shards."""
     if node not in plan.wants:
         return node.op == "call_function" and any(isinstance(p, Shard) for p in plan.placements.get(node, ()))
-    return any(isinstance(w, Shard) for w in plan.wants[node])
+    return any(isinstance(want, Shard) for want in plan.wants[node])
 
 
 def common_inputs(plan: PlacementPlan) -> set[str]:
-    """Return the names of the inputs that must be equal on all ranks, so that calls compare them.
+    """Return the names of the inputs that must be equal on all ranks; callers compare them at run time.
 
-    Values computed from them are combined with shards, row by row.
+    A value computed from them is replicated and is combined with shards, so that each rank uses its part of it.
     """
     on_shards = [node for node, wants in plan.wants.items() if any(isinstance(want, Shard) for want in wants)]
-    calls = [found[0] for found in map(lookup_rule, on_shards) if found is not None]
+    calls = [ruled_call.call for ruled_call in map(lookup_rule, on_shards) if ruled_call is not None]
     replicated = [x for call in calls for x in call.operands if isinstance(plan.of(x), Replicate)]
 
     def operands_of(node: Node) -> Sequence[Node]:

@@ -44,9 +44,10 @@ class GatherScattered(GatherOperands):
                     self.note(node, demand.why)
 
     def _gather_upstream(self, source: Node) -> Node:
-        """Return the gathered value of a sharded node, gathered before the nodes that only move its data.
+        """Return the gathered value of a sharded node; emit an all_gather if there is none yet.
 
-        Values are cached in `job.gathered`, so that several views of one value share a gather.
+        For a view or cast, its operand is gathered, and the op is repeated on the result. Results are cached in
+        `job.gathered`, so that several views of one value share a gather.
         """
         gathered = self.job.gathered
         if source not in gathered:
@@ -60,24 +61,25 @@ class GatherScattered(GatherOperands):
         return gathered[source]
 
     def _emit_gather(self, source: Node) -> Node:
-        """Emit an all_gather of a sharded value, and a clone if its rows would not be contiguous in memory."""
+        """Emit an all_gather of a sharded value, and a contiguous clone if it would concatenate an inner dim."""
         have = self.plan.of(source)
         assert isinstance(have, Shard)
         args = (source, have.dim, self.sizes.list(have.frame_arg()), self.job.ranks.n, self.job.ranks.group)
         value = source.meta["val"]
         with self.insert_after(source):
             result = self.emit(sp.all_gather.default, args, value, source)
-        if have.outer != 1 or is_same_size(size_product(as_sizes(value.shape)[: have.dim]), 1):
-            return result  # the gathered dim is outermost, so rows arrive in order
+        is_outermost = is_same_size(size_product(as_sizes(value.shape)[: have.dim]), 1)
+        if have.outer != 1 or is_outermost:  # the rows arrive in the order of memory
+            return result
         with self.insert_after(result):
             options = {"memory_format": torch.contiguous_format}
             return self.emit(aten.clone.default, (result,), value, source, options)
 
 
 def _can_gather_operand(node: Node) -> bool:
-    """Return True if a gather of the operand sends no more bytes than a gather of the result.
+    """Return True for a view or cast whose operand sends no more bytes in a gather than its result.
 
-    Waits are excluded, since the exchange of another group has not completed their operand.
+    A wait of a collective is excluded, because its operand is not complete before it.
     """
     if not is_move_op(node) or node.target is c10d.wait_tensor.default:
         return False

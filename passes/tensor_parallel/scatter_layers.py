@@ -52,15 +52,22 @@ class ScatterReductions(Pass):
     provides = frozenset({"scattered sums"})
 
     def apply(self, gm: GraphModule, job: ScatterContext) -> int:
-        """Replace the chosen all_reduces, set `job.layers` for all, and return the number of replaced ones."""
+        """Replace the chosen all_reduces by reduce_scatters; return their number.
+
+        `job.layers` gets a row of the report for each all_reduce, by the node that now computes it.
+        """
         chosen = choose_scatter_dims(gm, job)
-        unchanged = {node: _make_layer(node, chosen) for node in job.summed}
-        scattered = {self._scatter(node, shard): unchanged.pop(node) for node, shard in chosen.items() if shard}
-        job.layers = {**unchanged, **scattered}
+        layers = {node: _make_layer(node, chosen) for node in job.summed}
+        scattered: dict[Node, LinearLayer] = {}  # by reduce_scatter
+        for node, shard in chosen.items():
+            if shard is not None:
+                layer = layers.pop(node)
+                scattered[self._scatter(node, shard)] = layer
+        job.layers = {**layers, **scattered}
         return len(scattered)
 
     def _scatter(self, node: Node, shard: Shard) -> Node:
-        """Replace an all_reduce and its wait by a reduce_scatter to the shard, and return it."""
+        """Replace an all_reduce and its wait by a reduce_scatter to the placement `shard`, and return its node."""
         wait, frame = find_wait(node), SizeBuilder(self.graph).list(shard.frame_arg())
         assert wait is not None
         args = (node.args[0], shard.dim, frame, self.job.ranks.n, self.job.ranks.group)
@@ -68,12 +75,17 @@ class ScatterReductions(Pass):
 
 
 def _make_layer(node: Node, chosen: Mapping[Node, Shard | None]) -> LinearLayer:
-    """Return the layer of an all_reduce for the report, with its chosen shard or the reason for none."""
+    """Return the row of the report for an all_reduce: scattered along a dim, or full with the reason.
+
+    Args:
+        node: The all_reduce.
+        chosen: The shards of the all_reduces of linears; None for those that cannot be scattered.
+    """
     shape, shard = node_shape(node), chosen.get(node)
     if shard is not None:
-        return LinearLayer(node.name, node_line(node), "scattered", shape, shard.dim, 0)
+        return LinearLayer(node.name, node_line(node), "scattered", shape, shard.dim, ops=0)
     why = "its rows have no axis to scatter along" if node in chosen else "no linear's result is summed"
-    return LinearLayer(node.name, node_line(node), "full", shape, None, 0, why)
+    return LinearLayer(node.name, node_line(node), "full", shape, None, ops=0, why=why)
 
 
 class RevertIdleScatters(Pass):
@@ -83,20 +95,24 @@ class RevertIdleScatters(Pass):
     provides = frozenset({"chosen layers"})
 
     def apply(self, gm: GraphModule, job: ScatterContext) -> int:
-        """Revert idle scatters until none remains, and return their number; set the `ops` of all layers."""
-        reverted = 0
+        """Revert idle scatters until none remains, and return their number.
+
+        A scatter is idle if no op runs on its shards of rows. Without it, another one may become idle.
+        """
+        num_reverted = 0
         while True:
             plan = job.plan(gm)
-            ops = {node: count_row_nodes(plan, node) for node in job.scattered_nodes}
-            for node, count in ops.items():
-                job.layers[node] = replace(job.layers[node], ops=count)
-            idle = [node for node, count in ops.items() if not count]
+            counts = {node: count_row_nodes(plan, node) for node in job.scattered_nodes}
+            for node, count in counts.items():
+                job.layers[node] = replace(job.layers[node], ops=count)  # for the report
+            idle = [node for node, count in counts.items() if not count]
             if not idle:
-                return reverted
+                return num_reverted
             for node in idle:
                 job.layers[node] = replace(job.layers[node], mode="full", dim=None, why=IDLE_REASON)
-                node.target, node.args = sp.all_reduce.default, (node.args[0], *node.args[3:])
-            reverted += len(idle)
+                x, _, _, *ranks_and_group = node.args  # without the dim and the frame of the reduce_scatter
+                node.target, node.args = sp.all_reduce.default, (x, *ranks_and_group)
+            num_reverted += len(idle)
             job.invalidate()
 
 
@@ -149,12 +165,13 @@ class SequenceParallelLinear(Passes):
         self.assumed: list[str] = []
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Scatter layers, and set `self.gm` to the result; return 0, with `self.gm` the input, if none is scattered.
+        """Scatter layers, set `self.gm` to the graph of one rank, and return the number of layers, at least 1.
 
-        It works on a copy unless `facts` has nodes of the graph: the caller then passes a copy, and discards it if this
-        returns 0. If a pass raises SpError, no layer is scattered, and its cause is the reason of all layers.
+        If no layer is scattered, return 0 and set `self.gm` to the input. This also happens if a pass raises SpError:
+        its cause becomes the reason of all layers in the report.
         """
         self._check_ranks(job.ranks)
+        # `facts` may have nodes of the graph. The caller then passes a copy, and discards it if the result is 0.
         refers_to_nodes = self.facts.gradients or self.facts.tangents
         local = gm if refers_to_nodes else copy_graph(gm)
         summed = find_reductions(local, job.ranks.group)
@@ -165,13 +182,13 @@ class SequenceParallelLinear(Passes):
         try:
             super().apply(local, context)
             self.layers, self.notes = [*context.layers.values()], context.notes
-        except SpError as error:  # the result is discarded
+        except SpError as error:
             context.input_placements = None
             layers, why = context.layers.values(), error.cause
             self.layers = [replace(layer, mode="full", dim=None, ops=0, why=why) for layer in layers]
             self.notes = [Note(NoteKind.DECLINED, self.name, why, where=f"group {job.ranks.group}")]
         job.notes += self.notes
-        if context.input_placements is None:
+        if context.input_placements is None:  # not localized: no layer is scattered, or a pass raised
             self.gm = gm
             return 0
         self.assumed = sorted(common_inputs(context.input_placements))
@@ -180,6 +197,8 @@ class SequenceParallelLinear(Passes):
     def _check_ranks(self, ranks: Ranks) -> None:
         """Raise SpError if the group exists in this process with another number of ranks."""
         group = ranks.group
-        if dist.is_initialized() and known_process_group(group) and process_group(group).size() != ranks.n:
-            size = process_group(group).size()
+        if not dist.is_initialized() or not known_process_group(group):
+            return
+        size = process_group(group).size()
+        if size != ranks.n:
             raise SpError("SP907", f"ranks: expected {size} ranks, the size of group {group!r}, got {ranks.n}.")

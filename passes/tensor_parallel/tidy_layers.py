@@ -40,17 +40,24 @@ class DrawFullTensors(Pass):
     provides = frozenset({"replicated draws"})
 
     def apply(self, gm: GraphModule, job: ScatterContext) -> int:
-        """Rewrite the draws whose operands are replicated, and return their number."""
-        drawn = [n for n in gm.graph.nodes if is_random(n) and n.target in (*LIKE_OPS, *DROPOUT_OPS)]
-        differ = find_varying_nodes(gm, name_axes(gm), job.varying) if drawn else set()
-        replicated = [node for node in drawn if node not in differ]
+        """Rewrite the draws whose operands are replicated, and return their number.
+
+        The ranks have the same random state, so they draw equal values for the full tensor. If a rank drew only for its
+        shard, all ranks would use the first values.
+        """
+        draws = [n for n in gm.graph.nodes if is_random(n) and n.target in (*LIKE_OPS, *DROPOUT_OPS)]
+        varying = find_varying_nodes(gm, name_axes(gm), job.varying) if draws else set()
+        replicated = [node for node in draws if node not in varying]
         for node in replicated:
-            (_draw_full if node.target in LIKE_OPS else _drop_full)(self, node)
+            if node.target in LIKE_OPS:
+                _draw_full(self, node)
+            else:
+                _drop_full(self, node)
         return len(replicated)
 
 
 def _draw_full(editor: GraphEditor, node: Node) -> None:
-    """Replace rand_like(x) by rand(sizes of x), whose placement does not depend on x."""
+    """Replace rand_like(x) by rand(sizes of x), which draws the full tensor even if x is sharded."""
     value = node.meta["val"]
     with editor.graph.inserting_before(node):
         kwargs = {"dtype": value.dtype, "device": value.device}
@@ -59,7 +66,10 @@ def _draw_full(editor: GraphEditor, node: Node) -> None:
 
 
 def _drop_full(editor: GraphEditor, node: Node) -> None:
-    """Replace dropout(x) by x * dropout(ones), and the mask of native_dropout by that of the ones."""
+    """Replace dropout(x) by x * dropout(ones), which draws for the full tensor even if x is sharded.
+
+    native_dropout also returns a mask, which becomes that of dropout(ones).
+    """
     call = OpCall(node)
     x = call.operands[0]
     value = x.meta["val"]
@@ -67,11 +77,12 @@ def _drop_full(editor: GraphEditor, node: Node) -> None:
         kwargs = {"dtype": value.dtype, "device": value.device}
         ones = editor.emit(aten.ones.default, (editor.sizes.list(as_sizes(value.shape)),), value, node, kwargs)
         args, options = call.with_operands([ones])
-        factor = editor.emit(node.target, args, node.meta["val"], node, options)
+        dropped = editor.emit(node.target, args, node.meta["val"], node, options)
         if is_tensor(node):
-            editor.replace(node, editor.emit(aten.mul.Tensor, (x, factor), value, node))
+            editor.replace(node, editor.emit(aten.mul.Tensor, (x, dropped), value, node))
             return
-        factor, mask = (editor.emit(operator.getitem, (factor, i), v, node) for i, v in enumerate(node.meta["val"]))
+        values = node.meta["val"]
+        factor, mask = (editor.emit(operator.getitem, (dropped, i), values[i], node) for i in range(2))
         scaled = editor.emit(aten.mul.Tensor, (x, factor), value, node)
     editor.replace(node, (scaled, mask))
 
@@ -85,23 +96,24 @@ class DropOverwrites(Pass):
     provides = frozenset({"no overwrites"})
 
     def apply(self, gm: GraphModule, job: ScatterContext) -> int:
-        """Replace aten.copy(x, y) by y, or its contiguous clone if strides differ; return their number.
+        """Replace aten.copy(x, y), the values of y with the strides of x, by y or a contiguous clone of y.
 
-        `job.facts` is updated to refer to the remaining nodes.
+        Return the number of replaced copies. `job.facts`, which may refer to them, is updated.
         """
         replaced: dict[Node, Node] = {}
-        cloned = 0
+        num_cloned = 0
         for node in gm.graph.find_nodes(op="call_function", target=aten.copy.default):
-            old, new = node.args[0].meta["val"], node.args[1].meta["val"]
+            x, y = node.args[:2]
+            old, new = x.meta["val"], y.meta["val"]
             if old.shape != new.shape or old.dtype != new.dtype or old.device != new.device:
                 continue
             if old.stride() == new.stride():
-                replaced[node] = node.args[1]
-                node.replace_all_uses_with(node.args[1])
+                replaced[node] = y
+                node.replace_all_uses_with(y)
                 gm.graph.erase_node(node)
             elif old.is_contiguous():
-                node.target, node.args = aten.clone.default, (node.args[1],)
+                node.target, node.args = aten.clone.default, (y,)
                 node.kwargs = {"memory_format": torch.contiguous_format}
-                cloned += 1
+                num_cloned += 1
         job.facts = job.facts.for_graph(replaced)
-        return len(replaced) + cloned
+        return len(replaced) + num_cloned

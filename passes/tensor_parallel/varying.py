@@ -77,10 +77,10 @@ class ScatterContext(PassContext):
 
 
 def decline_product(call: OpCall, rule: BoundRule | None, have: Sequence[Placement]) -> str | None:
-    """Return the reason for which a product should run on all rows, or None.
+    """Return the reason why a product should run on gathered operands, although its rule allows shards; None otherwise.
 
-    Its operands are then fewer bytes to gather than its result is to exchange: a result on shards may have to be
-    gathered later, and a sum over rows is all-reduced, which is twice its bytes.
+    On shards, the result may have to be gathered later, or all-reduced (twice its bytes) if it sums over the sharded
+    dim. The product is declined if this is more than a gather of its operands.
 
     Args:
         call: The call of a node.
@@ -94,28 +94,32 @@ def decline_product(call: OpCall, rule: BoundRule | None, have: Sequence[Placeme
     if not rule.is_contraction:
         return None
     shards = {i: p for i, p in enumerate(have) if isinstance(p, Shard)}
-    gathered_elements = sum(num_elements(call.operands[i].meta["val"]) for i in shards)
+    operand_elements = sum(num_elements(call.operands[i].meta["val"]) for i in shards)
     result_elements = sum(map(num_elements, call.results()))
-    sums_rows = any(rule.local_part(rule.operands[i], p)[0] in rule.vanishing for i, p in shards.items())
-    if (2 * result_elements if sums_rows else result_elements) > gathered_elements:
-        return "its operands are smaller to gather than its result would be to " + ("sum" if sums_rows else "gather")
+    sharded_factors = [rule.local_part(rule.operands[i], p)[0] for i, p in shards.items()]
+    if any(factor in rule.vanishing for factor in sharded_factors):  # the product sums over the sharded dim
+        result_elements, exchange = 2 * result_elements, "sum"
+    else:
+        exchange = "gather"
+    if result_elements > operand_elements:
+        return f"its operands are smaller to gather than its result would be to {exchange}"
     return None
 
 
 def num_elements(value: torch.Tensor) -> int:
-    """Return the number of elements, with large sizes for symbols, to compare the bytes of exchanges."""
+    """Return the number of elements, with a large number for each symbolic size, to compare the bytes of exchanges."""
     return assume_large(size_product(as_sizes(value.shape)))
 
 
 def find_reductions(gm: GraphModule, group: str) -> list[Node]:
-    """Return every all_reduce(sum) over the group whose only user is a wait, so that it can be scattered."""
+    """Return the all_reduces of sums over the group whose only user is a wait, so that they can be scattered."""
     reductions = gm.graph.find_nodes(op="call_function", target=c10d.all_reduce.default)
     sums = [node for node in reductions if node.args[1] == "sum" and exchange_group(node) == group]
     return [node for node in sums if find_wait(node) is not None]
 
 
 def find_wait(node: Node) -> Node | None:
-    """Return the wait that is the node's only user, or None."""
+    """Return the wait_tensor that is the only user of a collective, or None."""
     users = list(node.users)
     return users[0] if len(users) == 1 and users[0].target is c10d.wait_tensor.default else None
 
@@ -127,7 +131,10 @@ class MarkVarying(Pass):
     provides = frozenset({"known differences"})
 
     def apply(self, gm: GraphModule, job: ScatterContext) -> int:
-        """Set `node_info(node).result` of collectives and `job.varying`; return 0, as no op is changed."""
+        """Mark the placements of collectives' results, and set `job.varying`, the inputs that differ by rank.
+
+        Return 0, as no op is changed.
+        """
         mark_collectives(gm, job.ranks.group, job.facts.grid)
         mark_varying_scalars(gm, job.facts)
         for node in gm.graph.nodes:
@@ -138,7 +145,10 @@ class MarkVarying(Pass):
 
 
 def mark_collectives(gm: GraphModule, group: str, grid: GroupGrid | None = None) -> None:
-    """Mark the placement of each collective's result; propagation then gathers its sharded operands.
+    """Mark the placement of the result of each collective of the program, with respect to one group of ranks.
+
+    The result of an all_reduce over this group is replicated, that of an all_to_all varies between its ranks. Sharded
+    operands of marked nodes are gathered.
 
     Args:
         gm: The graph; edited in place.
@@ -150,33 +160,43 @@ def mark_collectives(gm: GraphModule, group: str, grid: GroupGrid | None = None)
         op_group = exchange_group(node) if namespace_of(node.target) == c10d.name else None
         result: Placement | None = None
         if op_group is not None:
-            is_full = node.target.__name__.partition(".")[0] in REPLICATED_RESULTS
-            if op_group.partition("/")[0] == group:  # this group or, after a "/", a part of it
-                result = REPLICATE if op_group == group and is_full else VARYING
+            is_replicating = node.target.__name__.partition(".")[0] in REPLICATED_RESULTS
+            if op_group.partition("/")[0] == group:  # this group, or a part of it, "group/part"
+                result = REPLICATE if op_group == group and is_replicating else VARYING
             elif grid is not None:
-                result = grid.placement_after(op_group, is_full)
-        elif node.target is sp.rank.default:  # equal on the ranks of this group if it numbers the ranks of another axis
-            result = None if grid is not None and node.args[0] in grid.level else VARYING
+                result = grid.placement_after(op_group, is_replicating)
+        elif node.target is sp.rank.default:
+            # A rank along another axis of the grid is equal on all ranks of this group.
+            is_equal = grid is not None and node.args[0] in grid.level
+            result = None if is_equal else VARYING
         if result is not None:
             set_node_info(node, result=result)
 
 
 def mark_varying_scalars(gm: GraphModule, facts: InputFacts) -> None:
-    """Mark values as varying that depend on a scalar that differs between ranks, such as an offset."""
-    varying_scalars: set[Node] = set()
+    """Mark the results of ops that read a scalar that differs between ranks, such as the offset of a slice, as varying.
+
+    Args:
+        gm: The graph; edited in place.
+        facts: Facts about the inputs, with the names of those that differ.
+    """
+    varying_scalars: set[Node] = set()  # inputs, and scalars computed from them
     for node in gm.graph.nodes:
-        if node.name in facts.differing or not varying_scalars.isdisjoint(node.all_input_nodes):
-            value = node.meta.get("val")
-            if isinstance(value, SYMBOL_TYPES):
-                varying_scalars.add(node)
-            elif node.op == "call_function":
-                set_node_info(node, result=VARYING)
-                if node.target is operator.getitem:
-                    set_node_info(node.args[0], result=VARYING)  # the chosen piece determines the placement of all
+        if node.name not in facts.differing and varying_scalars.isdisjoint(node.all_input_nodes):
+            continue
+        if isinstance(node.meta.get("val"), SYMBOL_TYPES):
+            varying_scalars.add(node)
+        elif node.op == "call_function":
+            set_node_info(node, result=VARYING)
+            if node.target is operator.getitem:
+                set_node_info(node.args[0], result=VARYING)  # each rank reads another one of its results
 
 
 def varying_inputs(gm: GraphModule, axes: Axes, summed: Iterable[Node], facts: InputFacts) -> set[Node]:
     """Return the inputs whose values differ by rank, or will differ after a training step.
+
+    Weights, matrices that multiply tokens, are assumed to be shards, unless it is known that they and their gradients
+    are equal on all ranks.
 
     Args:
         gm: The graph.
@@ -189,28 +209,32 @@ def varying_inputs(gm: GraphModule, axes: Axes, summed: Iterable[Node], facts: I
     known = {inputs[name] for name in facts.differing if name in inputs}
     token_axes = {axes.find(atom.name) for node in reductions for dim in axes.dims[node, 0][:-1] for atom in dim}
     weights = set(_weight_inputs(gm, axes, token_axes))
-    # Weights are assumed to be sharded unless they remain equal on all ranks.
     sharded = known | {weight for weight in weights if not _remains_equal(weight, facts)}
     varying = _close_over_training(gm, axes, sharded, inputs, facts)
     varying_nodes = find_varying_nodes(gm, axes, varying)
     if any(node.args[0] in varying_nodes for node in reductions):
         return varying
-    # No sum has a varying operand: the shards of weights are equal by chance (as zeros are), or were not compared.
+    # No all_reduce adds values that differ, although the program sums them: the shards of weights are equal by chance
+    # (as zeros are), or were not compared. Then the weights before collectives are shards.
     sharded = known | (weights & _exchange_ancestors(gm, facts))
     return _close_over_training(gm, axes, sharded, inputs, facts)
 
 
 def _exchange_ancestors(gm: GraphModule, facts: InputFacts) -> set[Node]:
-    """Return the nodes from which the forward's collectives are computed; weights among them are sharded."""
+    """Return the nodes from which the collectives of the forward are computed.
+
+    The backward of a joint graph is computed from its tangents, the inputs for gradients of outputs.
+    """
     backward = reachable_set((n for n in gm.graph.nodes if n.name in facts.tangents), lambda n: n.users)
     exchanges = [n for n in gm.graph.nodes if is_exchange(n) and n not in backward]
     return reachable_set(exchanges, lambda n: n.all_input_nodes)
 
 
 def _remains_equal(matrix: Node, facts: InputFacts) -> bool:
-    """Return True if the matrix is known to be equal on all ranks, also after an optimizer step.
+    """Return True if a weight is known to be equal on all ranks, also after an optimizer step.
 
-    A constant matrix, such as zeros, without a gradient in the graph is no proof: its shards are equal, too.
+    A weight with one value for all elements, such as zeros, is not, unless the graph has its gradient: shards of such a
+    matrix are equal, too.
     """
     is_equal = facts.equal is not None and matrix.name in facts.equal
     return is_equal and (matrix.name in facts.gradients or matrix.name not in facts.constants)
@@ -219,9 +243,17 @@ def _remains_equal(matrix: Node, facts: InputFacts) -> bool:
 def _close_over_training(
     gm: GraphModule, axes: Axes, varying: set[Node], inputs: Mapping[str, Node], facts: InputFacts
 ) -> set[Node]:
-    """Return the varying inputs, the inputs whose gradients vary, and the gradients of outputs that vary.
+    """Return the varying inputs, and those that vary because of them in training.
 
-    All other inputs are equal on all ranks and have equal gradients, so that an optimizer step keeps them equal.
+    These are parameters whose gradients vary, which an optimizer step makes different, and tangents (inputs for the
+    gradients of outputs) of outputs that vary. All other inputs are equal on all ranks and remain so.
+
+    Args:
+        gm: The graph.
+        axes: The axes of the graph.
+        varying: The inputs that vary at first.
+        inputs: All inputs by name.
+        facts: Facts about the inputs: the nodes of gradients, and the outputs of tangents.
     """
     while True:
         nodes = find_varying_nodes(gm, axes, varying)
@@ -233,18 +265,24 @@ def _close_over_training(
 
 
 def is_exchange(node: Node) -> bool:
-    """Return True if the node is a collective: of the program, which is marked, or of the package."""
+    """Return True if the node is a collective: one of the program, which has a mark, or an sp:: exchange."""
     return node_info(node).result is not None or transfer_of(node.target) is not None
 
 
 def find_varying_nodes(gm: GraphModule, axes: Axes, varying: Collection[Node]) -> set[Node]:
-    """Return all values that differ by rank if the `varying` inputs do, by propagation of VARYING."""
-    plan = propagate(gm, axes, 2, dict.fromkeys(varying, VARYING), starts_sequences=False)
+    """Return all nodes with results that differ by rank if the `varying` inputs do, by propagation."""
+    plan = propagate(gm, axes, 2, dict.fromkeys(varying, VARYING), starts_sequences=False)  # equal for any n > 1
     return {node for node, placements in plan.placements.items() if VARYING in placements}
 
 
 def _weight_inputs(gm: GraphModule, axes: Axes, token_axes: set[int]) -> Iterator[Node]:
-    """Yield the weights: matrices without a token axis that a contraction reads, up to views and casts."""
+    """Yield the weights: inputs of two or more dims that a product reads, also by views, and that have no tokens.
+
+    Args:
+        gm: The graph.
+        axes: The axes of the graph.
+        token_axes: The classes of dims of tokens (`Axes.find`).
+    """
     for node in gm.graph.nodes:
         call, rule = lookup_rule(node) or (None, None)
         if call is None or rule is None or not rule.is_contraction:
@@ -257,11 +295,13 @@ def _weight_inputs(gm: GraphModule, axes: Axes, token_axes: set[int]) -> Iterato
 
 
 def is_move_op(node: Node) -> bool:
-    """Return True if the node only moves or casts the values of its one tensor operand."""
+    """Return True if the node only moves or casts the values of its one tensor operand, without cutting it."""
     call, rule = lookup_rule(node) or (None, None)
-    return rule is not None and call is not None and len(call.operands) == 1 and rule.lazy and not rule.spans
+    if call is None or rule is None:
+        return False
+    return len(call.operands) == 1 and rule.lazy and not rule.spans
 
 
 def before_moves(node: Node) -> Node:
-    """Return the value of which this one is a view, permutation or cast, or the value itself."""
+    """Return the value of which this one is a view, permutation or cast; the value itself if it is none."""
     return skip_ops(node, is_move_op)

@@ -20,9 +20,9 @@ from sp_compile.passes.sharding.rule import BoundRule, Dims, RuleFunction, RuleP
 
 
 def bind_rule(call: OpCall, text: str, **options: Any) -> BoundRule | None:
-    """Bind a rule text to a call, for rule functions that select the text by the arguments.
+    """Return the rule of a call from a text such as "n i, i m -> n m", for functions that select it by the arguments.
 
-    Returns None if the operands have another number of dims than the text. Options are those of `rule`.
+    The result is None if the operands have another number of dims than the text. Options are those of `rule`.
     """
     return RulePattern.parse(text, **options).bind(call)
 
@@ -48,23 +48,30 @@ def normalize_dims(value: Any, ndim: int) -> tuple[int, ...]:
 
 
 def replace_dims(names: Dims, dims: Iterable[int], prefix: str) -> Dims:
-    """Return the names, in which those of `dims` are replaced by the prefix plus the dim.
+    """Return the names of an operand's dims with new ones for `dims`, which the result does not share with the operand.
 
-    Without a prefix they become "". A result with replaced names does not share these dims with the operand.
+    For ("d0", "d1"), dim 1 and the prefix "new" they are ("d0", "new1"). With the prefix "" they are ("d0", ""), the
+    name of a dim of size 1.
     """
     replaced = set(dims)
-    return tuple((f"{prefix}{d}" if prefix else "") if d in replaced else name for d, name in enumerate(names))
+    new_names = [f"{prefix}{d}" if prefix else "" for d in range(len(names))]
+    return tuple(new_names[d] if d in replaced else name for d, name in enumerate(names))
 
 
 def align_names(shape: Sequence[Size], full_shape: Sequence[Size], names: Dims) -> Dims:
-    """Return the names of the dims of a shape that broadcasts to a full shape with these names.
+    """Return the names of the dims of an operand that broadcasts to a full shape, whose dims have these names.
 
-    The shapes are aligned at the last dim. A dim of size 1 that broadcasts has the name "", because it is never
-    sharded.
+    (1, 6) has the names ("", "d2") if (2, 4, 6) has ("d0", "d1", "d2"): shapes are aligned at the last dim, and a dim
+    of size 1 that broadcasts has the name "", because it is never sharded.
+
+    Args:
+        shape: Shape of the operand.
+        full_shape: Shape to which it broadcasts.
+        names: Names of the dims of the full shape.
     """
-    skip = len(full_shape) - len(shape)
-    pairs = zip(shape, full_shape[skip:], names[skip:], strict=True)
-    return tuple("" if size == 1 and full_size != 1 else name for size, full_size, name in pairs)
+    num_missing = len(full_shape) - len(shape)  # leading dims that the operand does not have
+    sizes_and_names = zip(shape, full_shape[num_missing:], names[num_missing:], strict=True)
+    return tuple("" if size == 1 and full_size != 1 else name for size, full_size, name in sizes_and_names)
 
 
 def along_dims(
@@ -75,13 +82,14 @@ def along_dims(
     Args:
         call: Call of the op.
         dims: Dims with this kind.
-        result: Names of the dims of each result; those of the operand by default.
+        result: Names of the dims of each result; by default those of the operand, d0, d1, ...
         kind: Kind of the dims.
         lazy: True if the op only moves data, so that it is no reason to shard a replicated operand.
     """
     names = factor_names(call.ndim())
     results = tuple(names if result is None else result for _ in call.results())
-    return BoundRule((names,), results, {names[d]: kind for d in dims if names}, lazy=lazy)
+    kinds = {names[d]: kind for d in dims if names}  # a tensor without dims has the dim 0 in torch, but no name
+    return BoundRule((names,), results, kinds, lazy=lazy)
 
 
 def gathered_dims(call: OpCall) -> BoundRule:

@@ -26,19 +26,17 @@ from .exchange_rules import call_frame
 
 @register_rule_function(*ATTENTION)
 def _attention_rule(call: OpCall) -> BoundRule:
-    """Return "b h q d, b h k d, b h k e, b h q k -> b h q e" with attend="k".
+    """Return the rule of attention on q, k, v and a mask: "b h q d, b h k d, b h k e, b h q k -> b h q e", attend="k".
 
-    If the mask reads query positions, attend="q k". The strategies replace a call whose "attend" factors are sharded.
-    All operands after q, k and v are `masks`: they remain replicated if they are.
+    If the mask depends on the query position, attend="q k". A strategy replaces a call if one of these is sharded.
+    Operands after q, k and v are `masks`: they remain replicated if they are.
 
     There may be any number of leading dims (batch and heads), which may broadcast. With enable_gqa, a rank's query
-    heads use its own key heads if the number of ranks divides both. Vectors that the predicate of sp::masked_attention
-    indexes, "b row0, b col0", are gathered. Their batch is that of q without a head dim, or its flattened leading dims.
-    Vectors that the score indexes by query head have the dim "h", as have sinks. Tables of a score are gathered. With
-    log-sum-exps the last dim of the result, "out", belongs to no operand.
+    heads use its own key heads if the number of ranks divides both. The condition of sp::masked_attention reads
+    vectors, such as document ids, and its score function reads tables; both are gathered, except values per head.
     """
     leading, sizes = _leading_names(call)
-    batch = leading[:1] if len(leading) <= 2 else ("batch",)
+    batch = leading[:1] if len(leading) <= 2 else ("batch",)  # of vectors; several batch dims are flattened in them
     # names of the operands after q, k and v, in the order of the schema
     vectors = [x for name in ("rows", "cols", "pieces") for x in call.get(name) or ()]
     others: list[Dims] = [(*batch, f"vector{i}") for i in range(len(vectors))]
@@ -51,20 +49,21 @@ def _attention_rule(call: OpCall) -> BoundRule:
     operands = tuple(
         align_names(call.shape(i), [sizes.get(f, 1) for f in names], names) for i, names in enumerate(all_names)
     )
-    kinds = {"k": "attend", "d": "whole"}
-    if call.get("lse"):
-        kinds["e"] = "whole"
+    kinds, last = {"k": "attend", "d": "whole"}, "e"
+    if call.get("lse"):  # the last dim of the result also has the log-sum-exp, so it is not that of v
+        kinds["e"], last = "whole", "out"
     if depends_on_query(call):
         kinds["q"] = "attend"
     kinds |= {f: "whole" for names in operands[3:] for f in names if f and f not in (*leading, "q", "k")}
-    result = (*leading, "q", "out" if call.get("lse") else "e")
+    result = (*leading, "q", last)
+    # (3,) also without a mask, so that the text of the rule is the same.
     return BoundRule(operands, (result,), kinds, masks=tuple(range(3, max(4, len(operands)))))
 
 
 def _leading_names(call: OpCall) -> tuple[Dims, dict[str, Size]]:
-    """Return the names of the leading dims, .., b1, b0, h, and the full sizes of these, q and k.
+    """Return the names of the leading dims of attention, (.., "b1", "b0", "h"), and the sizes of these, "q" and "k".
 
-    `_attention_rule` compares an operand's dims with the full sizes to find those that broadcast.
+    These are sizes of the result, and the numbers of queries and keys. An operand with a smaller dim broadcasts.
     """
     result_shape = call.result_shapes()[0]
     ndim = len(result_shape) - 2
@@ -73,12 +72,12 @@ def _leading_names(call: OpCall) -> tuple[Dims, dict[str, Size]]:
 
 
 def sharded_attention_rule(call: OpCall) -> BoundRule:
-    """Return the rule of a strategy's op, "b h q d, b g k d, b g k e -> b h q e", with placements.
+    """Return the rule of an op that runs attention on shards, such as sp::ring_attention.
 
-    `register_strategy` registers it with the op. Propagation then does not choose placements: q and the result are
-    sharded as in `q_frame`. Keys and values are sharded as in `k_frame`, or replicated if it is empty. Masks, vectors,
-    tables, sinks and the seed are replicated; the gradients of those that are learned are partial (each rank has a
-    summand). With `mask_rows`, the mask is sharded as q.
+    It is "b h q d, b g k d, b g k e -> b h q e" with fixed placements, so that propagation does not choose them. q and
+    the result are sharded as the argument `q_frame` describes; k and v as in `k_frame`, or replicated if it is empty.
+    All other operands are replicated, except a mask with `mask_rows`, which is sharded as q. Gradients of learned
+    replicated operands are partial: each rank has a summand.
     """
     queries = Shard(SEQUENCE, call_frame(call, "q_frame")[0])
     keys: Placement = Replicate(partial_grad=True)

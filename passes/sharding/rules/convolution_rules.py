@@ -33,12 +33,12 @@ aten, sp = torch.ops.aten, torch.ops.sp
 
 @register_rule_function(*parse_overloads("conv_transpose1d conv_transpose2d.input conv_transpose3d.input"))
 def conv_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of a convolution with unknown windows: all dims but the batch are gathered.
+    """Return the rule of a convolution with unknown windows: all dims but the batch, if there is one, are gathered.
 
-    Without a batch dim none passes. It is the rule of convolutions before `_sliding_rule` adds known windows.
+    `_sliding_rule` starts from it, and lets dims with known windows be sharded.
     """
     weight = factor_names(call.ndim("weight"), "w")
-    image = factor_names(len(weight) - 1, "i")
+    image = factor_names(len(weight) - 1, "i")  # channels and positions
     batch = ("n",) if call.ndim() == len(weight) else ()
     operands = ((*batch, *image), weight) + ((("b",),) if call["bias"] is not None else ())
     kinds = {f: "whole" for dims in operands for f in dims if f != "n"}
@@ -74,18 +74,18 @@ _RULES_OF_UNKNOWN_WINDOWS: dict[Any, Callable[[OpCall], Any]] = {
 
 @register_rule_function(*WINDOW_CALLS)
 def _sliding_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of an op with sliding windows.
+    """Return the rule of an op with sliding windows, such as a convolution, a pool, a pad or a roll.
 
-    It starts from the rule for unknown windows. Each dim with a known window then gets the kind "halo", so that it may
-    be sharded, and one name in operand and result, whose lengths may differ; no kind if each row reads only itself.
-    `slides` has the rows that a row of the result reads. A rule with `spans` is returned unchanged.
+    It starts from the rule for unknown windows, which gathers their dims. A dim with known windows may be sharded: it
+    has one name in operand and result, whose lengths may differ, and the kind "halo", or no kind if each row of the
+    result reads the same row of the operand. `slides` has the rows that the windows read.
     """
     rule: BoundRule | None = _RULES_OF_UNKNOWN_WINDOWS[call.node.target](call)
-    if rule is None or rule.spans:
+    if rule is None or rule.spans:  # spans: a pad that cuts is a slice
         return rule
     operand, result, kinds, slides = rule.operands[0], list(rule.results[0]), dict(rule.kinds), {}
     for dim, window_call in sliding_calls(call).items():
-        kinds.pop(result[dim], None)
+        kinds.pop(result[dim], None)  # the name of the gathered dim, which the result no longer has
         result[dim] = operand[dim]
         if window_call.sliding.is_pointwise(call.shape()[dim]):
             kinds.pop(operand[dim], None)
@@ -93,23 +93,24 @@ def _sliding_rule(call: OpCall) -> BoundRule | None:
         kinds[operand[dim]] = "halo"
         slides[operand[dim]] = window_call.sliding
     rule = replace(rule, results=(tuple(result),), kinds=kinds, slides=slides)
-    return _framed_window_rule(call, rule) if call.node.target in SHARD_WINDOWS and call["frame"] is not None else rule
+    is_on_shards = call.node.target in SHARD_WINDOWS and call["frame"] is not None
+    return _framed_window_rule(call, rule) if is_on_shards else rule
 
 
 def _framed_window_rule(call: OpCall, rule: BoundRule) -> BoundRule:
-    """Return the rule of an sp:: window op on shards, with the placements from its frame arguments.
+    """Return the rule of a call of an sp:: window op on shards, with the placements from its frame arguments.
 
     Propagation then does not choose placements: x is sharded as in `frame`, and the result as in `result`, if it has
     another frame. Weights and biases are replicated, and their gradients are partial (each rank has a summand).
     """
-    (dim,) = sliding_calls(call)
+    (dim,) = sliding_calls(call)  # the keys are dims
+    sharded_factor = rule.operands[0][dim]
 
     def placement_of(names: Dims, frame_argument: str) -> Placement:
         """Return the placement of an operand or result with these dims."""
-        factor = rule.operands[0][dim]
-        if factor not in names:
+        if sharded_factor not in names:
             return Replicate(partial_grad=True)
-        return Shard(names.index(factor), call_frame(call, frame_argument)[0])
+        return Shard(names.index(sharded_factor), call_frame(call, frame_argument)[0])
 
     result_frame = "result" if call.get("result") is not None else "frame"
     wants = tuple(placement_of(names, "frame") for names in rule.operands)

@@ -30,16 +30,19 @@ c10d, sp = torch.ops._c10d_functional, torch.ops.sp
 
 
 def call_frame(call: OpCall, name: str = "frame") -> tuple[Frame, Size]:
-    """Return the frame in an argument of an sp:: op, and the outer factor of the dim that it describes."""
+    """Return (frame, outer factor) from an argument of an sp:: op: [outer, size, start, length] and optional folds.
+
+    The sharded dim is the product outer * rows * inner; outer is 1 unless dims before the sequence are flattened.
+    """
     outer, size, start, length, *folds = as_sizes(call[name])
     return Frame(size, start, length, *folds), outer
 
 
 @register_transfer(sp.all_to_all.default)
 def _transfer_all_to_all(call: OpCall) -> tuple[Placement, ...]:
-    """Return the shards along the dim that an all_to_all scatters, one for each operand.
+    """Return the placements of the results of sp::all_to_all, one for each operand: shards of the dim it scatters.
 
-    The frame argument has no inner factor; it follows from the size of the operand's dim.
+    A frame argument has no inner factor (the elements of the dim per row); it follows from the size of the dim.
     """
     frame, _ = call_frame(call, "scatter_frame")
     dim = call["scatter_dim"] % call.ndim()
@@ -49,21 +52,24 @@ def _transfer_all_to_all(call: OpCall) -> tuple[Placement, ...]:
 
 @register_transfer(sp.all_gather.default)
 def _transfer_all_gather(call: OpCall) -> tuple[Placement, ...]:
-    """Return a replicated placement; each rank's gradient is a summand, which its backward adds."""
+    """Return the placement of the result of sp::all_gather: replicated, with a partial gradient.
+
+    Each rank's gradient is a summand; the backward of the gather is a reduce_scatter, which adds them.
+    """
     return (Replicate(partial_grad=True),)
 
 
 @register_transfer(sp.all_reduce.default, sp.broadcast.default, sp.broadcast_grad.default, sp.unshard.default)
 def _transfer_invariant(call: OpCall) -> tuple[Placement, ...]:
-    """Return a replicated placement of a value whose gradient is equal on all ranks, too."""
+    """Return the placement of the result of an exchange whose result and gradient are equal on all ranks."""
     return (REPLICATE,)
 
 
 @register_transfer(sp.reduce_scatter.default)
 def _transfer_reduce_scatter(call: OpCall) -> tuple[Placement, ...]:
-    """Return the shard along the dim that a reduce_scatter scatters.
+    """Return the placement of the result of sp::reduce_scatter: a shard of the dim that it scatters.
 
-    The frame argument has no inner factor; it follows from the size of the operand's dim.
+    A frame argument has no inner factor (the elements of the dim per row); it follows from the size of the dim.
     """
     frame, outer = call_frame(call)
     dim = call["dim"] % call.ndim()
@@ -72,9 +78,9 @@ def _transfer_reduce_scatter(call: OpCall) -> tuple[Placement, ...]:
 
 
 def has_expected_placement(call: OpCall, have: Placement) -> bool:
-    """Return True if an operand has the placement for which the exchange was inserted.
+    """Return True if an operand of an exchange has the placement for which the exchange was inserted.
 
-    A later rewrite of the operand may have changed it; propagation then demands that the exchange is removed.
+    Later rewrites may have changed its placement; propagation then demands that the exchange is removed.
 
     Args:
         call: Call of the exchange.
@@ -85,6 +91,7 @@ def has_expected_placement(call: OpCall, have: Placement) -> bool:
         return isinstance(have, (Partial, Varying))
     if op in (sp.broadcast.default, sp.broadcast_grad.default):
         return isinstance(have, Replicate)
+    # Other exchanges gather a shard, which their frame describes.
     prefix = "gather_" if op is sp.all_to_all.default else ""
     frame, outer = call_frame(call, f"{prefix}frame")
     dim = call[f"{prefix}dim"] % call.ndim()
@@ -97,7 +104,10 @@ def has_expected_placement(call: OpCall, have: Placement) -> bool:
     c10d.all_reduce.default, c10d.broadcast.default, c10d.wait_tensor.default, sp.reduce_pair.default
 )
 def _row_wise_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of a user's collective that acts on each element separately: all dims pass."""
+    """Return the rule of a collective of the user's program that acts on each element separately: all dims pass.
+
+    None if its ranks have other rows of the sequence (`no_rule`): it then runs on gathered values.
+    """
     return None if node_info(call.node).no_rule else bind_rule(call, "... -> ...", lazy=True)
 
 
@@ -105,13 +115,20 @@ def _row_wise_rule(call: OpCall) -> BoundRule | None:
     c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default, c10d.all_to_all_single.default
 )
 def _first_dim_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of a user's collective that joins or splits the first dim, which is gathered."""
+    """Return the rule of a collective of the user's program that joins or splits the first dim, which is gathered.
+
+    None if its ranks have other rows of the sequence (`no_rule`): it then runs on gathered values.
+    """
     return None if node_info(call.node).no_rule else bind_rule(call, "a ... -> c ...", whole="a")
 
 
 @register_rule_function(sp.rows.default)
 def _rows_rule(call: OpCall) -> BoundRule:
-    """Return the rule of adjacent rows of a sequence, of which each rank has a part; a frame defines the placements."""
+    """Return the rule of sp::rows, which selects adjacent rows of a dim, as narrow does.
+
+    Without a frame, the dim is gathered. With a frame, the op runs on shards: each rank returns its own rows among the
+    selected ones, and zeros in place of the others, so that the result is partial.
+    """
     names, dim = factor_names(call.ndim()), call.dim()
     result = replace_dims(names, [dim], "row")
     if call["frame"] is None:

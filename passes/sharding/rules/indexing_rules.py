@@ -25,14 +25,15 @@ rule(aten.isin.Tensor_Scalar, "... -> ...")
 
 @register_rule_function(aten.histc.default)
 def _histc_rule(call: OpCall) -> BoundRule | None:
-    """Return a rule that adds the counts of all ranks, or None if the bins depend on the values.
+    """Return the rule of histc: each rank counts its values, and the counts are added (kind "sum").
 
-    `pad` fills the padded rows of a shard with a value after the last bin, which is not counted.
+    `pad` fills the padded rows of a shard with a value after the last bin, which is not counted. None for equal bounds,
+    for which torch uses the minimum and maximum of all values, and for values of several dims.
     """
-    bounds = call["min"], call["max"]
-    if call.ndim() != 1 or bounds[0] == bounds[1]:
+    low, high = call["min"], call["max"]
+    if call.ndim() != 1 or low == high:
         return None
-    return bind_rule(call, "k -> bins", sum="k", pad=(0, bounds[1] + 1))
+    return bind_rule(call, "k -> bins", sum="k", pad=(0, high + 1))
 
 
 @register_rule_function(aten.searchsorted.Tensor)
@@ -44,7 +45,8 @@ def _searchsorted_rule(call: OpCall) -> BoundRule | None:
     """
     if len(call.operands) != 2:
         return None
-    return bind_rule(call, "k, ... -> ..." if call.ndim(0) == 1 else "... k, ... v -> ... v", whole="k")
+    text = "k, ... -> ..." if call.ndim(0) == 1 else "... k, ... v -> ... v"
+    return bind_rule(call, text, whole="k")
 
 
 @register_rule_function(aten.isin.Tensor_Tensor)
@@ -56,9 +58,10 @@ def _isin_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(aten.index.Tensor)
 def _index_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of x[i, :, j], which gathers the indexed dims of x.
+    """Return the rule of x[i, :, j], which gathers the indexed dims of x; the dims of the indices pass.
 
-    A boolean index has a result of unknown size, and no rule. `picks` is set if one dim is indexed by one vector.
+    None for a boolean index, whose result has an unknown size. If one vector indexes one dim, `picks` records that the
+    dim of the result selects positions of that dim, so that both can belong to one sequence.
     """
     indexed = _indexed_dims(call)
     if indexed is None:
@@ -71,16 +74,18 @@ def _index_rule(call: OpCall) -> BoundRule | None:
 
 
 def _insert_index_dims(names: Dims, indexed: list[int], new_names: Dims) -> Dims:
-    """Return the names of x's dims, with the dims of the indices in place of the indexed dims.
+    """Return the names of the dims of x[indices], with those of the indices in place of the indexed dims.
 
-    These are the names of x[indices]. If a slice separates the indexed dims, the dims of the indices are first.
+    For x[:, i] with the dims (d0, d1, d2) and a matrix i, they are (d0, index0, index1, d2). For x[i, :, j], in which a
+    slice separates the indexed dims, torch puts the dims of the indices first.
 
     Args:
         names: Names of the dims of x.
         indexed: Indexed dims of x.
         new_names: Names of the broadcast dims of the indices.
     """
-    start = indexed[0] if indexed == list(range(indexed[0], indexed[-1] + 1)) else 0
+    is_contiguous = indexed == list(range(indexed[0], indexed[-1] + 1))
+    start = indexed[0] if is_contiguous else 0
     other_names = tuple(f for d, f in enumerate(names) if d not in indexed)
     return (*other_names[:start], *new_names, *other_names[start:])
 
@@ -94,10 +99,15 @@ def _indexed_dims(call: OpCall) -> list[int] | None:
 
 
 def _index_dims(shapes: list[tuple[Size, ...]]) -> tuple[Dims, tuple[Dims, ...]]:
-    """Return the names of the dims to which the indices broadcast, and of the dims of each index.
+    """Return names for the indices of x[i, j], which broadcast together.
+
+    For an i of shape (2, 1) and a j of shape (3,), these are ("index0", "index1") and (("index0", ""), ("index1",)).
 
     Args:
         shapes: Shape of each index.
+
+    Returns:
+        The names of the dims of the broadcast shape, and the names of the dims of each index.
     """
     ndim = max(len(shape) for shape in shapes)
     broadcast_shape: list[Size] = [1] * ndim
@@ -110,14 +120,14 @@ def _index_dims(shapes: list[tuple[Size, ...]]) -> tuple[Dims, tuple[Dims, ...]]
 
 @register_rule_function(aten.index_put.default, aten._unsafe_index_put.default)
 def _index_put_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of x[i, :, j] = values, which gathers the indexed dims of x, and the indices.
+    """Return the rule of x[i, :, j] = values, in which the dims of x that are not indexed pass.
 
-    The other dims of x pass; the values have them, too.
+    The indexed dims, the dims of the indices, and those dims of the values are gathered.
     """
     indexed = _indexed_dims(call)
     if indexed is None:
         return _masked_put_rule(call)
-    names, last = factor_names(call.ndim()), len(call.operands) - 1
+    names, last = factor_names(call.ndim()), len(call.operands) - 1  # the last operand: the values
     index_ndims = [call.ndim(i) for i in range(1, last)]
     index_names = tuple(factor_names(ndim, f"index{i}_") for i, ndim in enumerate(index_ndims))
     # The values broadcast to the shape of x[indices].
@@ -131,49 +141,56 @@ def _index_put_rule(call: OpCall) -> BoundRule | None:
 
 
 def _masked_put_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of x[mask] = value, in which all dims pass, for a value without masked dims.
+    """Return the rule of x[mask] = values, in which all dims pass: each rank writes to its own rows.
 
-    Then each rank writes its own rows. None if the positions of the mask have different values, or for several indices.
+    All masked positions must get the same values. The result is None if `values` has one entry for each of them, as a
+    rank does not know where its entries begin; also for further indices.
     """
-    dims, values = factor_names(call.ndim()), call.shape("values")
+    dims, value_shape = factor_names(call.ndim()), call.shape("values")
     if len(call.operands) != 3 or call["indices"][0] is not call.operands[1]:
         return None
-    masked, unmasked = dims[: call.ndim(1)], dims[call.ndim(1) :]
-    extra_sizes = values[: max(len(values) - len(unmasked), 0)]  # of dims before the unmasked ones
-    if not all(is_same_size(size, 1) for size in extra_sizes):
+    masked, unmasked = dims[: call.ndim(1)], dims[call.ndim(1) :]  # the mask has the first dims of x
+    sizes_of_positions = value_shape[: max(len(value_shape) - len(unmasked), 0)]
+    if not all(is_same_size(size, 1) for size in sizes_of_positions):
         return None
-    # x[mask] has one dim in place of the masked ones.
+    # x[mask] has one dim in place of the masked ones; its size is unknown, and no dim of the values is equal to it.
     target, target_shape = ("", *unmasked), (0, *call.shape()[len(masked) :])
-    return BoundRule((dims, masked, align_names(values, target_shape, target)), (dims,))
+    return BoundRule((dims, masked, align_names(value_shape, target_shape, target)), (dims,))
 
 
 @register_rule_function(aten.select_scatter.default, aten.slice_scatter.default)
 def _dim_scatter_rule(call: OpCall) -> BoundRule:
-    """Return the rule of writing a source into a part of one dim of x, which is gathered; others pass."""
+    """Return the rule of select_scatter or slice_scatter, which write a source into a part of one dim of x.
+
+    That dim is gathered in both; the others pass.
+    """
     names, dim = factor_names(call.ndim("self")), wrap_dim(call["dim"], call.ndim("self"))
-    source_dim = (f"source{dim}",) if call.ndim("src") == len(names) else ()
+    source_dim = (f"source{dim}",) if call.ndim("src") == len(names) else ()  # select_scatter: it has no such dim
     source = (*names[:dim], *source_dim, *names[dim + 1 :])
     return BoundRule((names, source), (names,), dict.fromkeys((names[dim], *source_dim), "whole"))
 
 
 @register_rule_function(aten.index_select.default)
 def _index_select_rule(call: OpCall) -> BoundRule:
-    """Return a rule that gathers the indexed dim; the dim of the index passes, in its place in the result.
+    """Return the rule of index_select, which gathers the indexed dim; the dim of the index takes its place.
 
-    Tensors and indices without dims are supported, as in torch.
+    Tensors and indices without dims are supported, as in torch. `picks` records that the dim of the result selects
+    positions of the indexed dim, so that both can belong to one sequence.
     """
     names, dim = factor_names(call.ndim()), call.dim()
-    index = ("index",) * call.ndim("index")
+    index = ("index",) * call.ndim("index")  # one dim or none
     result = (*names[:dim], *(index or ("",)), *names[dim + 1 :]) if names else ()
+    gathered = names[dim : dim + 1] or index
     picks = {"index": names[dim]} if names and index else {}
-    return BoundRule((names, index), (result,), dict.fromkeys(names[dim : dim + 1] or index, "whole"), picks=picks)
+    return BoundRule((names, index), (result,), dict.fromkeys(gathered, "whole"), picks=picks)
 
 
 @register_rule_function(aten.index_add.default, aten.index_copy.default)
 def _index_write_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of writing rows of a source into x at an index: the other dims pass.
+    """Return the rule of index_add or index_copy, which write the rows of a source to indexed rows of x.
 
-    The dim of x and the index are gathered. None if x has no dims, or the source has another number of dims.
+    The rows of x, the index and the rows of the source are gathered; the other dims pass. None if x has no dims, or
+    the source has another number of dims.
     """
     names, dim = factor_names(call.ndim()), call.dim()
     if not names or call.ndim("source") != len(names):
@@ -185,22 +202,25 @@ def _index_write_rule(call: OpCall) -> BoundRule | None:
 @register_rule_function(aten.index_fill.int_Scalar)
 def _index_fill_rule(call: OpCall) -> BoundRule:
     """Return the rule of writing one value to the indexed positions of a dim, which is gathered."""
-    names, dims = factor_names(call.ndim()), normalize_dims(call["dim"], call.ndim()) if call.ndim() else ()
-    index = factor_names(call.ndim("index"), "index")
-    return BoundRule((names, index), (names,), {f: "whole" for f in (*(names[d] for d in dims), *index)})
+    names, index = factor_names(call.ndim()), factor_names(call.ndim("index"), "index")
+    dims = normalize_dims(call["dim"], call.ndim()) if names else ()
+    gathered = (*(names[d] for d in dims), *index)
+    return BoundRule((names, index), (names,), dict.fromkeys(gathered, "whole"))
 
 
 @register_rule_function(aten.gather.default)
 def _gather_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of gather: dims other than `dim` pass if x and the index have them in equal size.
+    """Return the rule of gather, whose result has the dims of the index.
 
-    torch matches the dims by position from 0 on. x is gathered along `dim`, and the index passes there.
+    Along `dim`, x is gathered and the index passes. Other dims pass if x and the index have equal sizes there; where
+    the index is smaller, torch reads the first positions of x, and both are gathered. None for different numbers of
+    dims, or none.
     """
     if not call.ndim("self") or call.ndim("self") != call.ndim("index"):
         return None
     index, dim = factor_names(call.ndim("index")), call.dim()
-    pairs = enumerate(zip(call.shape("self"), call.shape("index"), strict=True))
-    unequal = [d for d, (a, b) in pairs if not is_same_size(a, b) and d != dim]
+    sizes = zip(call.shape("self"), call.shape("index"), strict=True)
+    unequal = [d for d, (x_size, index_size) in enumerate(sizes) if not is_same_size(x_size, index_size) and d != dim]
     x = replace_dims(index, [dim, *unequal], "x")
     gathered = (x[dim], *(names[d] for names in (x, index) for d in unequal))
     return BoundRule((x, index), (index,), dict.fromkeys(gathered, "whole"))
@@ -210,15 +230,17 @@ def _gather_rule(call: OpCall) -> BoundRule | None:
     *parse_overloads("scatter.reduce scatter.src scatter.value scatter.value_reduce scatter_add scatter_reduce.two")
 )
 def _scatter_rule(call: OpCall) -> BoundRule:
-    """Return the rule of scatter: dims other than `dim` pass if all operands have them in equal size.
+    """Return the rule of scatter into x at an index: dims other than `dim` pass if all operands have equal sizes there.
 
     All other dims of x, the index and the source are gathered.
     """
     names, ndim = factor_names(call.ndim("self")), call.ndim("self")
     shapes = [call.shape(i) for i in range(len(call.operands))]
-    shared = {d for d in range(ndim) if all(len(s) == ndim and is_same_size(s[d], shapes[0][d]) for s in shapes)}
+    shared: set[int] = set()  # dims that pass
+    if all(len(shape) == ndim for shape in shapes):
+        shared = {d for d in range(ndim) if all(is_same_size(shape[d], shapes[0][d]) for shape in shapes)}
     shared.discard(wrap_dim(call["dim"], ndim))
-    others = tuple(
+    others = tuple(  # the index, and the source if it is a tensor
         tuple(names[d] if d in shared else f"operand{i}_{d}" for d in range(len(shape)))
         for i, shape in enumerate(shapes[1:])
     )
@@ -228,9 +250,9 @@ def _scatter_rule(call: OpCall) -> BoundRule:
 
 @register_rule_function(aten.take_along_dim.default)
 def _take_along_dim_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of take_along_dim: as gather, but x and the indices broadcast in the other dims.
+    """Return the rule of take_along_dim: along `dim` x is gathered, and the indices pass.
 
-    None without a dim, for which torch flattens x.
+    Other dims of x and the indices broadcast and pass. None without a dim, for which torch flattens x.
     """
     result = call.result_shapes()[0]
     if call["dim"] is None or call.ndim("self") != call.ndim("indices"):
@@ -248,14 +270,17 @@ def _embedding_rule(call: OpCall) -> BoundRule | None:
 
     With scale_grad_by_freq the indices are gathered, because the gradient counts them over the global batch.
     """
-    return bind_rule(call, "v d, ... -> ... d", whole="v ..." if call["scale_grad_by_freq"] else "v")
+    gathered = "v ..." if call["scale_grad_by_freq"] else "v"
+    return bind_rule(call, "v d, ... -> ... d", whole=gathered)
 
 
 @register_rule_function(aten.one_hot.default)
 def _one_hot_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of one_hot, which adds a dim of classes, or None if their number is not an argument.
+    """Return the rule of one_hot, which adds a dim of v classes and passes the others.
 
-    Each rank would then use its own largest index. `starts_sequence`: replicated indices are sharded for it, because
-    the result is as wide as logits.
+    None if the number of classes is not an argument, as each rank would use its own largest index. With
+    `starts_sequence`, replicated indices are sharded for the op, because its result is as wide as logits.
     """
-    return None if call["num_classes"] == -1 else bind_rule(call, "... -> ... v", starts_sequence=True)
+    if call["num_classes"] == -1:
+        return None
+    return bind_rule(call, "... -> ... v", starts_sequence=True)

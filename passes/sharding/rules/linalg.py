@@ -24,27 +24,33 @@ MATRIX_OPS = parse_overloads("""
 
 @register_rule_function(*MATRIX_OPS)
 def _matrix_rule(call: OpCall) -> BoundRule | None:
-    """Return a rule in which the dims before the last two pass; results may have other dims, or none, after them."""
-    batch, results = call.ndim() - 2, []
-    for shape in call.result_shapes():
-        names = replace_dims(factor_names(len(shape)), range(batch, len(shape)), "new")
-        results.append(names)
-    if batch < 0 or any(len(shape) < batch for shape in call.result_shapes()):
+    """Return the rule of an op on each matrix of a batch, such as det or qr: the batch dims pass.
+
+    The last two dims are gathered. After the batch dims, results may have any dims, or none, as det.
+    """
+    num_batch_dims = call.ndim() - 2
+    result_ndims = [len(shape) for shape in call.result_shapes()]
+    if num_batch_dims < 0 or any(ndim < num_batch_dims for ndim in result_ndims):
         return None
-    rule = along_dims(call, range(batch, call.ndim()))
-    return BoundRule(rule.operands, tuple(results), rule.kinds)
+    results = tuple(replace_dims(factor_names(ndim), range(num_batch_dims, ndim), "new") for ndim in result_ndims)
+    rule = along_dims(call, range(num_batch_dims, call.ndim()))
+    return BoundRule(rule.operands, results, rule.kinds)
 
 
 @register_rule_function(aten.linalg_solve_triangular.default, aten.linalg_solve.default)
 def _solve_rule(call: OpCall) -> BoundRule | None:
-    """Return "... i j, ... j k -> ... i k" without kinds for the batch, and for k where it counts the systems."""
+    """Return the rule of solving A X = B for batches of matrices A (n, n) and B (n, k): the batch dims pass.
+
+    Each column of B is a system of its own, so k passes, too, unless left=False solves X A = B. The dims n are
+    gathered. None if A or B is not a matrix or a batch of matrices.
+    """
     shape = call.result_shapes()[0]
     if call.ndim(0) < 2 or call.ndim(1) != len(shape) or len(shape) < 2 or len(shape) < call.ndim(0):
         return None
-    names = factor_names(len(shape))
-    systems = align_names((*call.shape(0)[:-2], *shape[-2:]), shape, names)[:-2]
-    right = align_names(call.shape(1), shape, names)
-    gathered = names[-2:-1] if call["left"] else names[-2:]
     if call.node.target is aten.linalg_solve.default and call.shape(1)[:-2] != call.shape(0)[:-2]:
-        return None  # the second operand may be a batch of vectors
-    return BoundRule(((*systems, "i", "j"), right), (names,), dict.fromkeys((*gathered, "i", "j"), "whole"))
+        return None  # B may be a batch of vectors
+    names = factor_names(len(shape))
+    batch_of_a = align_names((*call.shape(0)[:-2], *shape[-2:]), shape, names)[:-2]
+    b = align_names(call.shape(1), shape, names)
+    gathered = names[-2:-1] if call["left"] else names[-2:]
+    return BoundRule(((*batch_of_a, "i", "j"), b), (names,), dict.fromkeys((*gathered, "i", "j"), "whole"))

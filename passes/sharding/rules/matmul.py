@@ -32,9 +32,10 @@ rule(
 
 
 def _with_addend(text: str, whole: str) -> RuleFunction:
-    """Return a rule function of an addend plus a product, whose contracted factors are gathered.
+    """Return a rule function for an op that adds an addend, its first operand, to a product, such as addmm.
 
-    The first operand is the addend, which broadcasts.
+    The dims that the product sums over are gathered. If they were sharded, each rank would add the addend to its part
+    of the sum.
 
     Args:
         text: Rule text of the product alone.
@@ -43,7 +44,7 @@ def _with_addend(text: str, whole: str) -> RuleFunction:
     result = text.partition("->")[2].split()
 
     def instantiate(call: OpCall) -> BoundRule | None:
-        """Return the rule of a call, whose addend has the last dims of the result."""
+        """Return the rule of a call; the addend has the last dims of the result, to which it broadcasts."""
         addend = " ".join(result[len(result) - call.ndim() :])
         return bind_rule(call, f"{addend}, {text}", whole=whole)
 
@@ -58,34 +59,35 @@ register_rule_function(aten.baddbmm.default)(_with_addend("b n i, b i m -> b n m
 
 @register_rule_function(aten.linear.default)
 def _linear_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of linear: it sums over the input features i, and gathers them if there is a bias.
+    """Return the rule of linear: "... i, o i -> ... o" with sum="i", or "... i, o i, o -> ... o" with a bias.
 
-    A weight with one dim has no output features o.
+    With a bias, i is gathered, because otherwise each rank would add the bias to its part of the sum. A weight with one
+    dim has no output features o.
     """
-    weight = "o i" if call.ndim("weight") == 2 else "i"
-    result = "... o" if call.ndim("weight") == 2 else "..."
+    out = "o" if call.ndim("weight") == 2 else ""
     if call["bias"] is None:
-        return bind_rule(call, f"... i, {weight} -> {result}", sum="i")
-    return bind_rule(call, f"... i, {weight}, {weight[:-1].strip()} -> {result}", whole="i")
+        return bind_rule(call, f"... i, {out} i -> ... {out}", sum="i")
+    return bind_rule(call, f"... i, {out} i, {out} -> ... {out}", whole="i")
 
 
 @register_rule_function(aten.linalg_matmul.default, aten.matmul.default)
 def _matmul_rule(call: OpCall) -> BoundRule | None:
     """Return the rule of matmul, which sums over i, for vectors, matrices and batches of matrices."""
-    texts = {
+    text_of = {  # (the first operand is a vector, the second one is a vector)
         (True, True): "i, i -> ",
         (True, False): "i, ... i m -> ... m",
         (False, True): "... n i, i -> ... n",
         (False, False): "... n i, ... i m -> ... n m",
     }
-    return bind_rule(call, texts[call.ndim(0) == 1, call.ndim(1) == 1], sum="i")  # by whether an operand is a vector
+    return bind_rule(call, text_of[call.ndim(0) == 1, call.ndim(1) == 1], sum="i")
 
 
 @register_rule_function(aten.einsum.default)
 def _einsum_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule that has the labels (letters) of the equation as factors, or None.
+    """Return the rule of an einsum, whose factors are the labels of the equation: "bi,io->bo" is "b i, i o -> b o".
 
-    There is none if an operand has a label twice (a diagonal), or if the equation sums over the dims of "...".
+    Labels that are not in the result are summed over. None if an operand has a label twice (a diagonal), or if the
+    equation sums over the dims of "...".
     """
     equation = call["equation"].replace(" ", "")
     left, arrow, right = equation.partition("->")
@@ -100,10 +102,11 @@ def _einsum_rule(call: OpCall) -> BoundRule | None:
     if "..." in contracted:
         return None
     text = ", ".join(map(" ".join, operands)) + " -> " + " ".join(result)
-    return bind_rule(call, text, sum=" ".join(sorted(contracted)), lazy=len(operands) == 1 and not contracted)
+    only_permutes = len(operands) == 1 and not contracted
+    return bind_rule(call, text, sum=" ".join(sorted(contracted)), lazy=only_permutes)
 
 
 def _equation_labels(group: str) -> list[str]:
-    """Split the labels of one operand or result of an equation: "ab...c" is a, b, "..." and c."""
+    """Return the labels of one operand or result of an equation: "ab...c" is ["a", "b", "...", "c"]."""
     head, dots, tail = group.partition("...")
     return [*head, *([dots] if dots else []), *tail]

@@ -32,10 +32,10 @@ _gathered_at = partial(along_dims, lazy=True)  # data moves within these dims
 
 
 def _permute_rule(result: Any) -> RuleFunction:
-    """Return a rule function that permutes the dims of the operand.
+    """Return a rule function for an op that permutes the dims of its operand.
 
     Args:
-        result: Function from the names of the operand's dims and the call to those of the result's dims.
+        result: Function (names of the operand's dims, call) -> names of the result's dims.
     """
 
     def instantiate(call: OpCall) -> BoundRule:
@@ -56,9 +56,9 @@ register_rule_function(aten.permute.default)(
 @register_rule_function(*parse_overloads("movedim.int movedim.intlist moveaxis.int moveaxis.intlist"))
 @_permute_rule
 def _move_dims(dims: Dims, call: OpCall) -> Dims:
-    """Return the names with those of `source` at the positions of `destination`, and the others in order."""
+    """Return the names of the result's dims of movedim: those of `source` are at `destination`, the others in order."""
     source, destination = (normalize_dims(call[name], len(dims)) for name in ("source", "destination"))
-    moved = {d: dims[s] for s, d in zip(source, destination, strict=True)}
+    moved = {d: dims[s] for s, d in zip(source, destination, strict=True)}  # by dim of the result
     others = iter(f for f in dims if f not in moved.values())
     return tuple(moved[d] if d in moved else next(others) for d in range(len(dims)))
 
@@ -66,11 +66,11 @@ def _move_dims(dims: Dims, call: OpCall) -> Dims:
 @register_rule_function(*parse_overloads("swapaxes swapdims transpose.int"))
 @_permute_rule
 def _swap_dims(dims: Dims, call: OpCall) -> Dims:
-    """Return the names with those of the two dim arguments swapped."""
+    """Return the names of the result's dims of transpose: those of the two dim arguments are swapped."""
     first, second = ("axis0", "axis1") if "axis0" in call.args else ("dim0", "dim1")
     a, b = call.dim(first), call.dim(second)
-    order = {a: b, b: a}
-    return tuple(dims[order.get(d, d)] for d in range(len(dims)))
+    swapped = {a: b, b: a}
+    return tuple(dims[swapped.get(d, d)] for d in range(len(dims)))
 
 
 rule(aten.diag_embed.default, "... i -> ... i j", whole="i", lazy=True)
@@ -89,21 +89,21 @@ def _reshape_rule(call: OpCall) -> BoundRule:
 
 @register_rule_function(aten.reshape_as.default, aten.view_as.default)
 def _reshape_as_rule(call: OpCall) -> BoundRule:
-    """Return the rule of x.view_as(other), of which only the shape is read (it is marked by `lenders`).
+    """Return the rule of x.view_as(other), which reads only the shape of `other` (`lenders`).
 
-    A rank's shard of `other` has the local shape, so `other` need not be gathered.
+    `other` has the dims of the result. It need not be gathered, because a rank's shard of it has the local shape.
     """
-    rule_ = _reshape_rule(call)
-    return replace(rule_, operands=(*rule_.operands, *rule_.results), lenders=(1,))
+    reshape = _reshape_rule(call)
+    return replace(reshape, operands=(*reshape.operands, *reshape.results), lenders=(1,))
 
 
 @register_rule_function(
     aten.broadcast_tensors.default, aten.broadcast_to.default, aten.expand.default, aten.expand_as.default
 )
 def _expand_rule(call: OpCall) -> BoundRule:
-    """Return the rule of expand: a dim of size 1 that grows has no name in its operand.
+    """Return the rule of expand: a dim of size 1 that is expanded has the name "" in its operand; all others pass.
 
-    The size argument or another operand defines its size; a rank passes its local size there (`sizes`).
+    If the op has an argument with the sizes (`sizes`), a rank passes the local sizes of a sharded result there.
     """
     result = call.result_shapes()[0]
     dims = factor_names(len(result))
@@ -122,10 +122,10 @@ def _unsqueeze_rule(call: OpCall) -> BoundRule:
 
 @register_rule_function(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 def _squeeze_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of squeeze, which removes dims of size 1.
+    """Return the rule of squeeze, which removes the dims of size 1 among the requested ones (all by default).
 
     A requested dim that is longer remains in the result. It is gathered, because a rank's part of it may have size 1,
-    which the local call would remove. None if the number of removed dims differs from that of the result.
+    which the local call would remove. None if it is not known whether a symbolic size is 1.
     """
     shape = call.shape()
     names = factor_names(len(shape))
@@ -142,26 +142,30 @@ def _squeeze_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(aten.repeat.default, aten.tile.default)
 def _repeat_rule(call: OpCall) -> BoundRule:
-    """Return a rule that passes dims that are repeated once; the others are gathered."""
+    """Return the rule of repeat or tile: dims that are not repeated (count 1) pass, and the others are gathered.
+
+    With more counts than dims, the result has new leading dims.
+    """
     counts = call["repeats"] if "repeats" in call.args else call["dims"]
     ndim = max(call.ndim(), len(counts))
     num_new = ndim - call.ndim()  # leading dims of the result that the operand does not have
-    repeats = [1] * (ndim - len(counts)) + list(counts)
+    counts = [1] * (ndim - len(counts)) + list(counts)
     names = factor_names(ndim)
-    changed = [d for d, times in enumerate(repeats) if d < num_new or not is_same_size(as_size(times), 1)]
+    changed = [d for d, count in enumerate(counts) if d < num_new or not is_same_size(as_size(count), 1)]
     kinds = {names[d]: "whole" for d in changed if d >= num_new}
     return BoundRule((names[num_new:],), (replace_dims(names, changed, "new"),), kinds, lazy=True)
 
 
 @register_rule_function(aten.repeat_interleave.self_int)
 def _repeat_interleave_rule(call: OpCall) -> BoundRule | None:
-    """Return a rule that gathers the repeated dim, because its size differs in the result.
+    """Return the rule of repeat_interleave, which gathers the repeated dim, because its size differs in the result.
 
     None without a dim, for which torch flattens x.
     """
     if call["dim"] is None:
         return None
-    return _gathered_at(call, [call.dim()], replace_dims(factor_names(call.ndim()), [call.dim()], "new"))
+    result = replace_dims(factor_names(call.ndim()), [call.dim()], "new")
+    return _gathered_at(call, [call.dim()], result)
 
 
 # Dims of row_stack, vstack, hsplit, dsplit, ..., by the first letter of the name
@@ -169,38 +173,45 @@ DIM_BY_LETTER = {"r": 0, "v": 0, "h": 1, "d": 2}
 
 
 def _dim_argument(call: OpCall, ndim: int) -> int:
-    """Return the dim of a cat, stack or split: its argument, or for hstack, vsplit, .. that of its name."""
-    return wrap_dim(call["dim"], ndim) if "dim" in call.args else min(DIM_BY_LETTER[str(call.node.target)[5]], ndim - 1)
+    """Return the dim of a cat, stack or split: its argument, or for hstack, vsplit, .. that of its first letter."""
+    if "dim" in call.args:
+        return wrap_dim(call["dim"], ndim)
+    op_name = str(call.node.target).removeprefix("aten.")
+    return min(DIM_BY_LETTER[op_name[0]], ndim - 1)  # hstack joins vectors along their only dim
 
 
 @register_rule_function(*parse_overloads("hstack vstack row_stack dstack"))
 def _stacked_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of hstack, vstack, .., as of cat, or None if the op first adds dims to its operands."""
+    """Return the rule of hstack, vstack, ..: that of cat, or None if the op first adds dims to its operands."""
     ndim = len(call.result_shapes()[0])
-    return _cat_rule(call) if all(call.ndim(i) == ndim for i in range(len(call.operands))) else None
+    adds_dims = any(call.ndim(i) != ndim for i in range(len(call.operands)))
+    return None if adds_dims else _cat_rule(call)
 
 
 @register_rule_function(aten.cat.default, aten.concat.default, aten.concatenate.default)
 def _cat_rule(call: OpCall) -> BoundRule:
-    """Return a rule that gathers the dim of all operands, unless all but one are empty, as a new KV cache.
+    """Return the rule of cat, which gathers the joined dim of all operands; the other dims pass.
 
-    Then the dim of that operand passes. torch skips an operand of shape (0,) for any dims of the others.
+    If all operands but one are empty, such as a new KV cache, all dims of that operand pass. An operand of shape (0,)
+    may be joined with operands of any dims: torch skips it.
     """
     ndim = len(call.result_shapes()[0])
     names, dim = factor_names(ndim), _dim_argument(call, ndim)
     shapes = [call.shape(i) for i in range(len(call.operands))]
-    skipped = [len(shape) == 1 and is_same_size(shape[0], 0) and ndim > 1 for shape in shapes]
+    is_skipped = [len(shape) == 1 and is_same_size(shape[0], 0) and ndim > 1 for shape in shapes]
+    nonempty = [i for i, shape in enumerate(shapes) if not is_skipped[i] and not is_same_size(shape[dim], 0)]
     kinds: dict[str, str] = {}
-    nonempty = [i for i, shape in enumerate(shapes) if not skipped[i] and not is_same_size(shape[dim], 0)]
     if len(nonempty) == 1:
-        joined = [names[dim] if i in nonempty else "" for i in range(len(shapes))]
+        joined_names = [names[dim] if i in nonempty else "" for i in range(len(shapes))]
         result = names
     else:
-        joined = [f"part{i}" for i in range(len(shapes))]
-        kinds = {name: "whole" for name, skip in zip(joined, skipped, strict=True) if not skip}
+        joined_names = [f"part{i}" for i in range(len(shapes))]
+        kinds = {name: "whole" for name, skipped in zip(joined_names, is_skipped, strict=True) if not skipped}
         result = (*names[:dim], "all", *names[dim + 1 :])
-    pairs = zip(joined, skipped, strict=True)
-    operands = tuple(("",) if skip else (*names[:dim], name, *names[dim + 1 :]) for name, skip in pairs)
+    operands = tuple(
+        ("",) if skipped else (*names[:dim], joined_name, *names[dim + 1 :])
+        for joined_name, skipped in zip(joined_names, is_skipped, strict=True)
+    )
     return BoundRule(operands, (result,), kinds, lazy=True)
 
 
@@ -215,18 +226,22 @@ def _stack_rule(call: OpCall) -> BoundRule:
 
 @register_rule_function(aten.meshgrid.default, aten.meshgrid.indexing)
 def _meshgrid_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule for vectors, each of which has one dim of the results; None for others."""
+    """Return the rule of meshgrid of vectors: the dim of vector i is dim i of all results. None for other operands.
+
+    With indexing="xy", the first two dims of the results are swapped.
+    """
     if any(call.ndim(i) != 1 for i in range(len(call.operands))):
         return None
     dims = factor_names(len(call.operands))
-    result = (*dims[1::-1], *dims[2:]) if call.get("indexing") == "xy" else dims
+    result = (*reversed(dims[:2]), *dims[2:]) if call.get("indexing") == "xy" else dims
     return BoundRule(tuple((f,) for f in dims), tuple(result for _ in dims), lazy=True)
 
 
 def _pieces_rule(call: OpCall, dim: int, spans: Sequence[tuple[Size, Size]]) -> BoundRule:
-    """Return a rule whose results are contiguous pieces of one dim, for slices and splits.
+    """Return the rule of a slice or split, whose results are contiguous pieces of one dim; the other dims pass.
 
-    Further tensor operands are positions (tensor_split), which are gathered.
+    The dim has the kind "window": a piece with most of the rows may be sharded as the operand. Further tensor operands
+    are positions (tensor_split), which are gathered.
 
     Args:
         call: Call of the op.
@@ -241,40 +256,43 @@ def _pieces_rule(call: OpCall, dim: int, spans: Sequence[tuple[Size, Size]]) -> 
 
 @register_rule_function(aten.flip.default)
 def _flip_rule(call: OpCall) -> BoundRule:
-    """Return a rule that gathers the flipped dims."""
+    """Return the rule of flip, which gathers the flipped dims."""
     return _gathered_at(call, [wrap_dim(d, call.ndim()) for d in call["dims"]])
 
 
 def roll_rule(call: OpCall) -> BoundRule:
-    """Return the rule of a roll with unknown windows, which gathers the dims.
+    """Return the rule of a roll with unknown shifts, which gathers the rolled dims.
 
-    `_sliding_rule` starts from it. Without dims, torch rolls the flattened tensor, and all dims are gathered.
+    `_sliding_rule` starts from it, and lets dims with known shifts be sharded. Without dims, torch rolls the flattened
+    tensor, and all dims are gathered.
     """
     return _gathered_at(call, [wrap_dim(d, call.ndim()) for d in call["dims"] or range(call.ndim())])
 
 
 def pad_rule(call: OpCall) -> BoundRule:
-    """Return the rule of a pad with unknown windows, which gathers the padded dims.
+    """Return the rule of a pad with unknown numbers, which gathers the padded dims.
 
-    `_sliding_rule` starts from it. The argument has pairs (before, after) from the last dim on. A pair of zeros does
-    not change its dim; negative numbers cut it, so that the result is a piece.
+    `_sliding_rule` starts from it, and lets dims with known numbers be sharded. A pad that only cuts (with negative
+    numbers) is a slice.
     """
-    widths = [as_size(w) for w in call["pad"]]
+    widths = [as_size(w) for w in call["pad"]]  # (before, after) for each dim, from the last dim on
     ndim = call.ndim()
-    pairs = {ndim - 1 - i // 2: widths[i : i + 2] for i in range(0, len(widths), 2)}
-    padded = [d for d, pair in pairs.items() if not all(is_same_size(w, 0) for w in pair)]
-    if len(padded) == 1 and all(isinstance(w, int) and w <= 0 for w in pairs[padded[0]]):
-        before, _ = pairs[padded[0]]
-        return _pieces_rule(call, padded[0], [(-before, call.result_shapes()[0][padded[0]])])
+    widths_of_dim = {ndim - 1 - i // 2: widths[i : i + 2] for i in range(0, len(widths), 2)}
+    padded = [d for d, pair in widths_of_dim.items() if not all(is_same_size(w, 0) for w in pair)]
+    if len(padded) == 1 and all(isinstance(w, int) and w <= 0 for w in widths_of_dim[padded[0]]):
+        (dim,) = padded
+        before, _ = widths_of_dim[dim]
+        return _pieces_rule(call, dim, [(-before, call.result_shapes()[0][dim])])
     return _gathered_at(call, padded, replace_dims(factor_names(ndim), padded, "padded"))
 
 
 @register_rule_function(aten.diagonal.default)
 def _diagonal_rule(call: OpCall) -> BoundRule:
-    """Return a rule that gathers both dims, which the result has as one, the last."""
+    """Return the rule of diagonal, which gathers both dims; the result has the diagonal as its last dim."""
     names = factor_names(call.ndim())
     dims = [wrap_dim(call["dim1"], len(names)), wrap_dim(call["dim2"], len(names))]
-    return _gathered_at(call, dims, (*(f for d, f in enumerate(names) if d not in dims), "diagonal"))
+    others = [f for d, f in enumerate(names) if d not in dims]
+    return _gathered_at(call, dims, (*others, "diagonal"))
 
 
 @register_rule_function(aten.tril.default, aten.triu.default)
@@ -286,8 +304,8 @@ def _triangle_rule(call: OpCall) -> BoundRule:
 def unfold_rule(call: OpCall) -> BoundRule:
     """Return the rule of unfold with unknown windows, which gathers the dim.
 
-    `_sliding_rule` starts from it. In the result, windows replace the rows, and a new last dim has the rows of each
-    window.
+    `_sliding_rule` starts from it, and lets a dim with known windows be sharded. The dim of the result counts windows,
+    and a new last dim has the rows of each window.
     """
     dim = wrap_dim(call.get("dim", call.get("dimension")), call.ndim())
     names = factor_names(call.ndim())
@@ -296,17 +314,17 @@ def unfold_rule(call: OpCall) -> BoundRule:
 
 @register_rule_function(aten.select.int, aten.unbind.int)
 def _select_rule(call: OpCall) -> BoundRule:
-    """Return the rule of x[:, i] or of all such slices, which gathers the dim that the result lacks."""
+    """Return the rule of select (x[:, i]) or unbind (all such rows), which gathers the dim that the results lack."""
     names, dim = factor_names(call.ndim()), call.dim()
     return _gathered_at(call, [dim], names[:dim] + names[dim + 1 :])
 
 
 @register_rule_function(aten.slice.Tensor)
 def _slice_rule(call: OpCall) -> BoundRule:
-    """Return the rule of a slice: a piece, or a gathered dim if it has a step or its start is not known.
+    """Return the rule of a slice: a contiguous piece of its dim; the dim is gathered for a step or an unknown start.
 
-    With symbolic sizes a slice is a piece only if torch clamps its start for none of their values. A constant start is
-    clamped here.
+    With symbolic sizes, the start is known only if torch clamps it for none of their values. For a gathered dim,
+    `picks` records that the result selects positions of it, so that both can belong to one sequence.
     """
     dim = call.dim()
     extent, length = call.shape()[dim], call.result_shapes()[0][dim]
@@ -324,7 +342,7 @@ def _slice_rule(call: OpCall) -> BoundRule:
 
 
 def _slice_start(start: Any, end: Any, extent: Size, length: Size) -> Size | None:
-    """Return the start of a slice that is shorter than its dim, or None if torch may clamp it.
+    """Return the start of a slice as a non-negative position, or None if torch may clamp a symbolic start.
 
     Args:
         start: Argument of the slice; None for the start of the dim.
@@ -357,9 +375,9 @@ SPLIT_OPS = parse_overloads("""
 
 @register_rule_function(*SPLIT_OPS)
 def _split_rule(call: OpCall) -> BoundRule:
-    """Return a rule of consecutive pieces, one for each result.
+    """Return the rule of a split or chunk, whose results are consecutive pieces of one dim.
 
-    tensor_split by indices may overlap or leave gaps, in which case its dim is gathered.
+    The pieces of tensor_split by indices may overlap or leave gaps, in which case the dim is gathered.
     """
     dim = _dim_argument(call, call.ndim())
     lengths = [shape[dim] for shape in call.result_shapes()]

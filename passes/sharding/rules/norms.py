@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 
 def _affine_rule(call: OpCall, dims: str, weight_dims: str, whole: str = "") -> BoundRule | None:
-    """Return the rule of a normalization of x with optional weight, bias and running statistics.
+    """Return the rule of a normalization of x with any number of other operands, such as weight and bias.
 
     Args:
         call: Call of the op.
@@ -44,10 +44,12 @@ def _affine_rule(call: OpCall, dims: str, weight_dims: str, whole: str = "") -> 
 def _batch_norm_rule(call: OpCall) -> BoundRule | None:
     """Return the rule of batch norm: in training it gathers batch and positions, otherwise all dims pass.
 
-    Running statistics are replicated, so the channels are gathered, too, if they are updated.
+    In training, running statistics are updated. Each rank has all of them, so the channels are gathered, too.
     """
+    if not call["training"]:
+        return _affine_rule(call, "n c ...", "c")
     whole = "n ..." if call["running_mean"] is None else "n c ..."
-    return _affine_rule(call, "n c ...", "c", whole=whole if call["training"] else "")
+    return _affine_rule(call, "n c ...", "c", whole=whole)
 
 
 @register_rule_function(aten.group_norm.default)
@@ -58,13 +60,15 @@ def _group_norm_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(aten.instance_norm.default)
 def _instance_norm_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of instance norm: it gathers the positions of a channel, unless it reads statistics.
+    """Return the rule of instance norm, which gathers the positions ("...") of each channel.
 
-    Running statistics are replicated means over the batch; if they are updated, all dims are gathered.
+    If it normalizes by running statistics, all dims pass. If it updates running statistics, which every rank has, it
+    gathers all dims.
     """
     if not call["use_input_stats"]:
         return _affine_rule(call, "n c ...", "c")
-    return _affine_rule(call, "n c ...", "c", whole="..." if call["running_mean"] is None else "n c ...")
+    whole = "..." if call["running_mean"] is None else "n c ..."
+    return _affine_rule(call, "n c ...", "c", whole=whole)
 
 
 @register_rule_function(aten.layer_norm.default, aten.rms_norm.default)
@@ -76,7 +80,10 @@ def _layer_norm_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(aten.cosine_similarity.default)
 def _cosine_similarity_rule(call: OpCall) -> BoundRule | None:
-    """Return a rule that gathers the dim of the vectors; None if operands have different numbers of dims."""
+    """Return the rule of cosine similarity, which gathers the dim of the vectors; all other dims pass.
+
+    None if the operands have different numbers of dims.
+    """
     if call.ndim(0) != call.ndim(1) or not call.ndim():
         return None
     names, dim = factor_names(call.ndim()), call.dim()
@@ -86,8 +93,12 @@ def _cosine_similarity_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(aten.pairwise_distance.default)
 def _pairwise_distance_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of the norm of a difference, which gathers the last dim; others broadcast and pass."""
-    return bind_rule(call, f"... d, ... d -> ...{' 1' * call['keepdim']}", whole="d")
+    """Return the rule of pairwise_distance, the norm of x - y along the last dim, which is gathered.
+
+    The other dims broadcast and pass.
+    """
+    result = "... 1" if call["keepdim"] else "..."
+    return bind_rule(call, f"... d, ... d -> {result}", whole="d")
 
 
 @register_rule_function(aten.native_layer_norm.default)
@@ -109,25 +120,26 @@ register_rule_function(aten.glu.default)(resize_dims("dim"))
 
 @register_rule_function(aten._log_softmax.default, aten._softmax.default, aten.log_softmax.int, aten.softmax.int)
 def _softmax_rule(call: OpCall) -> BoundRule:
-    """Return a rule that gathers the dim, because every result is divided by the sum along it.
+    """Return the rule of softmax, which gathers its dim, because every result is divided by a sum along it.
 
-    `normalizes` marks it, so that a softmax before a product is recognized as attention.
+    `normalizes` marks the rule, so that `find_sequences` recognizes a softmax before a product as attention.
     """
     return replace(gathered_dims(call), normalizes=True)
 
 
 @register_rule_function(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
 def _softmax_backward_rule(call: OpCall) -> BoundRule | None:
-    """Return a rule that gathers the normalized dim, because a gradient subtracts a sum along it."""
+    """Return the rule of softmax's backward, which gathers the normalized dim, because it subtracts a sum along it."""
     dims = factor_names(call.ndim())
     return BoundRule((dims, dims), (dims,), {dims[call.dim()]: "whole"})
 
 
 @register_rule_function(aten.native_layer_norm_backward.default)
 def _layer_norm_backward_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of layer norm's backward, where gradients of weight and bias are sums over all rows.
+    """Return the rule of layer norm's backward: it gathers the normalized dims.
 
-    The normalized dims are gathered. Gradients that `output_mask` does not request are no results.
+    Gradients of weight and bias are sums over all rows (kind "sum"). The op has no results for gradients that the
+    argument `output_mask` does not request.
     """
     names = factor_names(call.ndim())
     num_rows = call.ndim() - len(call["normalized_shape"])  # number of dims that are not normalized
@@ -153,11 +165,16 @@ LOSS_RULES = parse_overloads("""
 
 @register_rule_function(*LOSS_RULES)
 def _elementwise_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of a loss of each element, "..., ... -> ...", or of the reduction over all of them."""
+    """Return the rule of an elementwise loss, such as mse_loss.
+
+    It is "..., ... -> ..." without a reduction, and "..., ... -> " with one: all dims have the kind "mean", or "total"
+    for a sum, in which no fill of one operand removes padded rows.
+    """
     operands = ", ".join("..." for _ in call.operands)
     if call["reduction"] == NONE:
         return bind_rule(call, f"{operands} -> ...")
-    return bind_rule(call, f"{operands} -> ", **{_ELEMENTWISE_LOSSES[call["reduction"]]: "..."})
+    kind = _ELEMENTWISE_LOSSES[call["reduction"]]
+    return bind_rule(call, f"{operands} -> ", **{kind: "..."})
 
 
 # dims of operands without and with class weights, and the dims of rows; a rank needs all classes of a row
@@ -171,9 +188,10 @@ ROW_LOSSES = {
 
 @register_rule_function(*ROW_LOSSES)
 def _row_loss_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of a loss of each row n, whose last dim d is gathered; None without a batch.
+    """Return the rule of a loss of each row n, such as triplet_margin_loss, whose last dim d is gathered.
 
-    With a reduction, the rows have its kind: "mean", or "total" for a sum.
+    With a reduction, the rows have the kind "mean", or "total" for a sum, in which no fill of one operand removes
+    padded rows. None without a batch.
     """
     plain, weighted, rows = ROW_LOSSES[call.node.target]
     if call.ndim() < 2:
@@ -186,31 +204,35 @@ def _row_loss_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(aten.cross_entropy_loss.default)
 def _cross_entropy_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of cross entropy, which gathers the classes; the positions pass or are reduced.
+    """Return the rule of cross entropy, which gathers the classes; the other dims (positions) pass or are reduced.
 
-    Targets of the input's shape are class probabilities; other targets are class indices, see `_class_loss_rule`.
+    Targets of the input's shape are class probabilities; other targets are class indices. None if the shapes of input
+    and probabilities are not provably equal.
     """
     if call.ndim("target") != call.ndim("self"):
         return _class_loss_rule(call)
     if not all(is_same_size(a, b) for a, b in zip(call.shape("self"), call.shape("target"), strict=True)):
         return None
     dims, positions = _loss_dims(call)
-    return _reduced_loss(call, (dims, dims), positions, _ELEMENTWISE_LOSSES.get(call["reduction"]), None)
+    kind = _ELEMENTWISE_LOSSES.get(call["reduction"])  # None without a reduction
+    return _reduced_loss(call, (dims, dims), positions, kind, pad=None)
 
 
 @register_rule_function(aten.nll_loss.default, aten.nll_loss2d.default, aten.nll_loss_nd.default)
 def _class_loss_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of a loss with class indices; `pad` fills padded rows of the target: ignore_index."""
+    """Return the rule of a loss with class indices as targets, such as nll_loss, which gathers the classes.
+
+    In a reduction, `pad` fills padded rows of the target (operand 1) with ignore_index, so that they do not count.
+    """
     dims, positions = _loss_dims(call)
-    return _reduced_loss(
-        call, (dims, positions), positions, _REDUCTION_KIND.get(call["reduction"]), (1, call["ignore_index"])
-    )
+    kind = _REDUCTION_KIND.get(call["reduction"])  # None without a reduction
+    return _reduced_loss(call, (dims, positions), positions, kind, pad=(1, call["ignore_index"]))
 
 
 def _loss_dims(call: OpCall) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of the dims of a class loss's input, and those without the classes (the positions).
+    """Return the names of the dims of the input of a loss over classes, and the same without the classes "c".
 
-    The input has the dims (C), (N, C) or (N, C, d1, ...); C has the name "c".
+    The latter are the positions, of which each has a target. The input has the dims (C), (N, C) or (N, C, d1, ...).
     """
     positions = factor_names(call.ndim("self") - 1, "n")
     return (*positions[:1], "c", *positions[1:]), positions

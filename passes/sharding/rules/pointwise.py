@@ -32,7 +32,7 @@ LAZY_OPS = parse_overloads("""
 
 
 def pointwise_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule with "..." for every operand and result, or None without tensors (aten.equal).
+    """Return the rule of an elementwise op, "..., ... -> ..." for two operands: all dims pass; None without tensors.
 
     It is registered for torch's tag `pointwise`, so it is the rule of all ops with this tag and no other rule.
     """
@@ -94,22 +94,22 @@ SMOOTH_OPS = parse_overloads("""
 def is_smooth(node: Node) -> bool:
     """Return True if the call is finite, with finite derivatives, wherever its operands are finite.
 
-    Then it may read any finite padded rows, and `fill_padding.py` need not restore them before it.
+    Padded rows, which fill up shards to equal lengths, may have any finite values before such an op.
     """
     rule = rule_of(node)
     if rule is None or not (rule.lazy or node.target in SMOOTH_OPS):
         return False
     call = OpCall(node)
-    fill, eps = call.get("value"), call.get("eps")
+    fill, eps = call.get("value"), call.get("eps")  # of masked_fill, and of norms
     if isinstance(fill, float) and not math.isfinite(fill):
         return False
     return eps is None or eps > 0
 
 
 def is_pure_move(node: Node) -> bool:
-    """Return True if the op only moves or casts elements.
+    """Return True if the op only moves or casts elements, and is smooth (`is_smooth`).
 
-    Then it may read even padded rows that are infinite or NaN, because it does not mix them with valid rows.
+    Padded rows before such an op may even be infinite or NaN, because it does not mix them with valid rows.
     """
     rule = rule_of(node)
     return rule is not None and rule.lazy and is_smooth(node)

@@ -27,15 +27,12 @@ def _reduce_rule(kind: str) -> RuleFunction:
     """
 
     def instantiate(call: OpCall) -> BoundRule | None:
-        """Return the rule of a call, or None if its result has other dims than its arguments define.
-
-        A reduced dim that `keepdim` keeps has size 1, and the name "" in the result.
-        """
+        """Return the rule of a call; None for all(x, dim=[]), which reduces no dims where other ops reduce all."""
         names = factor_names(call.ndim())
         dims = normalize_dims(call.get("dim"), len(names)) if names else ()
-        with_keepdim = replace_dims(names, dims, "")
-        result = with_keepdim if call.get("keepdim") else tuple(f for f in with_keepdim if f)
-        if len(result) != call.results()[0].ndim:  # all.dims reduces no dims for [], other ops reduce all
+        kept = replace_dims(names, dims, "")  # with keepdim, a reduced dim has size 1, and the name ""
+        result = kept if call.get("keepdim") else tuple(f for f in kept if f)
+        if len(result) != call.results()[0].ndim:
             return None
         return along_dims(call, dims, result, kind)
 
@@ -61,7 +58,10 @@ register_rule_function(aten.topk.default)(resize_dims("dim"))
 
 @register_rule_function(aten.diff.default)
 def _diff_rule(call: OpCall) -> BoundRule:
-    """Return a rule that gathers the dim of the differences; further operands are rows before and after x."""
+    """Return the rule of diff, which gathers the dim of the differences; all other dims pass.
+
+    Further operands are rows that torch prepends or appends to x.
+    """
     names, dim = factor_names(call.ndim()), call.dim()
     operands = tuple(replace_dims(names, [dim], f"operand{i}_") for i in range(len(call.operands)))
     return BoundRule(operands, (replace_dims(names, [dim], "new"),), {operand[dim]: "whole" for operand in operands})

@@ -43,44 +43,43 @@ LINEAR_ATTENTION_DIMS = {
     aten.cummax.default, aten.cummin.default, aten.cumprod.default, aten.cumsum.default, aten.logcumsumexp.default
 )
 def _cumulative_rule(call: OpCall) -> BoundRule:
-    """Return the rule of a scan of torch along its argument `dim`."""
+    """Return the rule of a scan of torch, such as cumsum, along its argument `dim`, which has the kind "scan"."""
     return along_dims(call, [call.dim()], kind="scan")
 
 
 @register_rule_function(sp.scan.default, sp.extremes.default)
 def _scan_rule(call: OpCall) -> BoundRule:
-    """Return "... s ..., ... s ... -> ... s ...", with s of kind "scan", for x and optional segments.
+    """Return the rule of a scan of x, "... s ... -> ... s ..." with s of kind "scan"; its optional segments pass, too.
 
-    Segments have one id per position, or broadcast to x.
+    Segments have an id for each position: one vector, or a tensor that broadcasts to x.
     """
     dims = factor_names(call.ndim())
-    scanned = dims[call.dim() :][:1]
-    segments = [
-        scanned if len(shape) == 1 else align_names(shape, call.shape(), dims)
-        for shape in map(call.shape, range(1, len(call.operands)))
-    ]
+    scanned = dims[call.dim() :][:1]  # () if x has no dims
+    segment_shapes = [call.shape(i) for i in range(1, len(call.operands))]
+    segments = [scanned if len(shape) == 1 else align_names(shape, call.shape(), dims) for shape in segment_shapes]
     return _framed_scan_rule(call, (dims, *segments), dims, scanned)
 
 
 @register_rule_function(sp.linear_scan.default)
 def _linear_scan_rule(call: OpCall) -> BoundRule:
-    """Return "... s ..., ... s ..., ... ... -> ... s ...", with s of kind "scan", for a, b and the state.
+    """Return the rule of h[t] = a[t] * h[t - 1] + b[t], a scan along the dim s of t, which has the kind "scan".
 
-    The op computes h[t] = a[t] * h[t - 1] + b[t]; the optional initial state has no dim s.
+    It is "... s ..., ... s ..., ... ... -> ... s ..." for a, b and the optional initial state, which has no dim s.
     """
     shape, dim = call.result_shapes()[0], call.dim(operand=1)
     names = factor_names(len(shape))
-    rows = tuple(align_names(call.shape(i), shape, names) for i in range(2))
+    a, b = (align_names(call.shape(i), shape, names) for i in range(2))
     state_shape, state_names = shape[:dim] + shape[dim + 1 :], names[:dim] + names[dim + 1 :]
     states = [align_names(call.shape(i), state_shape, state_names) for i in range(2, len(call.operands))]
-    return _framed_scan_rule(call, (*rows, *states), names, names[dim : dim + 1], invariant=(2,))
+    return _framed_scan_rule(call, (a, b, *states), names, names[dim : dim + 1], invariant=(2,))
 
 
 @register_rule_function(sp.affine_scan.default)
 def _affine_scan_rule(call: OpCall) -> BoundRule:
-    """Return "... s k j, ... s j v, ... j v -> ... s k v", with s of kind "scan", for m, b and the state.
+    """Return the rule of h[t] = m[t] @ h[t - 1] + b[t], a scan along the dim s of t, which has the kind "scan".
 
-    The op computes h[t] = m[t] @ h[t - 1] + b[t], so k and j are the same dim of the state, which is gathered.
+    It is "... s k j, ... s k v, ... k v -> ... s k v" for m, b and the optional initial state. k and j are the same dim
+    of the state, which is gathered.
     """
     names = factor_names(call.ndim(1))
     *batch, rows, k, v = names
@@ -91,18 +90,21 @@ def _affine_scan_rule(call: OpCall) -> BoundRule:
 
 @register_rule_function(*LINEAR_ATTENTION_OPS)
 def _linear_attention_rule(call: OpCall) -> BoundRule:
-    """Return "b s h k, b s h k, b s h v, ... -> b s h v", or "-> b h k v" for the state, with s of kind "scan".
+    """Return the rule of linear attention, a scan along the sequence s, which has the kind "scan".
 
-    Each token reads and writes the state (k, v) of its head, so k is gathered. States of documents are (n, h, k, v).
+    It is "b s h k, b s h k, b s h v, ... -> b s h v", or "-> b h k v" for the op that returns the final state. Each
+    token reads and updates the state (k, v) of its head, so k is gathered. With documents (`opened`), there is a state
+    of each of n documents, (n, h, k, v), and the batch is gathered, too.
     """
     operands = [tuple(dims) for name, dims in LINEAR_ATTENTION_DIMS.items() if call[name] is not None]
-    if is_same_size(call.shape("decay")[-1], 1):
+    if is_same_size(call.shape("decay")[-1], 1):  # one decay for all k
         operands[3] = ("b", "s", "h", "")
-    of_documents = call["opened"] is not None
-    invariant = [] if of_documents or call["initial"] is None else [len(operands) - 1]
-    if of_documents:
-        operands[-1] = tuple("nhkv")
-    state, gathered = ("nhkv", "kbn") if of_documents else ("bhkv", "k")
+    state, gathered, invariant = "bhkv", "k", list[int]()
+    if call["opened"] is not None:  # documents
+        state, gathered = "nhkv", "kbn"
+        operands[-1] = tuple(state)
+    elif call["initial"] is not None:
+        invariant = [len(operands) - 1]
     result = tuple("bshv" if call.node.target is sp.linear_attention.default else state)
     return _framed_scan_rule(call, tuple(operands), result, ("s",), invariant=invariant, gathered=gathered)
 
@@ -115,10 +117,11 @@ def _framed_scan_rule(
     invariant: Sequence[int] = (),
     gathered: Sequence[str] = (),
 ) -> BoundRule:
-    """Return the rule of a scan; the frame of a call, if any, defines the placements in it.
+    """Return the rule of a scan, whose scanned dim has the kind "scan".
 
-    Operands with the scanned dim are sharded along it, others are replicated. Their gradients are partial (each rank
-    has a summand), except those of `invariant`.
+    If the call has a frame, it runs on shards and the rule has fixed placements: operands and results with the scanned
+    dim are sharded along it as the frame describes, all others are replicated. Gradients of replicated operands are
+    partial (each rank has a summand), except those of `invariant`.
 
     Args:
         call: Call of the op.

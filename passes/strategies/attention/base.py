@@ -47,11 +47,15 @@ class AttentionPass(DemandPass):
 
     @classmethod
     def on_mesh(cls, ranks: Ranks) -> bool:
-        """Return True if a mesh of this shape selects the strategy, if the user requests none by name."""
+        """Return True if the strategy is used on a mesh of this shape, unless the user requests another one by name."""
         return False
 
     def is_chosen(self, node: Node) -> bool:
-        """Return True if the cost model or the user chose this pass for the node, or the pass runs directly."""
+        """Return True if this strategy may claim the attention.
+
+        `ChooseAttention` has chosen it for the node, or has made no choice and the option `attention` allows it. The
+        default strategy may claim any attention that remains.
+        """
         choice = node_info(node).choice
         strategy = choice.kind if choice is not None else self.job.options.attention
         return self.is_default or strategy in ("auto", self.name)
@@ -83,7 +87,8 @@ def register_strategy(strategy: Strategy, rule: RuleFunction = sharded_attention
 
 def attention_passes() -> list[type[AttentionPass]]:
     """Return the passes of all strategies, in the order in which they run."""
-    return sorted((s.rewrite for s in attention_strategies()), key=lambda p: p.is_default)
+    passes = [strategy.rewrite for strategy in attention_strategies()]
+    return sorted(passes, key=lambda entry: entry.is_default)  # the default one last
 
 
 class ShardedAttention(AttentionPass):
@@ -93,22 +98,24 @@ class ShardedAttention(AttentionPass):
     splits_mask = False  # the op has the argument `mask_rows`, with which a mask is sharded as the queries
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
-        """Return None to claim the demands of a node, else the reason ("" if they do not concern this pass)."""
+        """Return None to claim the demands of a node, else the reason ("" adds no line to the report)."""
         if not self.is_chosen(node):
             return ""
         why = self._refusal(OpCall(node))
-        return why if why is None or self.job.options.attention == self.name else ""
+        is_requested = self.job.options.attention == self.name
+        return why if why is None or is_requested else ""
 
     def _refusal(self, call: OpCall) -> str | None:
-        """Return the reason why the strategy cannot shard an attention, or None."""
+        """Return the reason, for the report, why the strategy cannot shard an attention, or None if it can."""
         query, key, value = (sequence_shard(self.plan, call, i) for i in range(3))
         if query is None:
             return "its queries are not sharded along their sequence"
-        if self.moves_keys and not (key is not None and value is not None and key.has_same_positions(value)):
+        if self.moves_keys and (key is None or value is None or not key.has_same_positions(value)):
             return "its keys and values are not sharded equally along their sequence"
-        if call.get("enable_gqa") and not divides(*head_counts(call)):
-            return f"{head_counts(call)[0]} key heads do not divide {head_counts(call)[1]} query heads"
-        vectors = [*call.get("rows", []), *call.get("cols", [])]
+        key_heads, query_heads = head_counts(call)
+        if call.get("enable_gqa") and not divides(key_heads, query_heads):
+            return f"{key_heads} key heads do not divide {query_heads} query heads"
+        vectors = [*call.get("rows", []), *call.get("cols", [])]  # that the mask indexes: (batch, length)
         if call.ndim(0) != 4 and any(as_sizes(v.meta["val"].shape)[0] != 1 for v in vectors):
             return "its mask differs between batch entries, and its operands have no head dim"
         if has_broadcast_heads(call):
@@ -122,42 +129,38 @@ class ShardedAttention(AttentionPass):
         return None
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        """Replace an attention by the operator of the strategy, with frames of its queries and keys."""
-        call = OpCall(node)
+        """Replace an attention by the op of the strategy on shards; other than four dims are reshaped around it."""
+        call, value, ranks = OpCall(node), node.meta["val"], self.job.ranks
+        shape = as_sizes(value.shape)
         query, key = (sequence_shard(self.plan, call, i) for i in range(2))
         assert query is not None
-        q_frame, k_frame = (self.sizes.list(shard.frame_arg()) if shard is not None else [] for shard in (query, key))
+        q_frame = self.sizes.list(query.frame_arg())
+        k_frame = self.sizes.list(key.frame_arg()) if key is not None else []  # []: every rank has all keys
         with self.graph.inserting_before(node):
-            batch = tuple(as_sizes(node.meta["val"].shape)[:-3])
-            q, k, v = (self._to_four_dims(o, batch, node) for o in call.operands[:3])
+            batch = shape[:-3]
+            qkv = [self._to_four_dims(x, batch, node) for x in call.operands[:3]]
             scores = self._score_arguments(call, batch, node)
-            ranks = self.job.ranks
-            args = (
-                q,
-                k,
-                v,
-                *scores,
-                q_frame,
-                k_frame,
-                ranks.n,
-                ranks.group,
-                self._balance(node),
-                *self.extra_arguments(node),
-            )
+            frames = (q_frame, k_frame, ranks.n, ranks.group)
+            args = (*qkv, *scores, *frames, self._balance(node), *self.extra_arguments(node))
             options = {"mask_rows": True} if self.splits_mask and self._has_mask_rows(call) else None
-            value = node.meta["val"]  # gathered rows need its layout
-            out = value if value.ndim == 4 else self._result(q, v, value.dtype)
+            # The node's own value has the memory layout that a gather of its rows requires.
+            out = value if value.ndim == 4 else self._result(qkv[0], qkv[2], value.dtype)
             new = self.emit(self.op, args, out, node, options)
             self.note(new, self.describe(node))
-            new = self.reshape(new, as_sizes(node.meta["val"].shape), node)
+            new = self.reshape(new, shape, node)
         self.replace(node, new)
 
     def _has_mask_rows(self, call: OpCall) -> bool:
-        """Return True if each rank has, or computes, the rows of the mask for its own queries only."""
+        """Return True if each rank has only the rows of the mask for its queries, or can compute only these.
+
+        It can if an op computes the mask on every rank, and the mask has a row for each query.
+        """
         mask = call.get("attn_mask")
-        if mask is not None and mask_shard(self.plan, call) is not None:
+        if mask is None:
+            return False
+        if mask_shard(self.plan, call) is not None:
             return True
-        if mask is None or mask.op != "call_function" or self.plan.of(mask) != REPLICATE:
+        if mask.op != "call_function" or self.plan.of(mask) != REPLICATE:
             return False
         return call.ndim("attn_mask") > 1 and not is_same_size(call.shape("attn_mask")[SEQUENCE_FROM_END], 1)
 
@@ -170,18 +173,20 @@ class ShardedAttention(AttentionPass):
         return ""
 
     def _balance(self, node: Node) -> bool:
-        """Return the argument `balance`: True if the op itself exchanges rows to a balanced order and back."""
+        """Return the argument `balance`: True if the op exchanges rows to zigzag order before it runs, and back."""
         choice = node_info(node).choice
-        return bool(choice is not None and choice.relayout)
+        return choice is not None and bool(choice.relayout)
 
     def _result(self, q: Node, v: Node, dtype: torch.dtype) -> torch.Tensor:
-        """Return a fake result of the op, (B, H, S, E), for operands that were reshaped to four dims."""
+        """Return the fake result (B, H, S, E) of the op for operands (B, H, S, D) and (B, Hkv, T, E)."""
         query, value = q.meta["val"], v.meta["val"]
         with query.fake_mode:
             return query.new_empty((*query.shape[:3], value.shape[3]), dtype=dtype)
 
     def _to_four_dims(self, x: Node, batch: tuple[Size, ...], node: Node) -> Node:
-        """Reshape (..., H, S, D) to (B, H, S, D), with the batch dims of the result expanded and flattened.
+        """Return an operand with four dims: (..., H, S, D) is expanded to all batch dims, and these are flattened.
+
+        Without a head dim, H is 1.
 
         Args:
             x: The operand.
@@ -189,28 +194,32 @@ class ShardedAttention(AttentionPass):
             node: The attention, whose metadata the new nodes get.
         """
         shape = as_sizes(x.meta["val"].shape)
-        tail = ((1,) * 3 + shape)[-3:]
-        full = (*batch, *tail)
+        heads_rows_width = ((1,) * 3 + shape)[-3:]
+        full = (*batch, *heads_rows_width)
         x = self.reshape(x, (1,) * (len(full) - len(shape)) + shape, node)
         if not is_same_shape(as_sizes(x.meta["val"].shape), full):
             x = self.compute(aten.expand.default, (x, self.sizes.list(full)), node)
-        return self.reshape(x, (size_product(batch), *tail), node)
+        return self.reshape(x, (size_product(batch), *heads_rows_width), node)
 
     def _score_arguments(self, call: OpCall, batch: tuple[Size, ...], node: Node) -> tuple[Any, ...]:
         """Return the arguments of the op that describe mask and scores, in its order.
 
         These are mask, rows, cols, pieces, sizes, predicate, seed, dropout_p, scale, score, heads, tables, sinks, lse.
         """
-        predicate, mask = mask_predicate(call), call.get("attn_mask")
-        lookups = [call.get(name) or [] for name in ("rows", "cols", "pieces", "sizes")]
+        mask = call.get("attn_mask")
         if mask is not None:
             mask = self._mask(mask, batch, node)
-        score, heads = call.get("score") or "", call.get("heads") or []
-        scores = None, call["dropout_p"], call["scale"], score, heads, call.get("tables") or []
-        return mask, *lookups, predicate or "", *scores, call.get("sinks"), bool(call.get("lse"))
+        lookups = [call.get(name) or [] for name in ("rows", "cols", "pieces", "sizes")]  # what the predicate reads
+        predicate, seed = mask_predicate(call) or "", None
+        score, heads, tables = call.get("score") or "", call.get("heads") or [], call.get("tables") or []
+        scores = seed, call["dropout_p"], call["scale"], score, heads, tables
+        return mask, *lookups, predicate, *scores, call.get("sinks"), bool(call.get("lse"))
 
     def _mask(self, mask: Node, batch: tuple[Size, ...], node: Node) -> Node:
-        """Return the mask in four dims; dims of size 1 broadcast unless batch dims are flattened."""
+        """Return the mask with four dims (B, H, S, T), of which those of size 1 broadcast.
+
+        If several batch dims are flattened to B, the mask is expanded to all of them first.
+        """
         shape = as_sizes(mask.meta["val"].shape)
         if len(batch) > 1 and len(shape) > 3:
             return self._to_four_dims(mask, batch, node)
@@ -220,7 +229,7 @@ class ShardedAttention(AttentionPass):
 
 def head_counts(call: OpCall) -> tuple[Any, Any]:
     """Return (number of key heads, number of query heads); 1 for an operand without a head dim."""
-    keys, queries = (call.shape(i)[-3] if call.ndim(i) > 2 else 1 for i in (1, 0))
+    queries, keys = (call.shape(i)[-3] if call.ndim(i) > 2 else 1 for i in range(2))
     return keys, queries
 
 
@@ -231,8 +240,8 @@ def has_broadcast_heads(call: OpCall) -> bool:
     """
     if call.ndim(0) < 3:
         return False
-    heads = [call.shape(i)[-3] if call.ndim(i) >= 3 else 1 for i in range(3)]
-    return heads[1] != heads[2] or heads[0] != as_sizes(call.node.meta["val"].shape)[-3]
+    query_heads, key_heads, value_heads = (call.shape(i)[-3] if call.ndim(i) >= 3 else 1 for i in range(3))
+    return key_heads != value_heads or query_heads != as_sizes(call.node.meta["val"].shape)[-3]
 
 
 def has_fills(call: OpCall) -> bool:
@@ -243,7 +252,9 @@ def has_fills(call: OpCall) -> bool:
     mask = call.get("attn_mask")
     if may_have_fills(call.get("score") or ""):
         return True
-    if mask is None or not mask.meta["val"].is_floating_point() or masks_all_weight(call):
+    if mask is None or not mask.meta["val"].is_floating_point():
+        return False
+    if masks_all_weight(call):  # with sinks, masked keys have weight 0 in any case
         return False
     return mask in fill_nodes(call.node.graph.owning_module)
 

@@ -8,7 +8,6 @@ selective policy are unchanged.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import replace
 from typing import Any
 
@@ -31,30 +30,30 @@ class SaveAttentionOutputs(Pass):
     def apply(self, gm: GraphModule, job: Any) -> int:
         """Mark the results of attention in checkpointed regions as saved, and return their number.
 
-        Unchanged are regions with a selective policy, and all of them if the results exceed the memory of the device.
+        Regions with a selective policy of the user are unchanged. So are all regions if the results, together with all
+        other values, would exceed the memory of the device, and no values may be offloaded.
         """
         found = [node for node in all_attention_nodes(gm) if "ac_graph_id" in node.meta and not has_policy(node)]
         if not found:
             return 0
-        times = [job.times(node) for node in found]
-        nbytes, memory = (
-            sum(map(operator.mul, map(_output_bytes, found), times)),
-            job.memory[-1] if job.memory else None,
-        )
-        what = f"results of {sum(times)} attentions in checkpointed regions, {nbytes / GIB:.2f} GiB"
+        counts = [job.times(node) for node in found]  # the number of equal layers that each node represents
+        nbytes = sum(count * _output_bytes(node) for node, count in zip(found, counts))
+        memory = job.memory[-1] if job.memory else None
+        subject = f"results of {sum(counts)} attentions in checkpointed regions, {nbytes / GIB:.2f} GiB"
         if memory is not None and job.options.offload == "never" and memory.used_with_tiles + nbytes > memory.device:
             why = f"with all other values they exceed the {memory.device / GIB:.1f} GiB of the device"
-            self.notes.append(Note(NoteKind.RECOMPUTED, "attention", why, where=what))
+            self.notes.append(Note(NoteKind.RECOMPUTED, "attention", why, where=subject))
             return 0
         if memory is not None:
             job.memory[-1] = replace(memory, saved=memory.saved + nbytes)
         for node in found:
             mark_saved(node)
-        self.notes.append(Note(NoteKind.SAVED, "attention", "the backward does not recompute them", where=what))
+        self.notes.append(Note(NoteKind.SAVED, "attention", "the backward does not recompute them", where=subject))
         return len(found)
 
 
 def _output_bytes(node: Node) -> int:
-    """Return the bytes that saving an attention takes: its result (B, H, s, E), and a log-sum-exp per row."""
+    """Return the bytes of an attention's result (B, H, s, E) and of the log-sum-exps, one float32 for each row."""
     x = node.meta["val"]
-    return int(current_bytes(x) + size_hint(x.numel()) // size_hint(x.shape[-1]) * 4)
+    num_rows = size_hint(x.numel()) // size_hint(x.shape[-1])
+    return int(current_bytes(x) + num_rows * 4)

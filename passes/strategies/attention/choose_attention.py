@@ -69,7 +69,10 @@ class ChooseAttention(Pass):
     provides = frozenset({"chosen attention"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Set the choice of every sharded attention, and the row order of the program (`job.folds`).
+        """Choose a strategy for every sharded attention (`NodeInfo.choice`), and the row order of the program.
+
+        For each order of rows that is possible, the best strategy of each attention is found; the order with the fewest
+        predicted seconds is used. `job.folds` identifies it.
 
         Args:
             gm: The graph.
@@ -94,10 +97,11 @@ class ChooseAttention(Pass):
             machines = {n: replace(machine, memory=memory.available) for n, machine in machines.items()}
         orders = candidate_orders(list(shapes.values()), plan, job)
         decisions = {order: _decide_all(shapes, machines, order, plan, job) for order in orders}
-        seconds = {order: sum(d.nodes * d.chosen.seconds for d in found) for order, found in decisions.items()}
-        for order, found in decisions.items():
-            if order.is_balanced and found:
-                seconds[order] += balancing_seconds(d.shape for d in found)
+        seconds: dict[RowOrder, float] = {}
+        for order, of_order in decisions.items():
+            seconds[order] = sum(d.nodes * d.chosen.seconds for d in of_order)
+            if order.is_balanced and of_order:
+                seconds[order] += balancing_seconds(d.shape for d in of_order)
         order = min(decisions, key=lambda order: seconds[order])
         folds = order.folds
         if order.is_balanced and not balanced_inputs(job) and all(d.chosen.ring == 1 for d in decisions[order]):
@@ -138,26 +142,27 @@ class ChooseAttention(Pass):
             SpError: The option names the order. If inputs arrive in it, sets the job's refusal instead.
         """
         has_balanced_inputs = bool(balanced_inputs(job))
-        without_ring = {d.node for d in found if d.chosen.ring == 1}  # in the program's order between its exchanges
+        # Attention without a ring has full sequences in the program's own order between its exchanges.
+        without_ring = {d.node for d in found if d.chosen.ring == 1}
         refusal = balanced_layout_refusal([n for n in attention_nodes(gm) if n not in without_ring], plan, job)
-        if has_balanced_inputs or job.options.layout != "auto":
+        if has_balanced_inputs or job.options.layout != "auto":  # the order is required
             if refusal is not None and not job.inputs:
                 raise refusal.error()
             job.refusal = refusal
             return balanced
-        why = refusal.text if refusal is not None else ""
-        best = min((order for order in seconds if not order.is_balanced), key=lambda order: seconds[order])
-        reorder_seconds, results = (0.0, "") if why else unpermute_seconds(gm, plan, job)
-        saved_seconds = seconds[best] - seconds[balanced]
-        if reorder_seconds > saved_seconds:
-            why = (
-                f"{results}, would take {reorder_seconds * 1e3:.3f} ms to reorder where the next graph does not use "
-                f"its order, and balancing saves {saved_seconds * 1e3:.3f} ms"
-            )
-        if not why:
+        best_other = min((order for order in seconds if not order.is_balanced), key=lambda order: seconds[order])
+        if refusal is not None:
+            self._reject_balanced(refusal.text)
+            return best_other
+        reorder_seconds, results = unpermute_seconds(gm, plan, job)
+        saved_seconds = seconds[best_other] - seconds[balanced]
+        if reorder_seconds <= saved_seconds:
             return balanced
-        self._reject_balanced(why)
-        return best
+        self._reject_balanced(
+            f"{results}, would take {reorder_seconds * 1e3:.3f} ms to reorder where the next graph does not use "
+            f"its order, and balancing saves {saved_seconds * 1e3:.3f} ms"
+        )
+        return best_other
 
     def _reject_balanced(self, why: str) -> None:
         """Add a line to the report that states why the load-balanced order is not used."""
@@ -171,7 +176,7 @@ def _decide_all(
     plan: PlacementPlan,
     job: PassContext,
 ) -> list[AttentionDecision]:
-    """Return the decision for each attention if the program has its rows in this order.
+    """Return the best strategy of each attention if the program has its rows in this order.
 
     Args:
         shapes: The sizes of each attention.
@@ -181,18 +186,20 @@ def _decide_all(
         job: The context of the compilation.
     """
     decisions = []
+    is_requested = _requested_strategy(job) != "auto"
     for node, shape in shapes.items():
-        found = candidates_in_order(replace(shape, order=order), machines[node])
-        choice = _choose_candidate(found, node, plan, job)
-        if choice is not None:
-            decisions.append(
-                AttentionDecision(shape, found, choice, job.times(node), _requested_strategy(job) != "auto", node=node)
-            )
+        candidates = candidates_in_order(replace(shape, order=order), machines[node])
+        chosen = _choose_candidate(candidates, node, plan, job)
+        if chosen is not None:
+            decisions.append(AttentionDecision(shape, candidates, chosen, job.times(node), is_requested, node=node))
     return decisions
 
 
 def _is_shardable(node: Node, plan: PlacementPlan) -> bool:
-    """Return True if the cost model covers an attention, whose q, k, v are sharded along their sequence."""
+    """Return True if a strategy is chosen for an attention by cost: q, k and v are sharded along their sequence.
+
+    Other attention is for the passes of strategies to claim or refuse.
+    """
     call = OpCall(node)
     is_sharded = all(sequence_shard(plan, call, i) is not None for i in range(3))
     has_demand = any(d.node is node and d.kind == "attend" for d in plan.demands)
@@ -202,9 +209,10 @@ def _is_shardable(node: Node, plan: PlacementPlan) -> bool:
 def _choose_candidate(
     found: Iterable[Candidate], node: Node, plan: PlacementPlan, job: PassContext
 ) -> Candidate | None:
-    """Return the best candidate that options and sizes allow; None if a pass explains why there is none.
+    """Return the best candidate that options and sizes allow.
 
-    If no candidate fits in memory, the smallest one is chosen.
+    If no candidate fits in memory, it is the smallest one. The result is None if there is none, and the pass of a
+    strategy reports why.
 
     Args:
         found: The candidates of all strategies.
@@ -215,26 +223,28 @@ def _choose_candidate(
     Raises:
         SpError: The requested strategy does not support the attention.
     """
-    even = all(_has_even_chunks(plan.of(o), job.ranks.n) for o in OpCall(node).operands[:2])
-    allowed = [c for c in found if _is_allowed(c, job) and (even or not c.relayout)]
+    can_relayout = all(_has_even_chunks(plan.of(x), job.ranks.n) for x in OpCall(node).operands[:2])
+    allowed = [c for c in found if _is_allowed(c, job) and (can_relayout or not c.relayout)]
     requested = STRATEGIES.get(_requested_strategy(job))
-    if has_fills(OpCall(node)):
+    if has_fills(OpCall(node)):  # results over blocks of keys cannot be merged
         allowed = [c for c in allowed if not STRATEGIES[c.kind].rewrite.merges_blocks]
         if requested is not None and requested.rewrite.merges_blocks:
             return None
     supported = [c for c in allowed if c.legal is None]
     if supported:
         return choose_attention(supported)
-    if large := [c for c in allowed if not c.fits]:
-        return min(large, key=lambda c: (c.memory, c.seconds))
+    too_large = [c for c in allowed if not c.fits]
+    if too_large:
+        return min(too_large, key=lambda c: (c.memory, c.seconds))
     if requested is None or requested.rewrite.is_explained:
         return None
-    if job.inputs and any(c.legal is None and c.kind == requested.name for c in found):
+    is_possible_elsewhere = any(c.legal is None and c.kind == requested.name for c in found)  # in another layout
+    if job.inputs and is_possible_elsewhere:
         options = job.options
         raise SpError(
             "SP403",
-            f"layout={options.layout!r}: attention={options.attention!r} uses the layout of an earlier graph, which is "
-            f"different, in {describe_node(node)}.",
+            f"layout={options.layout!r} is not supported with attention={options.attention!r} in "
+            f"{describe_node(node)}: an earlier graph returned its inputs in another layout.",
         )
     raise _unsupported_error(node, job, allowed, {c.kind for c in found if c.legal is None})
 
@@ -250,38 +260,41 @@ def _unsupported_error(node: Node, job: PassContext, allowed: Iterable[Candidate
     """
     n, (key_heads, heads), requested = job.ranks.n, head_counts(OpCall(node)), job.options.attention
     why = "; ".join(f"{c.kind} (ulysses {c.ulysses} x ring {c.ring}): {c.legal}" for c in allowed)
-    cause = (
-        f"attention={requested!r} does not support {heads} query heads and {key_heads} key heads on {n} ranks"
-        + (f", {job.ranks.ulysses} of them along the mesh's 'ulysses' axis" if job.ranks.ulysses else "")
-        + f", in {describe_node(node)}: "
-        + (why or f"no number of Ulysses ranks u with 1 < u < {n} divides both {n} and the query heads")
-    )
+    if not why:  # a hybrid without a possible number of Ulysses ranks has no candidates
+        why = f"no number of Ulysses ranks u with 1 < u < {n} divides both {n} and the query heads"
+    of_mesh = f", {job.ranks.ulysses} of them along the mesh's 'ulysses' axis" if job.ranks.ulysses else ""
+    sizes = f"{heads} query heads and {key_heads} key heads on {n} ranks{of_mesh}"
+    values = ", ".join(map(repr, ["auto", *sorted(alternatives)]))
     return SpError(
-        "SP401", f"{cause}.", f"Use attention={', '.join(map(repr, ['auto', *sorted(alternatives)]))}, or another mesh."
+        "SP401",
+        f"attention={requested!r} does not support {sizes}, in {describe_node(node)}: {why}.",
+        f"Use attention={values}, or another mesh.",
     )
 
 
 def _is_allowed(candidate: Candidate, job: PassContext) -> bool:
     """Return True if the options `attention`, `mesh` and `layout` allow a candidate.
 
-    A relayout moves the rows to another order for one attention only. A requested order other than the contiguous one
-    is that of the whole program, so that no relayout is allowed.
+    A candidate with a relayout moves the rows to another order for one attention only. If an order other than the
+    contiguous one is requested, it is that of the whole program, so that no relayout is allowed.
     """
     if _requested_strategy(job) not in ("auto", candidate.kind):
         return False
-    # a hybrid of another size than that of the mesh's axis
-    if 1 < candidate.ulysses < job.ranks.n and job.ranks.ulysses not in (None, candidate.ulysses):
+    is_hybrid = 1 < candidate.ulysses < job.ranks.n
+    if is_hybrid and job.ranks.ulysses not in (None, candidate.ulysses):  # the mesh has another "ulysses" axis
         return False
     requested = LAYOUTS.get(job.options.layout)
-    if requested is not None and not requested.is_in_order:
-        return not candidate.relayout
-    return requested is None or LAYOUTS[candidate.layout].is_in_order
+    if requested is None:  # "auto"
+        return True
+    return LAYOUTS[candidate.layout].is_in_order if requested.is_in_order else not candidate.relayout
 
 
 def _requested_strategy(job: PassContext) -> str:
-    """Return the strategy that the user requested by name or by the mesh, or "auto"."""
-    on_mesh = [s.name for s in attention_strategies() if s.rewrite.on_mesh(job.ranks)]
-    return on_mesh[0] if on_mesh and job.options.attention == "auto" else job.options.attention
+    """Return the strategy that the user requested by name, or else by the shape of the mesh, or "auto"."""
+    if job.options.attention != "auto":
+        return job.options.attention
+    of_mesh = [strategy.name for strategy in attention_strategies() if strategy.rewrite.on_mesh(job.ranks)]
+    return of_mesh[0] if of_mesh else "auto"
 
 
 def _has_even_chunks(have: object, n: int) -> bool:
@@ -300,9 +313,9 @@ def _attention_shape(node: Node, plan: PlacementPlan, job: PassContext, trained:
     A strategy that is requested by name is used with a sharded mask, too, and gathers the mask if it needs all rows.
     """
     call = OpCall(node)
-    mask_rows = call.get("attn_mask") is not None and mask_shard(plan, call) is not None
-    q, k, v = ([size_hint(s) for s in operand.meta["val"].shape] for operand in call.operands[:3])
-    predicate = mask_predicate(call)
+    is_mask_sharded = call.get("attn_mask") is not None and mask_shard(plan, call) is not None
+    q, k, v = ([size_hint(size) for size in operand.meta["val"].shape] for operand in call.operands[:3])
+    predicate = mask_predicate(call)  # None for a mask that is known as a tensor only
     causal, window = (False, None) if predicate is None else _predicate_bounds(predicate, q[-2], k[-2])
     return AttentionShape(
         n=job.ranks.n,
@@ -317,7 +330,7 @@ def _attention_shape(node: Node, plan: PlacementPlan, job: PassContext, trained:
         causal=causal,
         window=window,
         mask=predicate is None,
-        mask_rows=mask_rows and _requested_strategy(job) == "auto",
+        mask_rows=is_mask_sharded and _requested_strategy(job) == "auto",
         documents=predicate is not None and is_within_documents(predicate),
         kernel=_kernel_rate(call, predicate, window, max(q[-1], v[-1]), trained),
         training=node in trained,
@@ -325,12 +338,12 @@ def _attention_shape(node: Node, plan: PlacementPlan, job: PassContext, trained:
 
 
 def _planned_device(q: Node) -> torch.device:
-    """Return the device for which times are predicted: that of a tensor, a GPU for the meta device."""
+    """Return the device for which times are predicted: that of the queries, or a GPU for the meta device."""
     return torch.device("cuda") if q.meta["val"].is_meta else q.meta["val"].device
 
 
 def _operand_dtype(x: Node, node: Node) -> torch.dtype:
-    """Return the dtype in which the attention reads an operand, that of autocast if it is enabled."""
+    """Return the dtype in which an attention reads an operand x: that of autocast, if it is enabled at the node."""
     return autocast_dtype(node, x.meta["val"], _planned_device(OpCall(node).operands[0]).type)
 
 
@@ -347,51 +360,61 @@ def _kernel_rate(
         trained: The nodes with gradients.
     """
     q, mask = call.operands[0], call.get("attn_mask")
-    kind = Kind.PACKED if predicate and is_within_documents(predicate) else Kind.BAND if window else Kind.FULL
-    kind = kind if mask is None else Kind.MASKED
-    bias = None if mask is None or mask.meta["val"].dtype == torch.bool else _operand_dtype(mask, call.node)
-    of_scores = call["dropout_p"] > 0, bool(call.get("score")), bias, mask in trained
-    seen = Window(window - 1, 0) if window else FULL_WINDOW
-    return expected_kernel(
-        KernelKey(_planned_device(q), _operand_dtype(q, call.node), kind, head_dim, MANY_NODES, *of_scores, seen)
-    ).rate
+    if mask is not None:
+        kind = Kind.MASKED
+    elif predicate and is_within_documents(predicate):
+        kind = Kind.PACKED
+    else:
+        kind = Kind.BAND if window else Kind.FULL
+    bias_dtype = None if mask is None or mask.meta["val"].dtype == torch.bool else _operand_dtype(mask, call.node)
+    has_dropout, has_score = call["dropout_p"] > 0, bool(call.get("score"))
+    scores = has_dropout, has_score, bias_dtype, mask in trained  # what a kernel must support
+    visible = Window(window - 1, 0) if window else FULL_WINDOW
+    key = KernelKey(_planned_device(q), _operand_dtype(q, call.node), kind, head_dim, MANY_NODES, *scores, visible)
+    return expected_kernel(key).rate
 
 
 def _predicate_bounds(predicate: str, queries: int, keys: int) -> tuple[bool, int | None]:
-    """Return (True if no query sees later keys, the number of visible keys up to its own or None for all).
+    """Return (True if the mask is causal: no query sees later keys; the number of keys that a query sees).
 
-    The bounds are found by evaluation of the predicate at a few queries, for the predicted work of the attention.
+    The latter is that of a sliding window, counted up to the query's own key, or None if there is no window. Both are
+    found by evaluation of the mask at a few queries; they are used only to predict the work of the attention.
 
     Args:
         predicate: The mask as a condition on q and k.
         queries: The number of queries.
         keys: The number of keys.
     """
-    box = {name: (-math.inf, math.inf) for name in predicate_symbols(predicate)}
+    unknown = {name: (-math.inf, math.inf) for name in predicate_symbols(predicate)}  # ranges of other symbols
 
-    def none(q: tuple[int, int], k: tuple[int, int]) -> bool:
-        """Return True if no query of a range attends to a key of a range."""
-        return evaluate_over(predicate, {**box, "q": q, "k": k}) is False
+    def sees_none(query: int, first_key: int, last_key: int) -> bool:
+        """Return True if a query attends to none of a range of keys."""
+        return evaluate_over(predicate, {**unknown, "q": (query, query), "k": (first_key, last_key)}) is False
 
     last = min(queries, keys) - 1
-    causal = last > 0 and none((0, 0), (1, last)) and none((last // 2,) * 2, (last // 2 + 1, last))
     if last < 1:
-        return causal, None
-    reaches = [_max_visible_keys(none, query) for query in (last, last * 7 // 8, last * 2 // 3)]
-    return causal, None if None in reaches else max(r for r in reaches if r is not None)
+        return False, None
+    middle = last // 2
+    causal = sees_none(0, 1, last) and sees_none(middle, middle + 1, last)
+    windows = [_max_visible_keys(sees_none, query) for query in (last, last * 7 // 8, last * 2 // 3)]
+    known_windows = [window for window in windows if window is not None]
+    return causal, max(known_windows) if len(known_windows) == len(windows) else None
 
 
-def _max_visible_keys(none: Callable[..., bool], query: int) -> int | None:
-    """Return the maximum number of keys up to its own that a query sees, or None for all, by bisection.
+def _max_visible_keys(sees_none: Callable[[int, int, int], bool], query: int) -> int | None:
+    """Return the number of keys that a query sees, counted back from its own, or None if it sees the first key.
 
     Args:
-        none: Returns True if no query of a range (first, last) sees a key of a range (first, last).
+        sees_none: Returns True if a query attends to none of the keys from a first to a last one.
         query: The position of the query.
     """
-    if not none((query, query), (0, 0)):
+    if not sees_none(query, 0, 0):
         return None
-    near, far = 0, query  # keys at distance `far` and beyond are not visible
-    while far - near > 1:
-        middle = (near + far) // 2
-        near, far = (near, middle) if none((query, query), (0, query - middle)) else (middle, far)
-    return far
+    visible, hidden = 0, query  # distances from the query; all keys at `hidden` and beyond are not visible
+    while hidden - visible > 1:  # bisection
+        middle = (visible + hidden) // 2
+        if sees_none(query, 0, query - middle):
+            hidden = middle
+        else:
+            visible = middle
+    return hidden

@@ -32,11 +32,15 @@ class ExpandHeads(DemandPass):
     provides = frozenset({"planned"})
 
     def __init__(self, *args: Any, except_on: tuple[str, ...] = ("cpu",), **options: Any) -> None:
+        """Create the pass; `except_on` has the types of devices whose kernels support grouped heads with a mask."""
         super().__init__(*args, **options)
         self.except_on = except_on
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Repeat the heads of each masked attention that the passes have grouped; return their number."""
+        """Repeat the key and value heads of each masked attention whose heads a pass has grouped; return their number.
+
+        The fused kernels of CUDA do not support a mask together with grouped heads.
+        """
         target = aten.scaled_dot_product_attention.default
         nodes = [n for n in gm.graph.find_nodes(op="call_function", target=target) if self._needs_expansion(n)]
         for node in nodes:
@@ -44,20 +48,22 @@ class ExpandHeads(DemandPass):
         return len(nodes)
 
     def _needs_expansion(self, node: Node) -> bool:
-        """Return True for attention with a mask and heads that a pass has grouped, if no kernel supports both."""
+        """Return True for attention with a mask and grouped heads, on a device without a fused kernel for both.
+
+        Heads that the user's program has grouped are excluded.
+        """
         call = OpCall(node)
-        grouped = node_info(node).grouped and call["enable_gqa"]
-        return grouped and call["attn_mask"] is not None and node.meta["val"].device.type not in self.except_on
+        grouped_by_pass = node_info(node).grouped and call["enable_gqa"]
+        return grouped_by_pass and call["attn_mask"] is not None and node.meta["val"].device.type not in self.except_on
 
     def _expand(self, node: Node) -> None:
         """Repeat the key and value heads of an attention to the number of query heads."""
         call = OpCall(node)
-        num_heads = call.shape(0)[HEADS]
+        query, *keys_and_values = call.operands[:3]
+        repeated = []
         with self.graph.inserting_before(node):
-            key, value = (
-                self.repeat_each(call.operands[i], HEADS, exact_quotient(num_heads, call.shape(i)[HEADS]), node)
-                for i in (1, 2)
-            )
-        node.args, node.kwargs = call.with_operands(
-            [call.operands[0], key, value, *call.operands[3:]], enable_gqa=False
-        )
+            for i, x in enumerate(keys_and_values, 1):
+                times = exact_quotient(call.shape(0)[HEADS], call.shape(i)[HEADS])
+                repeated.append(self.repeat_each(x, HEADS, times, node))
+        operands = [query, *repeated, *call.operands[3:]]
+        node.args, node.kwargs = call.with_operands(operands, enable_gqa=False)

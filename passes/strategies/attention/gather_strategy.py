@@ -43,12 +43,18 @@ class GatherKeys(ShardedAttention):
 
 
 def _gather_candidates(shape: AttentionShape, machine: Machine, layout: str) -> Iterator[Candidate]:
-    """Yield the candidate of the strategy, with predicted seconds and memory (`Strategy.candidates`)."""
+    """Yield the one candidate of the strategy, with predicted seconds of forward and backward and bytes of memory.
+
+    Args:
+        shape: The sizes of the attention.
+        machine: The predicted speed of kernels and collectives.
+        layout: The order of the sequence.
+    """
     n, kv_bytes = shape.n, shape.head_bytes.keys
     imbalance = shape.imbalance(n, layout)
     compute = machine.attention(shape.flops * imbalance, shape.kv_len)
-    # A causal mask splits the keys of a run of queries into a full and a diagonal block, which are merged. Zigzag keys
-    # form two runs, too.
+    # A rank has one run of rows, or two in zigzag order; keys are gathered run by run. For a run of queries, a causal
+    # mask splits the keys into a full and a diagonal block, whose results are merged: 3 calls.
     runs = LAYOUTS[layout].chunks
     calls = (3 if shape.causal else 1) * runs * machine.call
     gather = runs * machine.seconds("all_gather", kv_bytes / runs, n) + machine.copy(2 * n * kv_bytes)
@@ -60,24 +66,30 @@ def _gather_candidates(shape: AttentionShape, machine: Machine, layout: str) -> 
         forward += machine.copy(shape.merge_bytes)
         backward += machine.copy(shape.accumulate_bytes)
     memory: float = n * kv_bytes
-    # The backward has its maximum in the kernel (keys, values, their gradients in the accumulation dtype, workspace),
-    # or after it (these gradients, and a packed copy that is sent). The gradient of the queries is added.
     if shape.training:
-        inside = shape.workspace(1, shape.kv_len // runs)
-        memory = max(memory * (1 + shape.widening) + inside, 2 * n * kv_bytes * shape.widening) + shape.gradient_bytes
-    yield Candidate("gather", 1, n, layout, forward, backward, memory, (runs, 2 * runs), folds_keys=False)
+        # The maximum is in the kernel of the backward (keys, values, their gradients in the accumulation dtype,
+        # workspace), or after it (these gradients, and a packed copy that is sent). Gradients of queries are added.
+        in_kernel = memory * (1 + shape.widening) + shape.workspace(1, shape.kv_len // runs)
+        after_kernel = 2 * n * kv_bytes * shape.widening
+        memory = max(in_kernel, after_kernel) + shape.gradient_bytes
+    rounds = (runs, 2 * runs)  # collectives of forward and backward
+    yield Candidate("gather", 1, n, layout, forward, backward, memory, rounds, folds_keys=False)
 
 
 def _gather_sends(call: OpCall, n: int) -> tuple[Size, Size]:
-    """Return the bytes that one rank sends for a call of the op, forward and backward, for the report."""
+    """Return (bytes that one rank sends in the forward, in the backward) for a call of the op, for the report.
+
+    The backward gathers the keys again, and reduces and scatters their gradients.
+    """
     heads = head_bytes(call)
-    keys = heads.keys if len(call["k_frame"]) else 0
-    others = relayout_bytes(call, heads.queries + heads.results, n) + collective_bytes("all_gather", keys, n)
-    return others, others + collective_bytes("reduce_scatter", keys * heads.widening, n)
+    key_bytes = heads.keys if len(call["k_frame"]) else 0  # without a frame, every rank has all keys
+    relayout = relayout_bytes(call, heads.queries + heads.results, n)
+    forward = relayout + collective_bytes("all_gather", key_bytes, n)
+    return forward, forward + collective_bytes("reduce_scatter", key_bytes * heads.widening, n)
 
 
 def _declare_gather(call: OpCall, ranks: Ranks) -> None:
-    """Declare the routes of the exchanges of the op, when a program that contains it is lowered."""
+    """Declare the routes (which rank sends to which) of the op's exchanges, when a program with it is lowered."""
     routes.declare_attention_routes(ranks.group, 1, ranks.n)
 
 

@@ -45,29 +45,27 @@ class HybridAttention(ShardedAttention):
 
     @classmethod
     def on_mesh(cls, ranks: Ranks) -> bool:
-        """Return True if a mesh of this shape selects the strategy."""
+        """Return True if the mesh has a "ulysses" axis of some, but not all ranks, which selects the strategy."""
         return ranks.ulysses not in (None, 1, ranks.n)
 
     def unsupported_reason(self, call: OpCall) -> str | None:
-        """Return None if a number of Ulysses ranks divides the ranks and the query heads.
+        """Return None if a number of Ulysses ranks divides the ranks and the query heads; else raise an error.
 
         Raises:
-            SpError: No such number exists, or that of the mesh does not divide them.
+            SpError: No such number exists, or that of the mesh does not divide them (SP401).
         """
         if self._ulysses(call) is not None:
             return None
         n, (_, heads) = self.job.ranks.n, head_counts(call)
-        own = self.job.ranks.ulysses
-        which = (
-            f"the mesh's 'ulysses' axis has {own} ranks, which do not divide"
-            if own
-            else f"no number of Ulysses ranks u with 1 < u < {n} divides"
-        )
-        cause = f"attention='hybrid': {which} both the {n} ranks and the {heads} query heads"
+        if self.job.ranks.ulysses:
+            subject = f"the mesh's 'ulysses' axis has {self.job.ranks.ulysses} ranks, which do not divide"
+        else:
+            subject = f"no number of Ulysses ranks u with 1 < u < {n} divides"
+        cause = f"attention='hybrid': {subject} both the {n} ranks and the {heads} query heads"
         raise SpError("SP401", f"{cause} of {describe_node(call.node)}.")
 
     def extra_arguments(self, node: Node) -> tuple[Any, ...]:
-        """Return the arguments that only the op of this strategy has."""
+        """Return the arguments that only sp::hybrid_attention has: (Ulysses ranks, path of the gradients of keys)."""
         return self._ulysses(OpCall(node)), ring_grads(node)
 
     def describe(self, node: Node) -> str:
@@ -77,14 +75,14 @@ class HybridAttention(ShardedAttention):
         return f"heads over {ulysses} neighbors, a ring of {self.job.ranks.n // ulysses} such groups"
 
     def _ulysses(self, call: OpCall) -> int | None:
-        """Return the number of neighbors U: the chosen one, that of the mesh, or the largest possible one.
+        """Return the number of neighbors that exchange heads: as chosen, or that of the mesh, or the largest possible.
 
-        None if no proper divisor of the number of ranks divides the query heads.
+        It must divide the ranks and the query heads; the result is None if there is no such number.
         """
         choice = node_info(call.node).choice
-        n, (_, heads) = self.job.ranks.n, head_counts(call)
         if choice is not None:
             return choice.ulysses
+        n, (_, heads) = self.job.ranks.n, head_counts(call)
         of_mesh = self.job.ranks.ulysses
         for u in [of_mesh] if of_mesh else range(n - 1, 1, -1):
             if n % u == 0 and divides(u, heads):
@@ -93,34 +91,44 @@ class HybridAttention(ShardedAttention):
 
 
 def _hybrid_candidates(shape: AttentionShape, machine: Machine, layout: str) -> Iterator[Candidate]:
-    """Yield a candidate for each possible U, with predicted seconds and memory, see `Strategy.candidates`."""
+    """Yield a candidate for each possible number u of Ulysses ranks, with predicted seconds and bytes of memory.
+
+    It is a ring of n / u places, with two all-to-all more in forward and backward, and the memory of what they return.
+
+    Args:
+        shape: The sizes of the attention.
+        machine: The predicted speed of kernels and collectives.
+        layout: The order of the sequence.
+    """
     for u in range(2, shape.n):
         if shape.n % u == 0 and shape.heads % u == 0:
-            seconds, exchanged = exchange_seconds(shape, machine, u), exchanged_memory(shape, u)
-            ring_machine = replace(machine, memory=max(machine.memory - exchanged, 1.0))
+            seconds, exchanged_bytes = exchange_seconds(shape, machine, u), exchanged_memory(shape, u)
+            ring_machine = replace(machine, memory=max(machine.memory - exchanged_bytes, 1.0))
             ring = ring_candidate(shape, ring_machine, layout, u)
             yield replace(
                 ring,
                 kind="hybrid",
                 forward=seconds + ring.forward,
                 backward=seconds + ring.backward,
-                memory=ring.memory + exchanged,
+                memory=ring.memory + exchanged_bytes,
                 rounds=(2 + ring.rounds[0], 2 + ring.rounds[1]),
             )
 
 
 def _hybrid_sends(call: OpCall, n: int) -> tuple[Size, Size]:
-    """Return the bytes that one rank sends for a call of the op, forward and backward, for the report."""
-    heads, u = head_bytes(call), call["ulysses"]
-    others = collective_bytes("all_to_all", heads.exchange_bytes(u), u) + relayout_bytes(
-        call, heads.exchange_bytes(1), n
+    """Return (bytes that one rank sends in the forward, in the backward) for a call of the op, for the report."""
+    heads, u = head_bytes(call), call["ulysses"]  # u neighbors exchange heads for rows
+    exchange = collective_bytes("all_to_all", heads.exchange_bytes(u), u)
+    relayout = relayout_bytes(call, heads.exchange_bytes(1), n)  # rows to zigzag order and back, if requested
+    places = n // u
+    ring_forward, ring_backward = ring_send_bytes(
+        heads.repeat_keys(u), heads.widening, call["grads"], places, hops=places - 1
     )
-    there, back = ring_send_bytes(heads.repeat_keys(u), heads.widening, call["grads"], n // u, n // u - 1)
-    return others + there, others + back
+    return exchange + relayout + ring_forward, exchange + relayout + ring_backward
 
 
 def _declare_hybrid(call: OpCall, ranks: Ranks) -> None:
-    """Declare the routes of the exchanges of the op, when a program that contains it is lowered."""
+    """Declare the routes (which rank sends to which) of the op's exchanges, when a program with it is lowered."""
     routes.declare_attention_routes(ranks.group, call["ulysses"], ranks.n // call["ulysses"])
 
 

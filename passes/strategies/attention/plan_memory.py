@@ -40,9 +40,9 @@ LOSS_OPS = frozenset({aten.cross_entropy_loss.default})
 def memory_needed(
     gm: GraphModule, plan: PlacementPlan, job: PassContext, trained: set[Node], device: float
 ) -> RankMemory:
-    """Return the memory that one rank needs outside of attention, for a graph in the global view.
+    """Estimate the memory that one rank needs outside of attention, for a graph in the global view.
 
-    `ChooseAttention` reserves the rest of the device's memory for attention.
+    `ChooseAttention` then chooses attention that fits into the rest of the device's memory.
 
     Args:
         gm: The graph.
@@ -58,29 +58,32 @@ def memory_needed(
     inputs = [node for op in ("placeholder", "get_attr") for node in gm.graph.find_nodes(op=op) if is_tensor(node)]
     state = _state_bytes(inputs, plan, n) if job.repeats is None else job.repeats.weights
     weights, gradients = state.sharded_bytes(n) if options.state == "sharded" else (state.parameters, state.trainable)
-    saved = Counter[Node]()
-    for value, times in _saved_values(trained, job):
-        saved[value] = max(times, saved[value])
+    counts = Counter[Node]()  # of saved values; above 1 for a node that represents equal layers
+    for value, count in _saved_values(trained, job):
+        counts[value] = max(count, counts[value])
     losses = [node for node in trained if node.target in LOSS_OPS]
-    nbytes = {node: _rank_bytes(node.args[0], plan, n, 4) for node in losses}
-    tiled = sum(nbytes[node] for node in losses if options.tiles != "never" and _is_loss_of_product(node, trained))
-    known = sum(_rank_bytes(node, plan, n) * saved[node] for node in saved.keys() - inputs) + sum(nbytes.values())
-    may = isinstance(options.tiles, str)  # or tiles are used in any case
+    loss_bytes = {node: _rank_bytes(node.args[0], plan, n, 4) for node in losses}  # of their log_softmax in float32
+    tileable = [node for node in losses if options.tiles != "never" and _is_loss_of_product(node, trained)]
+    tiled_bytes = sum(loss_bytes[node] for node in tileable)
+    saved_bytes = sum(_rank_bytes(value, plan, n) * counts[value] for value in counts.keys() - inputs)
+    saved_bytes += sum(loss_bytes.values())
+    uses_tiles = not isinstance(options.tiles, str)  # requested by number; else they are used if memory is short
     return RankMemory(
         device=device,
         state=state,
         weights=weights + state.buffers,
         gradients=gradients,
-        saved=known if may else known - tiled,
-        tiled=tiled if may else 0,
+        saved=saved_bytes - tiled_bytes if uses_tiles else saved_bytes,
+        tiled=0 if uses_tiles else tiled_bytes,
     )
 
 
 def _state_bytes(inputs: Iterable[Node], plan: PlacementPlan, n: int) -> ModelBytes:
-    """Return the bytes of the weights of a graph on one rank, in total and of the largest layer.
+    """Return the bytes of the weights of a graph on one rank: of parameters, those with gradients, buffers, and layers.
 
     Args:
-        inputs: The inputs and attributes of the graph; numbers in their names identify layers.
+        inputs: The inputs and attributes of the graph. Names such as "self_modules_layers_modules_0_..." identify the
+            layer of a parameter.
         plan: The placements.
         n: The number of ranks.
     """
@@ -88,17 +91,22 @@ def _state_bytes(inputs: Iterable[Node], plan: PlacementPlan, n: int) -> ModelBy
         node: _rank_bytes(node, plan, n) for node in inputs if node.op == "get_attr" or node_info(node).parameter
     }
     parameters = [node for node in weights if node_info(node).requires_grad or "_parameters_" in node.name]
-    units: Counter[str] = Counter()
+    layer_bytes: Counter[str] = Counter()  # by the first part of the name, up to the number of the layer
     for node in parameters:
-        found = re.match(r".*?_modules_\d+(?=_)", node.name)
-        units[found[0] if found else ""] += weights[node]
-    total, rest = sum(weights[node] for node in parameters), units.pop("", 0)
-    learned = sum(weights[node] for node in parameters if node_info(node).requires_grad)
-    return ModelBytes(total, learned, sum(weights.values()) - total, max(units.values(), default=0), rest)
+        match = re.match(r".*?_modules_\d+(?=_)", node.name)
+        layer_bytes[match[0] if match else ""] += weights[node]
+    outside_layers = layer_bytes.pop("", 0)
+    largest_layer = max(layer_bytes.values(), default=0)
+    total = sum(weights[node] for node in parameters)
+    trainable = sum(weights[node] for node in parameters if node_info(node).requires_grad)
+    return ModelBytes(total, trainable, sum(weights.values()) - total, largest_layer, outside_layers)
 
 
 def _is_loss_of_product(node: Node, trained: set[Node]) -> bool:
-    """Return True if a loss reads one product row by row, so that both can run in tiles."""
+    """Return True if a loss reads the result of one product, up to ops with one operand, so that both can run in tiles.
+
+    An example is cross_entropy(linear(h, w).float(), targets).
+    """
     while True:
         operands = [operand for operand in node.all_input_nodes if operand in trained]
         if len(operands) != 1 and node.target not in LOSS_OPS:
@@ -112,38 +120,61 @@ def _is_loss_of_product(node: Node, trained: set[Node]) -> bool:
 
 
 def _saved_values(trained: Iterable[Node], job: PassContext) -> Iterator[tuple[Node, int]]:
-    """Yield each saved value and its count: shared values of a layer once per reader, all others once."""
+    """Yield (value, count) for the values that the forward saves for the backward; a value may be repeated.
+
+    These are operands of products and attention, and results of attention and softmax. A checkpointed region saves the
+    values that enter it. The count is the number of equal layers that the node represents, or 1 for a value that all
+    layers share.
+
+    Args:
+        trained: The nodes that gradients reach.
+        job: The context.
+    """
     for node in trained:
-        region = node.meta.get("ac_graph_id")
+        region = node.meta.get("ac_graph_id")  # the checkpointed region of the node
         if region is None and node.target in OUTPUT_SAVING_OPS:
             yield node, job.times(node)
         for operand in node.all_input_nodes:
-            enters = operand.meta.get("ac_graph_id") != region
-            if operand in trained and (enters if region is not None else _backward_reads_operands(node)):
+            if operand not in trained:
+                continue
+            enters_region = operand.meta.get("ac_graph_id") != region
+            is_saved = _backward_reads_operands(node) if region is None else enters_region
+            if is_saved:
                 value = _storage_owner(operand) if region is None else operand
                 yield value, job.times(node) if node_layer(value) else 1
 
 
 def _backward_reads_operands(node: Node) -> bool:
-    """Return True if the backward reads the operands, so that they are saved: attention and products."""
+    """Return True for attention and products, whose backward reads their operands."""
     _, rule = lookup_rule(node) or (None, None)
-    return node.target in ATTENTION or (rule is not None and rule.is_contraction and node.target not in LOSS_OPS)
+    is_product = rule is not None and rule.is_contraction and node.target not in LOSS_OPS
+    return node.target in ATTENTION or is_product
 
 
 def _storage_owner(node: Node) -> Node:
-    """Return the value that owns the memory of a node, so that views of it are counted once."""
-    while (source := move_source(node)) is not None and is_tensor(source):
+    """Return the value of which a node is a view or a copy without a cast, so that saved views are counted once.
+
+    A value in a checkpointed region is not saved, so a view of it counts by itself.
+    """
+    source = move_source(node)
+    while source is not None and is_tensor(source):
         x, y = source.meta["val"], node.meta["val"]
         if x.dtype != y.dtype or x.numel() != y.numel() or source.meta.get("ac_graph_id") is not None:
             return node
-        node = source
+        node, source = source, move_source(source)
     return node
 
 
 def _rank_bytes(node: Node, plan: PlacementPlan, n: int, least: int = 0) -> int:
-    """Return the bytes of a value on one rank, with at least `least` bytes per element."""
-    value = node.meta["val"]
+    """Return the bytes of a value on one rank, 0 for a value that is no tensor.
+
+    Args:
+        node: The node of the value.
+        plan: The placements.
+        n: The number of ranks.
+        least: The minimum number of bytes of an element.
+    """
     if not is_tensor(node):
         return 0
-    full = current_bytes(value, least)
-    return -(-full // n) if isinstance(plan.of(node), Shard) else full
+    full_bytes = current_bytes(node.meta["val"], least)
+    return -(-full_bytes // n) if isinstance(plan.of(node), Shard) else full_bytes

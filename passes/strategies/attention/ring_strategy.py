@@ -48,7 +48,7 @@ class RingAttention(ShardedAttention):
     splits_mask = True
 
     def extra_arguments(self, node: Node) -> tuple[Any, ...]:
-        """Return the arguments that only the op of this strategy has."""
+        """Return the arguments that only sp::ring_attention has: (steps of the ring, path of the gradients of keys)."""
         return self._ring_steps(node), ring_grads(node)
 
     def describe(self, node: Node) -> str:
@@ -57,70 +57,75 @@ class RingAttention(ShardedAttention):
         return f"{shifts} shifts of keys and values forward, at most {2 * shifts + 1} backward"
 
     def _ring_steps(self, node: Node) -> int:
-        """Return the number of steps of the ring: 1 + the hops to the last rank whose keys a query may see.
+        """Return the number of steps of the ring: in step s, a rank attends to the keys of the rank s places before it.
 
-        It is the number of ranks unless the mask proves that fewer are sufficient, as for a sliding window.
+        It is the number of ranks, unless the mask proves that queries see only keys of nearer ranks, as for a sliding
+        window over rows in order.
         """
         call, n = OpCall(node), self.job.ranks.n
         query, key = (sequence_shard(self.plan, call, i) for i in range(2))
         predicate = mask_predicate(call)
         if not predicate or query is None or key is None or self._balance(node):
             return n
-        rows, in_order = query.frame.local_length(n), query.frame.order.is_in_order and query.frame.start == 0
-        if not query.has_same_positions(key) or not isinstance(rows, int) or not in_order:
+        rows = query.frame.local_length(n)
+        is_in_order = query.frame.order.is_in_order and query.frame.start == 0
+        if not query.has_same_positions(key) or not isinstance(rows, int) or not is_in_order:
             return n
         return 1 + max_hops(predicate, n, rows)
 
 
 @lru_cache(maxsize=256)
 def max_hops(predicate: str, n: int, rows: int) -> int:
-    """Return the largest distance, in hops, from a rank to an earlier rank whose keys its queries may see.
+    """Return the largest number of hops s for which queries of some rank r may see keys of rank r - s (modulo n).
 
-    A condition on the distance of a key from its query is equal for all ranks whose keys come from earlier ranks, and
-    for all other ranks, so it is evaluated once for each of the two cases.
+    The mask is a conjunction. Its conditions on the distance of a key from its query, such as q - k < 128, have one
+    result for all ranks r >= s, whose keys are s ranks before them, and one for all r < s, whose keys come from later
+    ranks. They are evaluated first, for one rank of each kind; only then is the full mask evaluated for each rank.
 
     Args:
-        predicate: The mask.
+        predicate: The mask, as a condition on the positions q and k.
         n: The number of ranks.
         rows: Rows of a rank.
 
     Returns:
         The number of hops, 0 to n - 1.
     """
-    free = {name: (-math.inf, math.inf) for name in predicate_symbols(predicate)}
-    near = [c for c in split_conjuncts(predicate) if depends_on_distance(c, ())]  # such as "q - k < 128"
+    unknown = {name: (-math.inf, math.inf) for name in predicate_symbols(predicate)}  # ranges of other symbols
+    distance_conditions = [c for c in split_conjuncts(predicate) if depends_on_distance(c, ())]
 
-    def can_see(condition: str, rank: int, step: int) -> bool:
-        """Return True if queries of a rank may satisfy a condition with the keys of a step."""
-        keys = _rank_rows((rank - step) % n, rows)
-        return evaluate_over(condition, {**free, "q": _rank_rows(rank, rows), "k": keys}) is not False
+    def may_hold(condition: str, rank: int, hops: int) -> bool:
+        """Return True if a condition may hold for queries of a rank and the keys that arrive after some hops."""
+        keys = _rank_rows((rank - hops) % n, rows)
+        return evaluate_over(condition, {**unknown, "q": _rank_rows(rank, rows), "k": keys}) is not False
 
-    for step in reversed(range(n)):
-        for example, ranks in ((n - 1, range(step, n)), (0, range(step))):
-            if all(can_see(c, example, step) for c in near) and any(can_see(predicate, rank, step) for rank in ranks):
-                return step
+    for hops in reversed(range(n)):
+        for example, ranks in ((n - 1, range(hops, n)), (0, range(hops))):
+            is_near = all(may_hold(condition, example, hops) for condition in distance_conditions)
+            if is_near and any(may_hold(predicate, rank, hops) for rank in ranks):
+                return hops
     return 0
 
 
 def _rank_rows(rank: int, rows: int) -> tuple[int, int]:
-    """Return the first and the last position of the rows of a rank."""
+    """Return the first and the last position of the rows of a rank, which has `rows` adjacent ones."""
     return rank * rows, (rank + 1) * rows - 1
 
 
 def ring_grads(node: Node) -> str:
-    """Return the chosen path of the gradients of keys and values to their rank.
+    """Return how gradients of keys and values return to the rank that owns these.
 
-    "travel": around the ring with the keys; "scatter": in one reduce_scatter at the end.
+    "travel": around the ring with the keys, the default; "scatter": by one reduce_scatter at the end.
     """
     choice = node_info(node).choice
-    return choice.ring_grads or "travel" if choice is not None else "travel"
+    return (choice.ring_grads if choice is not None else "") or "travel"
 
 
 def ring_candidate(shape: AttentionShape, machine: Machine, layout: str, ulysses: int = 1) -> Candidate:
-    """Return the candidate for a ring of `n / ulysses` places.
+    """Return the candidate for a ring of `n / ulysses` places, with the faster path of the gradients of keys.
 
-    Each place has the rows of `ulysses` neighbors and a share of the heads. The times are seconds of one rank: of the
-    attention of a step (`compute`), a shift (`hop`), and either path of the gradients (`travel`, `scatter`).
+    Each place has the rows of `ulysses` neighbors and a share of the heads. All times are seconds of one rank: of the
+    attention of a step (`compute`), of a shift (`hop_seconds`), and of both paths of the gradients, around the ring
+    (`travel`) or by one reduce_scatter (`scatter`).
 
     Args:
         shape: The sizes of the attention.
@@ -131,42 +136,48 @@ def ring_candidate(shape: AttentionShape, machine: Machine, layout: str, ulysses
     Returns:
         The candidate.
     """
-    size, chunks = shape.n // ulysses, LAYOUTS[layout].chunks
+    places, chunks = shape.n // ulysses, LAYOUTS[layout].chunks
     kv_bytes = shape.head_bytes.repeat_keys(ulysses)
-    grads = kv_bytes * shape.widening
-    hops = _needed_hops(shape, size) if ulysses == 1 else size - 1
+    grad_bytes = kv_bytes * shape.widening
+    hops = _needed_hops(shape, places) if ulysses == 1 else places - 1
     keys = ulysses * shape.kv_rows / chunks
-    imbalance = shape.imbalance(size, layout)
+    imbalance = shape.imbalance(places, layout)
     compute = machine.attention(shape.flops * imbalance, keys) / machine.ring_efficiency / (hops + 1)
     # Zigzag: every step has two blocks, and half of the queries participate in three of four.
     blocks, share = (2, 0.75) if chunks > 1 else (1, 1.0)
     calls = (blocks * (hops + 1) + hops) * machine.call
-    hop, grad_hop = machine.seconds("shift", kv_bytes, shape.n), machine.seconds("shift", grads, shape.n)
+    hop_seconds = machine.seconds("shift", kv_bytes, shape.n)
+    grad_hop_seconds = machine.seconds("shift", grad_bytes, shape.n)
 
-    forward = calls + compute + hops * machine.together(compute, hop)
+    forward = calls + compute + hops * machine.together(compute, hop_seconds)
     forward += hops * share * machine.copy(shape.merge_bytes)
-    back = BACKWARD_FLOPS * compute
-    backward = calls + back + hops * share * machine.copy(shape.accumulate_bytes)
+    compute_backward = BACKWARD_FLOPS * compute
+    backward = calls + compute_backward + hops * share * machine.copy(shape.accumulate_bytes)
     # Current and next keys, and the accumulators with their increments.
     memory: float = 2 * kv_bytes + shape.heads * shape.out_bytes * (1 + shape.widening)
     if shape.training:
         workspace = shape.workspace(ulysses, ulysses * shape.kv_rows)
-        memory = max(memory, 2 * kv_bytes + 2 * shape.gradient_bytes + 3 * grads + workspace)
+        memory = max(memory, 2 * kv_bytes + 2 * shape.gradient_bytes + 3 * grad_bytes + workspace)
     last_hop = 1 if hops else 0  # from the last rank to the owner; none if no rank needs keys of another one
-    travel = hops * (machine.together(back, hop + grad_hop) + machine.copy(3 * grads)) + last_hop * grad_hop
-    scatter = hops * machine.together(back, hop) + machine.seconds("all_gather", grads, size, ulysses)
-    parts = memory + 2 * size * grads  # every part, and all of them packed
-    if forward + backward + travel <= TIE_RATIO * (forward + backward + scatter) or parts > machine.memory:
+    travel_step = machine.together(compute_backward, hop_seconds + grad_hop_seconds) + machine.copy(3 * grad_bytes)
+    travel = hops * travel_step + last_hop * grad_hop_seconds
+    scatter = hops * machine.together(compute_backward, hop_seconds)
+    scatter += machine.seconds("all_gather", grad_bytes, places, ulysses)
+    scatter_memory = memory + 2 * places * grad_bytes  # the gradients of all keys, and a packed copy of them
+    is_travel_faster = forward + backward + travel <= TIE_RATIO * (forward + backward + scatter)
+    if is_travel_faster or scatter_memory > machine.memory:
         rounds = (hops, 2 * hops + last_hop)
-        return Candidate("ring", ulysses, size, layout, forward, backward + travel, memory, rounds, "travel")
-    return Candidate("ring", ulysses, size, layout, forward, backward + scatter, parts, (hops, hops + 1), "scatter")
+        return Candidate("ring", ulysses, places, layout, forward, backward + travel, memory, rounds, "travel")
+    backward, rounds = backward + scatter, (hops, hops + 1)
+    return Candidate("ring", ulysses, places, layout, forward, backward, scatter_memory, rounds, "scatter")
 
 
 def _needed_hops(shape: AttentionShape, size: int) -> int:
-    """Return the predicted number of hops of a ring of `size` places, which a causal window reduces."""
+    """Return the predicted hops of keys in a ring of `size` places: size - 1, or fewer for a causal window."""
     if shape.window is None or not shape.causal or shape.q_len != shape.kv_len:
         return size - 1
-    return window_hops(shape.window, -(-shape.q_len // size), size)
+    rows = -(-shape.q_len // size)  # of a place, rounded up
+    return window_hops(shape.window, rows, size)
 
 
 def ring_send_bytes(keys: Size, widening: int, grads: str, size: int, hops: int) -> tuple[Size, Size]:
@@ -182,17 +193,18 @@ def ring_send_bytes(keys: Size, widening: int, grads: str, size: int, hops: int)
     Returns:
         Bytes of the forward and of the backward.
     """
-    home = hops + 1 if grads == "travel" and hops else size - 1
+    # Gradients travel with the keys and one hop further, or a reduce_scatter sends all parts but that of the rank.
+    grad_sends = hops + 1 if grads == "travel" and hops else size - 1
     shifts = hops * collective_bytes("shift", keys, size)
-    return shifts, shifts + home * widening * keys
+    return shifts, shifts + grad_sends * widening * keys
 
 
 def _ring_sends(call: OpCall, n: int) -> tuple[Size, Size]:
-    """Return the bytes that one rank sends for a call of the op, forward and backward, for the report."""
+    """Return (bytes that one rank sends in the forward, in the backward) for a call of the op, for the report."""
     heads = head_bytes(call)
-    moved = relayout_bytes(call, heads.exchange_bytes(1), n)
-    there, back = ring_send_bytes(heads.keys, heads.widening, call["grads"], n, call["steps"] - 1)
-    return moved + there, moved + back
+    relayout = relayout_bytes(call, heads.exchange_bytes(1), n)
+    forward, backward = ring_send_bytes(heads.keys, heads.widening, call["grads"], n, hops=call["steps"] - 1)
+    return relayout + forward, relayout + backward
 
 
 register_strategy(

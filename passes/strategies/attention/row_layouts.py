@@ -34,7 +34,7 @@ BALANCE_SECONDS, BALANCE_SECONDS_PER_ROW = 3e-3, 5e-8
 
 
 def candidate_orders(shapes: Iterable[AttentionShape], plan: PlacementPlan, job: PassContext) -> list[RowOrder]:
-    """Return the orders to evaluate, in order of preference between equally fast ones.
+    """Return the orders of rows, such as zigzag, in which the attention of a program may run; the cost model chooses.
 
     Args:
         shapes: The sizes of each attention.
@@ -42,42 +42,45 @@ def candidate_orders(shapes: Iterable[AttentionShape], plan: PlacementPlan, job:
         job: The context.
 
     Returns:
-        The orders.
+        The orders; of equally fast ones, the first is preferred.
     """
-    requested = LAYOUTS.get(job.options.layout)
+    requested = LAYOUTS.get(job.options.layout)  # None for layout="auto"
     if job.ranks.n == 1:
         return [CONTIGUOUS]
-    if balanced_inputs(job):
+    if balanced_inputs(job):  # an earlier graph returned inputs in this order
         return [BALANCED]
     if requested is not None and requested.is_balanced and shapes:
         return [requested]
     for order in (requested, row_order(job.folds)):
-        if order is not None and order.chunks > 1:
+        if order is not None and order.chunks > 1:  # zigzag, requested or that of the inputs
             return [order]
     if requested is not None:
         return [CONTIGUOUS]
-    supported = {True: any(shape.documents for shape in shapes), False: _is_permutable(plan, job)}
-    return [order for order in LAYOUTS.values() if order.is_in_order or supported[order.is_balanced]]
+    can_balance, can_fold = any(shape.documents for shape in shapes), _is_permutable(plan, job)
+    possible = {order: can_balance if order.is_balanced else can_fold for order in LAYOUTS.values()}
+    return [order for order in LAYOUTS.values() if order.is_in_order or possible[order]]
 
 
 def _is_permutable(plan: PlacementPlan, job: PassContext) -> bool:
     """Return True if no op and no caller depends on the order of the sequence, so that zigzag is possible."""
-    has_no_order = not job.inputs and not _has_local_outputs(job)
-    return has_no_order and not any(d.kind in ORDERED_ROWS and d.node.op != "output" for d in plan.demands)
+    if job.inputs or _has_local_outputs(job):  # sharded inputs and outputs='local' have contiguous rows
+        return False
+    return not any(d.kind in ORDERED_ROWS and d.node.op != "output" for d in plan.demands)
 
 
 def _has_local_outputs(job: PassContext) -> bool:
-    """Return True if a result is the contiguous rows of this rank (outputs='local')."""
-    return "local" in ([job.outputs] if isinstance(job.outputs, str) else job.outputs)
+    """Return True if the program returns the contiguous rows of this rank (outputs='local'), for any output."""
+    outputs = [job.outputs] if isinstance(job.outputs, str) else job.outputs
+    return "local" in outputs
 
 
 def balancing_seconds(shapes: Iterable[AttentionShape]) -> float:
-    """Return the host seconds that load balancing takes for one graph."""
+    """Return the seconds in which the host computes the load-balanced order of rows for one graph."""
     return BALANCE_SECONDS + BALANCE_SECONDS_PER_ROW * max(shape.q_len for shape in shapes)
 
 
 def balanced_layout_refusal(nodes: Iterable[Node], plan: PlacementPlan, job: PassContext) -> Refusal | None:
-    """Return the reason why the program cannot run in the load-balanced order, if any.
+    """Return the reason why the program cannot run in the load-balanced order, or None if it can.
 
     Args:
         nodes: The attention that would run in it.
@@ -85,12 +88,12 @@ def balanced_layout_refusal(nodes: Iterable[Node], plan: PlacementPlan, job: Pas
         job: The context.
 
     Returns:
-        The reason, or None if the order is possible.
+        The refusal, with an error code and a text, or None.
     """
-    has_balanced_inputs = bool(balanced_inputs(job))
+    has_balanced_inputs = bool(balanced_inputs(job))  # an earlier graph returned them in this order
 
     def refuse(code: str, text: str) -> Refusal:
-        """Return the refusal of the layout."""
+        """Return the refusal of the layout for a reason."""
         return Refusal(RefusalKind.ROW_ORDER, code, f"layout={job.options.layout!r}", text)
 
     if has_balanced_inputs and job.options.layout not in KEEP_BALANCED_ORDER:
@@ -99,9 +102,11 @@ def balanced_layout_refusal(nodes: Iterable[Node], plan: PlacementPlan, job: Pas
         return refuse("SP412", "inputs are sharded in another order")
     if _has_local_outputs(job):
         return refuse("SP413", "outputs='local' is not supported")
+    # The order is computed from vectors that masks index, such as document ids, before values are sharded.
     for vector in (v for node in nodes for name in ("rows", "cols") for v in OpCall(node).get(name) or []):
         if not all(_is_available(n, plan) for n in iterate_reachable([vector], lambda n: n.all_input_nodes)):
             return refuse("SP411", f"{describe_node(vector)}, which a mask indexes, is computed from shards")
+    # An order that is only preferred is not used if another op needs gathered rows.
     kinds = ORDERED_ROWS if job.options.layout == "auto" and not has_balanced_inputs else ("halo", "align")
     for demand in plan.demands:
         if demand.kind in ("scan", *kinds) and demand.node.op != "output":
@@ -113,6 +118,7 @@ def balanced_layout_refusal(nodes: Iterable[Node], plan: PlacementPlan, job: Pas
     if len(lengths) > 1:
         several = " and of ".join(map(str, lengths))
         return refuse("SP411", f"the program has sequences of {several} positions")
+    # The positions at both ends of the sequence that values such as x[:, 1:] lack.
     ends = {as_size(end) for frame in frames for end in (frame.start, frame.size - frame.start - frame.length)}
     if has_balanced_inputs and not all(isinstance(end, int) and end <= FIXED_END_POSITIONS for end in ends):
         return refuse("SP411", f"more than {FIXED_END_POSITIONS} positions at an end of the sequence are removed")
@@ -120,15 +126,19 @@ def balanced_layout_refusal(nodes: Iterable[Node], plan: PlacementPlan, job: Pas
 
 
 def _is_available(node: Node, plan: PlacementPlan) -> bool:
-    """Return True if every rank has the value before values are sharded, to compute the order from it."""
+    """Return True for a replicated input, or a pure op with replicated results: every rank can compute it at the start.
+
+    The load-balanced order of rows is computed from such values before other values are sharded in it.
+    """
     is_replicated = all(isinstance(p, Replicate) for p in plan.placements.get(node, ()))
     return is_replicated and (node.op in ("placeholder", "get_attr") or is_pure(node))
 
 
 def unpermute_seconds(gm: GraphModule, plan: PlacementPlan, job: PassContext) -> tuple[float, str]:
-    """Estimate the cost of gathering load-balanced results, if the next graph cannot run in their order.
+    """Estimate the time to gather load-balanced results, if the next graph cannot run in their order.
 
-    A result that the program itself reads, as logits with their loss, does not count as an input of another graph.
+    A result of a complete model that the model itself reads, as logits with their loss, is not counted: it is probably
+    no input of another graph.
 
     Args:
         gm: The graph.
@@ -136,15 +146,15 @@ def unpermute_seconds(gm: GraphModule, plan: PlacementPlan, job: PassContext) ->
         job: The context of the compilation.
 
     Returns:
-        The seconds, and a text that names the results.
+        The seconds, and a text that names the first such result; "" if there is none.
     """
-    output, seconds, found = gm.graph.output_node(), 0.0, ""
-    for node, words in output_options(output, job.outputs).items():
+    output, seconds, first_result = gm.graph.output_node(), 0.0, ""
+    for node, options in output_options(output, job.outputs).items():
         value = node.meta["val"]
-        stays = isinstance(plan.of(node), Shard) and not gather_reason(value, words)
-        if stays and (job.fragment or set(node.users) == {output}):
-            ways = 2 if value.is_floating_point() else 1
-            part = -(-current_bytes(value) // job.ranks.n)
-            seconds += ways * job.machine_of(node).seconds("all_gather", part, job.ranks.n)
-            found = found or f"{node.name} at {node_line(node)}, a sharded result"
-    return seconds, found
+        stays_sharded = isinstance(plan.of(node), Shard) and not gather_reason(value, options)
+        if stays_sharded and (job.fragment or set(node.users) == {output}):
+            num_gathers = 2 if value.is_floating_point() else 1  # also of the gradient
+            rank_bytes = -(-current_bytes(value) // job.ranks.n)
+            seconds += num_gathers * job.machine_of(node).seconds("all_gather", rank_bytes, job.ranks.n)
+            first_result = first_result or f"{node.name} at {node_line(node)}, a sharded result"
+    return seconds, first_result

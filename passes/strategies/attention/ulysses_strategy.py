@@ -51,7 +51,11 @@ class UlyssesAttention(AttentionPass):
     is_explained = True
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
-        """Return None to claim the demands of a node, else the reason ("" if they do not concern this pass)."""
+        """Return None to claim the demands of a node, else the reason ("" if they do not concern this pass).
+
+        Raises:
+            SpError: The user requested Ulysses, which does not support the attention (SP402).
+        """
         if node.target not in ATTENTION or not self.is_chosen(node):
             return ""
         why = self._unsupported_reason(OpCall(node))
@@ -60,14 +64,15 @@ class UlyssesAttention(AttentionPass):
         return why
 
     def _unsupported_reason(self, call: OpCall) -> str | None:
-        """Return the reason why the heads of an attention cannot be exchanged for its rows, or None."""
+        """Return the reason why the heads of an attention cannot be exchanged for its rows, or None if they can."""
         n = self.job.ranks.n
         for i, operand in enumerate(call.operands[:3]):
             shape = call.shape(i)
             if len(shape) < 3:
                 return f"operand {operand.name} of shape {list(shape)} has no head dim"
             heads = shape[HEADS_FROM_END]
-            if not divides(n, heads) and (i == 0 or not self._needs_repeat(call)):
+            can_repeat = i > 0 and self._needs_repeat(call)  # heads of keys and values
+            if not divides(n, heads) and not can_repeat:
                 return f"{n} ranks do not divide the {heads} heads of {operand.name}, of shape {list(shape)}"
             have = self.plan.of(operand)
             if isinstance(have, Shard) and sequence_shard(self.plan, call, i) is None:
@@ -76,100 +81,120 @@ class UlyssesAttention(AttentionPass):
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         """Insert the exchanges around an attention, or around each of several groups of its heads."""
-        placed = {o: self.plan.of(o) for o in OpCall(node).operands[:3]}
+        placed = {x: self.plan.of(x) for x in OpCall(node).operands[:3]}
         if self._needs_repeat(OpCall(node)):
             placed.update(self._repeat(node, placed))
-        chunks = self._chunk_count(node)
-        if chunks == 1:
-            self.note(node, self._exchange_around(node, placed)[1])
+        num_groups = self._group_count(node)
+        if num_groups == 1:
+            _, text = self._exchange_around(node, placed)
+            self.note(node, text)
             return
-        done = [self._exchange_around(part, places) for part, places in self._attend_in_chunks(node, chunks, placed)]
-        self.note(node, f"{done[0][1]}, for each of {chunks} groups of heads")
+        parts = self._attend_in_groups(node, num_groups, placed)
+        results_and_texts = [self._exchange_around(part, placed_in_part) for part, placed_in_part in parts]
+        results, texts = zip(*results_and_texts)
+        self.note(node, f"{texts[0]}, for each of {num_groups} groups of heads")
         with self.graph.inserting_before(node):
-            joined = self.compute(aten.cat.default, ([back for back, _ in done], HEADS_FROM_END), node)
+            joined = self.compute(aten.cat.default, (list(results), HEADS_FROM_END), node)
         self.replace(node, joined)
 
-    def _chunk_count(self, node: Node) -> int:
-        """Return the requested or chosen number of groups of heads; 1 and a note if heads cannot be split."""
+    def _group_count(self, node: Node) -> int:
+        """Return the number of groups of heads that are exchanged separately: that of the option, or the chosen one.
+
+        If the heads cannot be split into these groups, the result is 1, and the report states why.
+        """
         requested, choice, call = self.job.options.ulysses_chunks, node_info(node).choice, OpCall(node)
-        chunks = requested if isinstance(requested, int) else choice.chunks if choice is not None else 1
+        chosen = choice.chunks if choice is not None else 1
+        count = requested if isinstance(requested, int) else chosen
         heads = [call.shape(i)[HEADS_FROM_END] for i in range(3)]
         mask = call.get("attn_mask")
-        of_heads = mask is not None and not is_same_size((1, *as_sizes(mask.meta["val"].shape))[HEADS_FROM_END], 1)
+        # The leading 1 is the head dim of a mask with two dims.
+        is_mask_per_head = mask is not None and not is_same_size((1, *call.shape("attn_mask"))[HEADS_FROM_END], 1)
         n, why = self.job.ranks.n, None
-        if not all(divides(chunks * n, h) for h in heads):
+        if not all(divides(count * n, h) for h in heads):
             why = f"{' and '.join(map(str, dict.fromkeys(heads)))} heads on {n} ranks cannot form these groups"
-        elif call.get("heads") or call.get("sinks") is not None or of_heads or call["dropout_p"]:
+        elif call.get("heads") or call.get("sinks") is not None or is_mask_per_head or call["dropout_p"]:
             why = "its masks, scores, sinks or random draws differ between heads"
-        if chunks == 1 or why is None:
-            return int(chunks)
-        self.note_refusal(node, f"ulysses_chunks={chunks}: {why}", "ulysses_chunks")
+        if count == 1 or why is None:
+            return int(count)
+        self.note_refusal(node, f"ulysses_chunks={count}: {why}", "ulysses_chunks")
         return 1
 
-    def _attend_in_chunks(
-        self, node: Node, chunks: int, placed: dict[Node, Placement]
+    def _attend_in_groups(
+        self, node: Node, num_groups: int, placed: dict[Node, Placement]
     ) -> list[tuple[Node, dict[Node, Placement]]]:
-        """Emit the attention of each group of heads; return each with the placements of its operands.
+        """Emit one attention for each group of heads; return (attention, placements of its q, k and v) for each.
 
         Args:
             node: The attention of all heads.
-            chunks: The number of groups.
+            num_groups: The number of groups.
             placed: The placements of q, k and v.
         """
         call, parts = OpCall(node), []
         with self.graph.inserting_before(node):
-            split = {o: self._split_heads(o, chunks, node) for o in call.operands[:3]}
-            for i in range(chunks):
-                operands = [split[o][i] for o in call.operands[:3]]
+            split = {x: self._split_heads(x, num_groups, node) for x in call.operands[:3]}
+            for i in range(num_groups):
+                operands = [split[x][i] for x in call.operands[:3]]
                 args, kwargs = call.with_operands([*operands, *call.operands[3:]])
                 part = self.compute(node.target, args, node, kwargs)
                 part.meta = {**node.meta, "val": part.meta["val"]}
-                parts.append((part, {split[o][i]: have for o, have in placed.items() if o in split}))
+                parts.append((part, {split[x][i]: have for x, have in placed.items() if x in split}))
         return parts
 
-    def _split_heads(self, x: Node, chunks: int, node: Node) -> list[Node]:
-        """Split the heads of an operand into groups by one op.
+    def _split_heads(self, x: Node, num_groups: int, node: Node) -> list[Node]:
+        """Emit a split of the heads of an operand into groups, and return the nodes of the groups.
 
-        Gradients of slices would be padded and added one by one.
+        It is one op, because the gradients of several slices would be padded and added one by one.
         """
         dim = x.meta["val"].ndim + HEADS_FROM_END
-        both = self.compute(aten.split.Tensor, (x, as_sizes(x.meta["val"].shape)[dim] // chunks, dim), node)
-        return [self.emit(operator.getitem, (both, i), value, node) for i, value in enumerate(both.meta["val"])]
+        group_heads = as_sizes(x.meta["val"].shape)[dim] // num_groups
+        pieces = self.compute(aten.split.Tensor, (x, group_heads, dim), node)
+        return [self.emit(operator.getitem, (pieces, i), value, node) for i, value in enumerate(pieces.meta["val"])]
 
     def _exchange_around(self, node: Node, placed: dict[Node, Placement]) -> tuple[Node, str]:
-        """Exchange operands and result of an attention; return the exchanged result, and text for the report.
+        """Emit the exchanges before and after an attention, of its operands and of its result.
 
         Args:
             node: The attention.
             placed: The placements of q, k and v.
+
+        Returns:
+            The exchanged result, and text for the report.
         """
         call = OpCall(node)
-        moved = {o: have for o in call.operands[:3] if isinstance(have := placed[o], Shard)}
+        moved: dict[Node, Shard] = {}  # the operands that are exchanged
+        for x in call.operands[:3]:
+            have = placed[x]
+            if isinstance(have, Shard):
+                moved[x] = have
         groups = _group_by_frame(moved)
+        # The frame of the fewest heads; in an operand with more of them, each position has several heads.
         heads = min((call.shape(i)[HEADS_FROM_END] for i in range(3)), key=lambda h: h if isinstance(h, int) else 0)
         heads_dim = (HEADS_FROM_END, (1, heads, 0, heads))
-        fresh: dict[Node, Node] = {}
+        exchanged: dict[Node, Node] = {}
         with self.graph.inserting_before(node):
             for group in groups:
                 rows = (SEQUENCE_FROM_END, moved[group[0]].frame_arg())
-                fresh.update(zip(group, self._exchange(group, heads_dim, rows, node)))
-        operands = [fresh.get(o, o) for o in call.operands[:3]] + call.operands[3:]
+                exchanged.update(zip(group, self._exchange(group, heads_dim, rows, node)))
+        operands = [exchanged.get(x, x) for x in call.operands[:3]] + call.operands[3:]
         node.args, node.kwargs = call.with_operands(operands)
-        queries, back = moved.get(call.operands[0]), node
+        queries, result = moved.get(call.operands[0]), node
         if queries is not None:
             with self.insert_after(node):
-                (back,) = self._exchange([node], (SEQUENCE_FROM_END, queries.frame_arg()), heads_dim, node)
-            self.insert_between(node, back)
-        return back, f"{len(moved)} operands in {len(groups)} all-to-all, the result in 1"
+                (result,) = self._exchange([node], (SEQUENCE_FROM_END, queries.frame_arg()), heads_dim, node)
+            self.insert_between(node, result)
+        return result, f"{len(moved)} operands in {len(groups)} all-to-all, the result in 1"
 
     def _needs_repeat(self, call: OpCall) -> bool:
-        """Return True if the key heads must be repeated, since the ranks do not divide them."""
+        """Return True if there are fewer key heads than query heads, and the ranks do not divide them.
+
+        The key heads, and with them the value heads, are then repeated, and each rank gets those that it needs.
+        """
         heads, keys, values = (call.shape(i)[HEADS_FROM_END] for i in range(3))
-        grouped = isinstance(keys, int) and keys == values and divides(keys, heads)
-        return grouped and call.ndim(1) == call.ndim(0) and not divides(self.job.ranks.n, keys)
+        is_grouped = isinstance(keys, int) and keys == values and divides(keys, heads)
+        return is_grouped and call.ndim(1) == call.ndim(0) and not divides(self.job.ranks.n, keys)
 
     def _repeat(self, node: Node, placed: dict[Node, Placement]) -> dict[Node, Placement]:
-        """Repeat the key heads of an attention to lcm(Hkv, n) heads; return placements of the new operands.
+        """Repeat the key and value heads of an attention, and return the placements of the new k and v.
 
         Args:
             node: The attention, whose operands are replaced.
@@ -177,40 +202,60 @@ class UlyssesAttention(AttentionPass):
         """
         call = OpCall(node)
         with self.graph.inserting_before(node):
-            repeated = {o: self._repeat_if_needed(o, node) for o in call.operands[1:3]}
-        operands = [call.operands[0], *(repeated[o] for o in call.operands[1:3]), *call.operands[3:]]
+            repeated = {x: self._repeat_if_needed(x, node) for x in call.operands[1:3]}
+        operands = [call.operands[0], *(repeated[x] for x in call.operands[1:3]), *call.operands[3:]]
         node.args, node.kwargs = call.with_operands(operands, enable_gqa=True)
         return {new: placed[old] for old, new in repeated.items()}
 
     def _repeat_if_needed(self, x: Node, node: Node) -> Node:
-        """Emit x with each head repeated, so that the ranks divide the heads."""
+        """Emit x with each of its Hkv heads repeated to lcm(Hkv, n) heads, which the n ranks divide."""
         heads = as_sizes(x.meta["val"].shape)[HEADS_FROM_END]
         return self.repeat_each(x, HEADS_FROM_END, math.lcm(heads, self.job.ranks.n) // heads, node)
 
     def _exchange(self, operands: list[Node], scattered: DimFrame, gathered: DimFrame, node: Node) -> list[Node]:
-        """Emit one all-to-all that scatters one dim of operands and gathers another; return its results."""
+        """Emit one sp::all_to_all of several operands, and return its results.
+
+        Args:
+            operands: The operands.
+            scattered: The dim that is split over the ranks, counted from the last, and its frame.
+            gathered: The dim that is gathered, with its frame.
+            node: The attention.
+        """
         ndim, ranks = operands[0].meta["val"].ndim, self.job.ranks
-        cuts = [x for dim, frame in (scattered, gathered) for x in (ndim + dim, self.sizes.list(frame))]
-        values = [o.meta["val"] for o in operands]
-        both = self.emit(sp.all_to_all.default, (operands, *cuts, ranks.n, ranks.group), values, node)
-        return [self.emit(operator.getitem, (both, i), value, node) for i, value in enumerate(values)]
+        dims_and_frames = [x for dim, frame in (scattered, gathered) for x in (ndim + dim, self.sizes.list(frame))]
+        values = [x.meta["val"] for x in operands]
+        results = self.emit(sp.all_to_all.default, (operands, *dims_and_frames, ranks.n, ranks.group), values, node)
+        return [self.emit(operator.getitem, (results, i), value, node) for i, value in enumerate(values)]
 
 
 def _group_by_frame(moved: dict[Node, Shard]) -> list[list[Node]]:
-    """Group operands with equally sharded sequences for one exchange; cross attention has two lengths."""
+    """Group operands whose sequences are sharded equally, because one exchange has one frame.
+
+    Self attention has one group, cross attention has two: q, and k and v.
+
+    Args:
+        moved: The placements of the operands.
+    """
     groups: list[list[Node]] = []
     for operand, have in moved.items():
-        group = next((g for g in groups if have.has_same_positions(moved[g[0]])), [])
-        if not group:
-            groups.append(group)
-        group.append(operand)
+        for group in groups:
+            if have.has_same_positions(moved[group[0]]):
+                group.append(operand)
+                break
+        else:
+            groups.append([operand])
     return groups
 
 
 def _ulysses_candidates(shape: AttentionShape, machine: Machine, layout: str) -> Iterator[Candidate]:
-    """Yield the candidates, without and with groups of heads, with predicted seconds and memory.
+    """Yield the candidate of the strategy, and that with several groups of heads if it is predicted to be faster.
 
-    Full sequences are in contiguous order, so there are no candidates for other layouts. See `Strategy.candidates`.
+    Full sequences are in contiguous order, so there are no candidates for other layouts.
+
+    Args:
+        shape: The sizes of the attention.
+        machine: The predicted speed of kernels and collectives.
+        layout: The order of the sequence.
     """
     n = shape.n
     if LAYOUTS[layout].chunks > 1:
@@ -218,40 +263,32 @@ def _ulysses_candidates(shape: AttentionShape, machine: Machine, layout: str) ->
     why = None if shape.heads % n == 0 else f"{n} ranks do not divide {shape.heads} query heads"
     workspace = shape.workspace(n, shape.kv_len) if why is None else 0
     memory = exchanged_memory(shape, n) + workspace if n > 1 else 0
-    found = [
-        Candidate(
-            "ulysses",
-            n,
-            1,
-            layout,
-            *_ulysses_seconds(shape, machine, 1),
-            memory,
-            (2, 2) if n > 1 else (0, 0),
-            legal=why,
-        )
-    ]
-    heads = math.lcm(shape.kv_heads, n) // n
-    for chunks in range(2, heads + 1 if n > 1 and why is None else 0):
-        if heads % chunks == 0 and shape.heads % (chunks * n) == 0:
+    rounds = (2, 2) if n > 1 else (0, 0)
+    seconds = _ulysses_seconds(shape, machine, 1)
+    candidates = [Candidate("ulysses", n, 1, layout, *seconds, memory, rounds, legal=why)]
+    rank_heads = math.lcm(shape.kv_heads, n) // n  # key heads of a rank, after they are repeated
+    for chunks in range(2, rank_heads + 1 if n > 1 and why is None else 0):
+        if rank_heads % chunks == 0 and shape.heads % (chunks * n) == 0:
             forward, backward = _ulysses_seconds(shape, machine, chunks)
-            found.append(replace(found[0], forward=forward, backward=backward, rounds=(2 * chunks,) * 2, chunks=chunks))
-    yield found[0]
-    best = min(found, key=lambda c: c.seconds)
+            rounds = (2 * chunks, 2 * chunks)
+            candidates.append(replace(candidates[0], forward=forward, backward=backward, rounds=rounds, chunks=chunks))
+    yield candidates[0]
+    best = min(candidates, key=lambda c: c.seconds)
     if best.chunks > 1:
         yield best
 
 
 def _ulysses_seconds(shape: AttentionShape, machine: Machine, chunks: int) -> tuple[float, float]:
-    """Return the seconds of forward and backward if the heads run in groups.
+    """Return (seconds of the forward, seconds of the backward) if the heads run in `chunks` groups.
 
     The exchange of one group is visible; those of the others overlap with attention.
     """
     compute = machine.attention(shape.flops, shape.kv_len)
     exchange = exchange_seconds(shape, machine, shape.n, chunks)
     visible = exchange / chunks + chunks * machine.call
-    forward, backward = (
-        machine.together(work, exchange - exchange / chunks) for work in (compute, BACKWARD_FLOPS * compute)
-    )
+    hidden = exchange - exchange / chunks
+    forward = machine.together(compute, hidden)
+    backward = machine.together(BACKWARD_FLOPS * compute, hidden)
     return forward + visible, backward + visible
 
 
@@ -269,10 +306,10 @@ def exchange_seconds(shape: AttentionShape, machine: Machine, ranks: int, chunks
     """
     if ranks == 1:
         return 0.0
-    back = shape.head_bytes.results
-    there = shape.head_bytes.exchange_bytes(ranks) - back
-    exchanges = sum(machine.seconds("all_to_all", nbytes / chunks, ranks) for nbytes in (there, back))
-    return chunks * exchanges + machine.copy(2 * (there + back))
+    result_bytes = shape.head_bytes.results
+    operand_bytes = shape.head_bytes.exchange_bytes(ranks) - result_bytes
+    exchanges = sum(machine.seconds("all_to_all", nbytes / chunks, ranks) for nbytes in (operand_bytes, result_bytes))
+    return chunks * exchanges + machine.copy(2 * (operand_bytes + result_bytes))
 
 
 def exchanged_memory(shape: AttentionShape, ranks: int) -> int:
