@@ -9,7 +9,6 @@ loader = DataLoader(dataset, batch_size=2, sampler=SequenceSampler(dataset, mesh
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -111,17 +110,17 @@ def _replica_of_group(ranks: Ranks) -> Replica:
         SpError: The groups do not split the default process group evenly.
     """
     group = ranks.process_group
-    if group is None or not ranks.has_other_processes:
+    if group is None:
         return Replica(0, 1)
     world = ranks_of(dist.group.WORLD)
-    if ranks.n == world.n:
+    if ranks.n == world.n or not world.has_other_processes:
         return Replica(0, 1)
     own_members = dist.get_process_group_ranks(group)
     all_members = all_gather_object(world, "gathers", "the ranks that share a sequence", own_members)
     groups = sorted({tuple(members) for members in all_members}, key=min)
     # Each rank is in its own group, so the sizes add up to that of the world only if the groups do not overlap.
     has_overlap = sum(map(len, groups)) != world.n
-    if has_overlap or math.gcd(*map(len, groups)) != ranks.n:
+    if has_overlap or len({*map(len, groups)}) > 1:
         raise SpError(
             "SP815",
             f"mesh: expected groups of equal size over the {world.n} ranks of the default process group, got {groups}.",

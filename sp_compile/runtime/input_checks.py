@@ -67,9 +67,9 @@ def check_options(all_digests: Sequence[InputDigests | None]) -> None:
 
     Ranks with different options would run different collectives.
     """
-    options = [digests.options for digests in all_digests if digests is not None]
-    if len(set(options)) > 1:
-        rows = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(options))
+    options = {rank: digests.options for rank, digests in enumerate(all_digests) if digests is not None}
+    if len({*options.values()}) > 1:
+        rows = "\n".join(f"  rank {rank}: {text}" for rank, text in options.items())
         raise SpError("SP610", f"the ranks of this group were given different options:\n{rows}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -28,7 +28,7 @@ def sampler_of(rank: int, n: int, **options: Any) -> SequenceSampler:
 def test_replicas_take_everything_between_them(drop_last: bool) -> None:
     taken = [list(sampler_of(rank, 2, drop_last=drop_last)) for rank in range(2)]
     assert {len(one) for one in taken} == {11 if drop_last else 12}
-    flat = list(chain(*taken))
+    flat = list(itertools.chain(*taken))
     assert len(set(flat)) == (22 if drop_last else 23)
 
 
@@ -119,3 +119,25 @@ def test_axes_determine_the_replica(ranks: Ranks) -> None:
     assert ranks.run(4, find_replica, ("tp", "sp")) == [(0, 1)] * 4
     (message, *_) = ranks.run(4, find_replica, ("a", "b"))
     assert "SP814: mesh: expected an axis of the sequence, got ('a', 'b')" in message
+
+
+def find_replica_of_group(sizes: tuple[int, ...]) -> tuple[int, int] | str:
+    """Return the replica of a rank among groups of these sizes, or the error."""
+    ends = list(itertools.accumulate(sizes, initial=0))
+    groups = [torch.distributed.new_group(list(range(*bounds))) for bounds in itertools.pairwise(ends)]
+    own = next(group for group in groups if group is not torch.distributed.GroupMember.NON_GROUP_MEMBER)
+    try:
+        replica = replica_of(own)
+    except SpError as error:
+        return str(error)
+    return replica.rank, replica.n
+
+
+def test_groups_of_one_rank_are_replicas(ranks: Ranks) -> None:
+    assert ranks.run(4, find_replica_of_group, (1, 1, 1, 1)) == [(0, 4), (1, 4), (2, 4), (3, 4)]
+
+
+@pytest.mark.parametrize("sizes", [(3, 1), (1, 1, 2)])
+def test_groups_of_different_sizes_raise_on_every_rank(ranks: Ranks, sizes: tuple[int, ...]) -> None:
+    for message in ranks.run(4, find_replica_of_group, sizes):
+        assert "SP815" in message
