@@ -83,7 +83,7 @@ class RewriteSortedRows(CanonicalPass):
         replaced = {*uses.sorted_reads, *uses.products, *uses.counts, *uses.unsorted}
         for old in sorted(
             replaced, reverse=True
-        ):  # last first: a new node reads old operands, which are replaced later
+        ):  # last first: new nodes read operands that are replaced later
             with self.graph.inserting_before(old):
                 new = self._replacement(old, uses, keys, order)
             old.replace_all_uses_with(new)
