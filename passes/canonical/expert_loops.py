@@ -81,9 +81,7 @@ class RewriteSortedRows(CanonicalPass):
             pair = self.emit(sp.sort_rows.default, args, values, node)
             keys, order = (self.emit(operator.getitem, (pair, i), values[i], node) for i in (0, 1))
         replaced = {*uses.sorted_reads, *uses.products, *uses.counts, *uses.unsorted}
-        for old in sorted(
-            replaced, reverse=True
-        ):  # last first: new nodes read operands that are replaced later
+        for old in sorted(replaced, reverse=True):  # last first: new nodes read operands that are replaced later
             with self.graph.inserting_before(old):
                 new = self._replacement(old, uses, keys, order)
             old.replace_all_uses_with(new)

@@ -54,9 +54,8 @@ class ReplaceMaskedWrites(CanonicalPass):
         with self.graph.inserting_before(node):
             if _is_single_value(node_shape(values), element_shape):
                 shape = node_shape(values)
-                rows = self.reshape(
-                    values, shape[max(0, len(shape) - len(element_shape)) :], node
-                )  # without leading 1s
+                num_leading = max(0, len(shape) - len(element_shape))  # dims of size 1, which an element does not have
+                rows = self.reshape(values, shape[num_leading:], node)
             else:
                 rows = self._rows_by_position(values, mask, node)
             if call["accumulate"]:
