@@ -248,7 +248,7 @@ class _ScoreWriter:
     def _cast_number(self, x: Node) -> Node:
         """Return a number tensor of the outer graph in the dtype of scores.
 
-        It takes the place of a Python float, which has no effect on the dtype of a result.
+        It takes the place of a Python float, which does not change the dtype of a result.
         """
         cast = self.editor.cast(x, accumulation_dtype(self.q.dtype), self.like)
         if cast is not x:

@@ -142,8 +142,8 @@ def match_sink_value(sinks: Node, coords: Sequence[Any], leading: tuple[Size, ..
         if not indices or (indices == [HEAD_INDEX] and is_same_size(size_product(shape), leading[1])):
             return SinkValue(node, leading)
         # Scores (groups, H / groups, Q, K): both leading dims index a vector of all heads.
-        if indices == [BATCH_INDEX, HEAD_INDEX] and is_same_size(size_product(shape), size_product(leading)):
-            if skip_reshapes(node).meta["val"].ndim == 1:
-                return SinkValue(node, leading, groups=True)
+        has_all_heads = is_same_size(size_product(shape), size_product(leading))
+        if indices == [BATCH_INDEX, HEAD_INDEX] and has_all_heads and skip_reshapes(node).meta["val"].ndim == 1:
+            return SinkValue(node, leading, groups=True)
         element = map_coordinates(node, coords)  # the operand, and the coordinates that are read there
     return None
