@@ -48,7 +48,7 @@ from sp_compile.passes.sharding.products import ProductMatch, ProductOperand, ma
 from .lse_sinks import match_lse_sinks
 from .parse_masks import has_key_per_query, keeps_a_key, parse_bias, try_parse_mask
 from .score_functions import SCORE, register_expression
-from .scores import ScoreChain, is_between_products, is_neutral_op, match_scores, order_before, scores_refusal
+from .scores import ScoreChain, is_between_products, is_neutral_op, match_scores, order_after, scores_refusal
 from .sinks import SinkValue, SoftmaxSource, match_softmax_source
 from .softmaxes import SoftmaxMatch, match_softmax
 
@@ -316,7 +316,7 @@ def _match_weights(softmax: Node, source: SoftmaxSource, order: tuple[int, ...])
         elif user.target is aten.dropout.default and not weights.dropout:
             weights.dropout = user.args[1] if user.args[2] else 0.0
         elif not canceling_ops and not is_cast_op(user) and not _keeps_weights(user, node):
-            permuted_order = order_before(user, order)
+            permuted_order = order_after(user, order)
             if permuted_order is None:
                 break
             order = permuted_order
