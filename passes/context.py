@@ -269,7 +269,7 @@ class PassContext:
         )
 
     def _analysis(self, gm: GraphModule) -> tuple[Axes, PlacementPlan]:
-        """Return the cached result of `analyze`, which runs after the graph has changed."""
+        """Return the result of `analyze`, cached until `invalidate` is called after a change of the graph."""
         if self._analyzed is None:
             self._analyzed = self.analyze(gm)
         return self._analyzed

@@ -52,7 +52,7 @@ class Report:
     step: StepMemory | None = None  # memory of a training step, if requested
 
     def add(self, notes: Iterable[Note]) -> None:
-        """Append the notes that are not in the report yet, since passes that run again repeat notes.
+        """Append the notes that are not in the report yet: passes that run again repeat theirs.
 
         Args:
             notes: The notes.
@@ -121,12 +121,12 @@ class Report:
         return [note for note in self.notes if note.kind in kinds and subject in (None, note.subject)]
 
     def count(self, op: str) -> int:
-        """Return the number of exchanges of one op in the forward graph.
+        """Return the number of exchanges in the forward graph that are a given op.
 
         Args:
             op: "all_to_all", "all_gather", ...
         """
-        return sum(e.op == op for e in self.exchanges)
+        return sum(exchange.op == op for exchange in self.exchanges)
 
     def __str__(self) -> str:
         return "\n\n".join(self._sections())

@@ -76,7 +76,7 @@ def _has_only_pointwise_ops(body: GraphModule, shape: tuple[Any, ...]) -> bool:
 
 
 def _is_pointwise(target: Any) -> bool:
-    """Return True for an elementwise op without random numbers and without writes."""
+    """Return True for an elementwise ATen op that draws no random numbers and writes to no argument."""
     if not isinstance(target, OpOverload) or schema_of(target).is_mutable:
         return False
     return POINTWISE in target.tags and torch.Tag.nondeterministic_seeded not in target.tags

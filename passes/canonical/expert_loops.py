@@ -260,9 +260,9 @@ class _SortUses:
         return True
 
     def _match_counts(self, node: Node) -> bool:
-        """Match a histogram of the keys, which is equal for sorted and unsorted ones.
+        """Match a count of rows per key, histc(keys), which is equal for sorted and unsorted keys.
 
-        Only a histogram of the sorted keys is recorded, since it must read the unsorted ones instead.
+        Only one of the sorted keys is recorded, since it must read the unsorted keys in the rewritten graph.
         """
         if node.target is not aten.histc.default:
             return False

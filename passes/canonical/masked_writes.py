@@ -36,7 +36,7 @@ class ReplaceMaskedWrites(CanonicalPass):
     requires = frozenset({"normalized"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Replace every index_put at one boolean mask by where."""
+        """Replace every index_put at one boolean mask, x[mask] = values, by where; return their number."""
         writes = [n for op in SCATTER_OPS for n in gm.graph.find_nodes(op="call_function", target=op)]
         writes = [n for n in writes if _is_masked_write(n)]
         for node in writes:

@@ -62,7 +62,7 @@ class NormalizeOps(CanonicalPass):
     provides = frozenset({"canonical", "normalized"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Replace aliases, erase assertions on metadata, and apply the normalizers of the table."""
+        """Replace aliases, erase assertions on metadata, and apply `_NORMALIZERS`; return the number of changes."""
         changes = _unify_overloads(gm)
         for node in list(gm.graph.nodes):
             if node.target is aten._assert_tensor_metadata.default:
@@ -141,7 +141,7 @@ def _normalize_pad_sequence(node: Node) -> CallForm | None:
 
 
 def _normalize_cat(node: Node) -> CallForm | None:
-    """Return a cat of one tensor and empty vectors, which torch ignores, as a copy; None for other cats."""
+    """Return a cat of one tensor and empty 1d tensors, which torch ignores, as a copy; None for other cats."""
     parts = [x for x in OpCall(node).operands if node_shape(x) != (0,)]
     is_identity = len(parts) == 1 and parts[0].meta["val"].dtype == node.meta["val"].dtype
     return CallForm(aten.clone.default, (parts[0],)) if is_identity else None

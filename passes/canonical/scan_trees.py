@@ -45,7 +45,10 @@ class MarkScanTrees(CanonicalPass):
     requires = frozenset({"scans"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Mark the scan ops and the nodes of every outermost tree; return the number of trees."""
+        """Mark the remaining scan ops and unrolled trees of scans, so that their operands are gathered once.
+
+        Returns the number of trees. The mark `scanned` is evidence that a dim is a sequence.
+        """
         for node in gm.graph.nodes:
             if node.op == "call_function" and node.target in SCANNED_OPS:
                 set_node_info(node, scanned=(SCANNED_OPS[node.target], 0))

@@ -320,8 +320,8 @@ class BalanceLayout(Pass):
         self.insert_between(node, restored)
 
     def _emit_reorder(self, x: Node, dim: int, frame: FrameArgument, like: Node, back: bool = False) -> Node:
-        """Emit the rows of x in the balanced order, or, with `back`, in the order of the program."""
-        orders = (self.inverse, self.order) if back else (self.order, self.inverse)
+        """Emit the rows of x in the balanced order or, with `back`, rows in that order in the order of the program."""
+        orders = (self.inverse, self.order) if back else (self.order, self.inverse)  # (rows to read, its inverse)
         reordered = self.compute(sp.reorder.default, (x, dim, self.sizes.list(frame[:4]), *orders), like)
         set_node_info(reordered, requires_grad=node_info(x).requires_grad)
         return reordered
@@ -333,9 +333,12 @@ def balanced_inputs(job: PassContext) -> list[Shard]:
 
 
 def _has_sharded_output(gm: GraphModule, job: PassContext) -> bool:
-    """Return True if an output stays sharded for another graph, which may read the neighbors of its rows."""
+    """Return True if an output of the local graph stays sharded.
+
+    Another graph may then read the neighbors of its rows, as for shifted labels, so that the end rows keep their place.
+    """
     assert job.input_placements is not None
-    origins = [node_info(node).origin for node in gm.graph.output_node().all_input_nodes]
+    origins = [node_info(node).origin for node in gm.graph.output_node().all_input_nodes]  # in the global graph
     return any(isinstance(job.input_placements.of(origin), Shard) for origin in origins if origin is not None)
 
 

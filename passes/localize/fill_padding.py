@@ -204,7 +204,7 @@ class PaddingProof:
             self.cut.add(node)
 
     def _loose_operands(self, node: Node, origin: Node) -> Iterator[LooseOperand]:
-        """Yield the sharded operands of a local node that have loose rows; `origin` is its global node."""
+        """Yield the sharded operands of a local node that have loose padded rows; `origin` is its global node."""
         for i, (operand, want) in enumerate(zip(OpCall(node).operands, self.plan.wants[origin])):
             if isinstance(want, Shard):
                 is_cut = operand in self.cut or self._is_longer(operand, want)

@@ -77,7 +77,6 @@ class _Localizer(GraphEditor):
     """
 
     def __init__(self, gm: GraphModule, plan: PlacementPlan, job: PassContext) -> None:
-        """Create the builder for a global graph and its plan."""
         self.old, self.plan, self.ranks, self.param_grads = gm, plan, job.ranks, job.options.param_grads
         self.graph = Graph()
         keep_calling_convention(self.graph, gm.graph)

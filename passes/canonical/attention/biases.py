@@ -134,7 +134,10 @@ class BiasReader:
         )
 
     def _head_element(self, node: Node) -> sympy.Expr:
-        """Return the symbol head0, head1, ... of a per-head value, which is added to `heads`."""
+        """Return the symbol head0, head1, ... that stands for a number per head, and add the value to `heads`.
+
+        Equal values have one symbol. Raises NotSymbolic for a value with a gradient, which an expression would lose.
+        """
         if carries_gradient(node):
             raise NotSymbolic("may need a gradient, which an expression does not support", node)
         if node not in self.heads:

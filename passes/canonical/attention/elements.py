@@ -202,8 +202,11 @@ class ElementReader:
         return self.at(x, tuple(0 if size == 1 else coord for size, coord in dims))
 
     def integer(self, value: Element) -> sympy.Expr:
-        """Return an element as one integer expression. Raises NotSymbolic if it has cases or is no integer."""
-        cases = as_cases(value)
+        """Return an element as one integer expression, such as q + 1, for use as a coordinate.
+
+        Raises NotSymbolic if it has several cases or is no integer.
+        """
+        cases = as_cases(value)  # pairs (condition, number)
         if len(cases) != 1 or not cases[0][1].is_integer:
             raise NotSymbolic("has an operand that is not an integer, or an integer with cases")
         return cases[0][1]

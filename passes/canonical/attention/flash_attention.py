@@ -202,9 +202,12 @@ def _document_ends(args: Mapping[str, Any]) -> list[Any]:
 
 
 def _kernel_refusal(kernel: Node) -> str | None:
-    """Return the reason why attention cannot replace a kernel with these arguments, or None."""
+    """Return the reason why attention cannot replace a flash kernel with these arguments, or None.
+
+    READ_ARGUMENTS are supported, IGNORED_ARGUMENTS have no effect on the result, and others must be disabled.
+    """
     args = _kernel_arguments(kernel)
-    q_ends, k_ends = _document_ends(args)
+    q_ends, k_ends = _document_ends(args)  # None without packed documents
     if (q_ends is None) != (k_ends is None):
         return "only one of queries and keys has documents"
     other_args = [name for name in args if name not in READ_ARGUMENTS | IGNORED_ARGUMENTS]
@@ -214,7 +217,7 @@ def _kernel_refusal(kernel: Node) -> str | None:
     slopes = args.get("alibi_slopes")
     if slopes is not None:
         queries, keys = (node_shape(args[name])[1] for name in "qk")
-        has_equal_lengths = q_ends is k_ends if q_ends is not None else is_same_size(queries, keys)
+        has_equal_lengths = is_same_size(queries, keys) if q_ends is None else q_ends is k_ends
         if len(node_shape(slopes)) != 1 or not has_equal_lengths:
             return "its slopes differ between batch entries, or the numbers of keys and queries differ"
     return None

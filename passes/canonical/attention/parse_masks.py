@@ -58,7 +58,7 @@ class AttentionMask:
 
 
 def try_parse_mask(node: Node, shape: tuple[Size, ...], absorbs_fills: bool = False) -> AttentionMask | None:
-    """Parse a mask, or return None if it has no predicate. See `parse_mask`."""
+    """Return the result of `parse_mask`, or None if no predicate describes the mask."""
     try:
         return parse_mask(node, shape, absorbs_fills)
     except NotSymbolic:
@@ -150,7 +150,15 @@ def _checked_mask(positions: ElementReader, allowed: Boolean, needs_key_per_quer
 
 
 def intersect_masks(masks: Sequence[AttentionMask], shape: tuple[Size, ...]) -> AttentionMask:
-    """Return the intersection of masks of scores (B, H, Q, K); without masks, all pairs are allowed."""
+    """Return the mask that allows what all masks allow; without masks, it allows all pairs of query and key.
+
+    Args:
+        masks: The masks.
+        shape: The shape (B, H, Q, K) of the scores.
+
+    Raises:
+        NotSymbolic: It allows no pair.
+    """
     extent = dict(zip(INDICES, shape))
     positions = ElementReader(IndexBox(extent), extent)
     positions.leaves = {name: leaf for mask in masks for name, leaf in mask.leaves.items()}
@@ -208,10 +216,13 @@ def _allowed_condition(value: Element, max_fill: float = MAX_FILL) -> tuple[Bool
 
 
 def has_key_per_query(mask: AttentionMask) -> bool:
-    """Return True if every query provably attends to its own, the first or the last key."""
-    queries, keys = (sympy.sympify(mask.extent[index]) for index in (QUERY_INDEX, KEY_INDEX))
-    candidates = [sympy.Integer(0), keys - 1]
-    if mask.box.is_nonnegative(keys - queries):  # every query has a key at its own position
+    """Return True if every query provably attends to some key: the one at its position, the first, or the last one.
+
+    Then no row consists of fills only, so that finite fills have the effect of -inf.
+    """
+    num_queries, num_keys = (sympy.sympify(mask.extent[index]) for index in (QUERY_INDEX, KEY_INDEX))
+    candidates = [sympy.Integer(0), num_keys - 1]
+    if mask.box.is_nonnegative(num_keys - num_queries):  # every query has a key at its own position
         candidates.insert(0, QUERY_INDEX)
     return any(mask.box.simplify(mask.allowed.subs(KEY_INDEX, key)) == sympy.true for key in candidates)
 
@@ -244,7 +255,7 @@ class MaskPrinter:
         return e.func(*(self.rename_symbols(a) for a in e.args))
 
     def _symbol(self, values: list[Any], e: Any, prefix: str) -> sympy.Symbol:
-        """Return the symbol of an expression, a prefix and its index in `values`; it is added if it is new."""
+        """Return the symbol for an expression: a prefix and its index in the list `values`, to which it is added."""
         if e not in values:
             values.append(e)
         return sympy.Symbol(f"{prefix}{values.index(e)}", integer=True)

@@ -186,6 +186,7 @@ class _ScoreWriter:
         self.heads: list[Node] = []  # per-head vectors that it reads, inputs head0, head1, ...
         self.tables: list[Node] = []  # other tensors that it reads, inputs table0, table1, ...
         self.head_numbers: Node | None = None  # the vector 0, 1, ..., H - 1, if it is read
+        # the arguments b, h, q and k of a score_mod or mask_mod
         self.indices = [self.read_input("b"), _HEAD, self.read_input("q"), self.read_input("k")]
 
     def read_input(self, name: str) -> Node:
@@ -352,8 +353,10 @@ def _is_element_op(op: Any) -> bool:
     """Return True if a score function may call the op: pointwise, deterministic and functional."""
     if not isinstance(op, OpOverload):
         return False
+    if op in _ELEMENT_OPS:
+        return True
     is_random = torch.Tag.nondeterministic_seeded in op.tags
-    return op in _ELEMENT_OPS or (torch.Tag.pointwise in op.tags and not is_random and not schema_of(op).is_mutable)
+    return torch.Tag.pointwise in op.tags and not is_random and not schema_of(op).is_mutable
 
 
 def _adds_fills(graph: Graph) -> bool:

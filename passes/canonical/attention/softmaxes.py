@@ -95,7 +95,7 @@ def _match_exp_over_sum(node: Node) -> SoftmaxMatch | None:
 
 
 def match_difference(node: Node, reductions: tuple[Any, ...]) -> tuple[Node, int] | None:
-    """Return (s, dim) for a node s - f(s), where f is one of the reductions along `dim`; else None."""
+    """Return (s, dim) for a node s - f(s), where f is one of the reductions along `dim`, such as amax; else None."""
     if node.target is not aten.sub.Tensor or OpCall(node)["alpha"] != 1 or not all(map(is_tensor, node.args)):
         return None
     row = value_origin(node.args[0])

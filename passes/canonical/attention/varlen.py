@@ -163,9 +163,14 @@ def _varlen_refusal(node: Node) -> str | None:
 
 
 def window_predicate(position: str, left: int, right: int) -> Iterator[str]:
-    """Yield conditions for a window of `left` keys before and `right` keys after a position, -1 for all.
+    """Yield the text of the conditions that limit attention to a window of keys, as parts of a predicate.
 
-    Both ends are inclusive. `position` is the text of the key at the query's own position.
+    For ("q", 3, 0), these are "(k <= q)" and "(q - k <= 3)".
+
+    Args:
+        position: The text of the key at the query's own position.
+        left: The number of keys before that position, -1 for all.
+        right: The number of keys after it, -1 for all.
     """
     if right >= 0:
         yield f"(k <= {position})" if right == 0 else f"(k - {position} <= {right})"

@@ -120,7 +120,7 @@ class ScanBuilder(BatchedOps):
         return self.broadcast(aten.matmul.default, spec, leaves, like, fixed_dims=2)
 
     def _transpose(self, x: Value) -> Value:
-        """Return factors of rows (..., K, 1) as factors of columns (..., 1, K); values of fewer dims are unchanged."""
+        """Return factors (..., K, 1) as (..., 1, K), for all steps; values of fewer than two dims are unchanged."""
         if step_ndim(x) < 2:
             return x
         if isinstance(x, BatchedValue):
@@ -198,7 +198,7 @@ class ScanBuilder(BatchedOps):
         return BatchedValue(self.compute(AFFINE_SCAN, (maps, terms, initial, time, reverse), like), time)
 
     def _emit_cumulative(self, op: str, x: Node, time: int, reverse: bool, like: Node) -> Node:
-        """Emit the cumulative "sum" or "prod" of x along `time`, from the last step on if `reverse`."""
+        """Emit the cumulative sum or product (`op`) of x along the dim `time`, from the last step on if `reverse`."""
         if reverse:
             return self.compute(torch.ops.sp.scan.default, (x, None, time, op, False, True), like)
         target = {"sum": aten.cumsum.default, "prod": aten.cumprod.default}[op]
@@ -256,10 +256,10 @@ class _FoldingArithmetic:
         return self.scans.pointwise(aten.div.Tensor, x, y, like=self.like)
 
     def select(self, condition: Value, x: Value, y: Value) -> Value:
-        """Return x where the condition is true, else y."""
+        """Return x where the condition is true, else y, for values without the state."""
         if _is_number(x) and _is_number(y) and x == y:
             return x
-        # Overload of `where` for each operand, tensor or number.
+        # `where` has an overload for each combination of tensors and numbers.
         overloads = {(0, 0): "self", (1, 0): "ScalarSelf", (0, 1): "ScalarOther", (1, 1): "Scalar"}
         target = getattr(aten.where, overloads[_is_number(x), _is_number(y)])
         return self.scans.pointwise(target, condition, x, y, like=self.like)

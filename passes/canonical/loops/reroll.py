@@ -57,11 +57,11 @@ class LoopBuilder:
         reads = [x for x in loop.operands() if isinstance(x, IndexRead)]
         self.reverse = bool(reads) and all(x.stride < 0 for x in reads)
         self.scans = 0  # number of emitted scans
-        self.values: dict[StepColumn, Value] = {}  # of computed columns; a node if it is constant over the steps
+        self.values: dict[StepColumn, Value] = {}  # of computed columns; a node if it is equal at all steps
         self.forms: dict[StepColumn, AffineValue] = {}  # of columns that are affine in a state, before its scan
         self.seeds: dict[StepColumn, Any] = {}  # initial values of states
-        self.operand_values: dict[Any, Value] = {}  # by (operand, first step, end)
-        self.columns: list[StepColumn] = []  # columns that differ between the steps
+        self.operand_values: dict[Any, Value] = {}  # (operand, first step, end) -> its value at these steps
+        self.columns: list[StepColumn] = []  # columns whose values differ between the steps
         for column in loop.sort_columns():
             if all(self._is_shared(x) for x in column.operands):
                 self.values[column] = column.nodes[0]
@@ -271,7 +271,7 @@ class RerollLoops(CanonicalPass, ScanBuilder):
     provides = frozenset({"canonical", "rolled loops"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Replace every stack or cat of the values of a loop's steps by scans and batched ops."""
+        """Replace every stack or cat of values that the steps of a loop compute; return the number of loops."""
         self.budget = 4 * len(gm.graph.nodes)  # remaining number of nodes to examine
         self.emitted: list[Node] = []  # nodes of the loop in progress
         self.rolled: set[Node] = set()  # nodes that replaced loops

@@ -102,8 +102,8 @@ class LoopMatcher:
     """Matcher of the columns that compute a list; `read` finds them, for one loop per matcher."""
 
     def __init__(self, budget: int) -> None:
-        self.columns: list[StepColumn] = []
-        self.owner: dict[Node, tuple[StepColumn, int]] = {}  # node to its column and step
+        self.columns: list[StepColumn] = []  # found columns
+        self.owner: dict[Node, tuple[StepColumn, int]] = {}  # node -> its column and step
         self.budget = budget  # remaining number of nodes to examine
         self.root: Operand = None  # operand whose values are the list
         self.length = 0  # number of steps

@@ -84,7 +84,7 @@ class BatchedOps(GraphEditor):
         return BatchedValue(node, time)
 
     def narrow(self, x: BatchedValue, start: int, length: int) -> BatchedValue:
-        """Return `length` steps of x from `start` on. Raises NotALoop if there are fewer."""
+        """Return `length` steps of x from index `start` of their dim on. Raises NotALoop if there are fewer."""
         extent = x.node.meta["val"].shape[x.time]
         if start < 0 or start + length > extent:
             raise NotALoop("steps out of range")
