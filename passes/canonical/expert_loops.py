@@ -66,7 +66,10 @@ class RewriteSortedRows(CanonicalPass):
         return sum(self._rewrite(node) for node in sorts)
 
     def _rewrite(self, node: Node) -> bool:
-        """Replace a sort and all uses of its results; return False if a use is not supported."""
+        """Replace a sort by keys and all uses of its order; return False if a use is not supported.
+
+        The order sorts rows, x[order], which are processed row by row and restored by the inverse of the order.
+        """
         call = OpCall(node)
         if not node.users or call.ndim() != 1:  # without users: a rewrite of another sort has replaced its readers
             return False
@@ -192,7 +195,7 @@ class _SortUses:
         return True
 
     def _match_add(self, node: Node) -> bool:
-        """Match out.index_add(0, order // k, rows), which unsorts rows and adds the k rows of each token.
+        """Match out.index_add(0, order // k, rows), which restores the order of rows and adds the k rows of each token.
 
         Also a scatter_add, which has an index of the shape of the rows: order // k expanded over the columns.
         """
@@ -287,7 +290,10 @@ class _SortUses:
         return has_bin_for_each_key and is_same_size(call["bins"], num_groups)
 
     def _match_product(self, node: Node) -> bool:
-        """Match a grouped product of rows in ascending order of integer keys."""
+        """Match a grouped product of sorted rows: it multiplies the rows of each key by one matrix, w[key].
+
+        The keys must be integers in ascending order, as the ends of the groups assume.
+        """
         name = schema_of(node.target).name if isinstance(node.target, OpOverload) else ""
         has_ascending_keys = not self.descending and not self.ids.meta["val"].is_floating_point()
         if name not in GROUPED_MM_OPS or len(node.args) != 3 or node.kwargs or not has_ascending_keys:

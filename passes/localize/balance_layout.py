@@ -151,7 +151,7 @@ class BalanceLayout(Pass):
     def _balance_arguments(
         self, attentions: Sequence[OpCall], frames: Iterable[FrameArgument], length: Size, n: int, device: torch.device
     ) -> tuple[Any, ...]:
-        """Return the arguments of sp::deal, the op that computes the balanced order.
+        """Return the arguments of the op that computes the balanced order.
 
         The positions before and after a frame's window keep their place. The op receives their numbers for each frame
         and uses the largest, because symbolic sizes have no order here.

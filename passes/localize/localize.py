@@ -92,7 +92,10 @@ class _Localizer(GraphEditor):
         self.loose_padding = find_loose_padding(gm, plan, self.ranks.n)
 
     def run(self) -> GraphModule:
-        """Return the local GraphModule. `node_info(node).origin` maps its nodes to nodes of the global graph."""
+        """Return the local GraphModule. `node_info(node).origin` maps its nodes to nodes of the global graph.
+
+        Inputs come first, then their sizes, attributes and the reductions of gradients, which all other nodes may read.
+        """
         sources = [n for n in self.old.graph.nodes if n.op in ("placeholder", "get_attr")]
         for node in sources:
             if node.op == "placeholder":

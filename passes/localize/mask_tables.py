@@ -37,9 +37,10 @@ class HoistMaskTables(Pass):
     provides = frozenset({"mask tables"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Emit sp::pieces for all attentions without tables, in place; return the number of emitted calls.
+        """Emit sp::pieces, which computes the tables of mask vectors, for all attentions that have none.
 
-        One call serves all attentions, unless a vector depends on the result of an attention.
+        One call serves all attentions, unless a vector depends on the result of an attention. Returns the number of
+        calls.
         """
         waiting = [n for n in gm.graph.nodes if n.op == "call_function" and _needs_tables(n)]
         calls = 0
@@ -52,7 +53,10 @@ class HoistMaskTables(Pass):
         return calls
 
     def _emit_tables(self, first: Node, readers: list[Node]) -> None:
-        """Emit one sp::pieces before `first`, the first of the readers, and pass its tables to all readers."""
+        """Emit one sp::pieces before `first`, the first of the readers, and pass its tables to all readers.
+
+        The op returns a table for each mask vector. Vectors that are the same computation share one table.
+        """
         representatives = unique_vectors(v for n in readers for v in mask_vectors(n))
         vectors = list(dict.fromkeys(representatives.values()))
         move_before(first, vectors)

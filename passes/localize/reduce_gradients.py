@@ -52,10 +52,10 @@ def differentiable_nodes(gm: GraphModule) -> set[Node]:
 
 
 def find_partial_grad_nodes(gm: GraphModule, plan: PlacementPlan, differentiable: set[Node]) -> set[Node]:
-    """Return the partial-gradient nodes: replicated nodes whose every user gives them a partial gradient.
+    """Return the replicated nodes whose gradient may remain partial: each rank has a summand of it.
 
-    In `x @ w.t()` with a sharded x, w.t() is one: `Localize` sums the gradient of w over the ranks in place of that of
-    w.t(), so the reduction moves from such a node to its operands.
+    All their users compute only such summands. In `x @ w.t()` with a sharded x, w.t() is one: `Localize` sums the
+    gradient of w over the ranks in place of that of w.t(), so the reduction moves from such a node to its operands.
     """
     partial_grad_nodes: set[Node] = set()
     for node in reversed(gm.graph.nodes):
@@ -76,9 +76,9 @@ def _is_replicated_call(node: Node, plan: PlacementPlan) -> bool:
 
 
 def _gives_partial_grad(node: Node, user: Node, plan: PlacementPlan, partial_grad_nodes: set[Node]) -> bool:
-    """Return True if every gradient that the user computes for the node is a summand of one rank.
+    """Return True if each rank's gradient of the node from this user is a summand, to be added over the ranks.
 
-    The user has a partial gradient itself, or runs on shards and demands `Replicate(partial_grad=True)` at each read.
+    Then the gradient of the user is partial itself, or it runs on shards and demands `Replicate(partial_grad=True)`.
     """
     wants = demanded_placements(node, user, plan)
     return user in partial_grad_nodes or (bool(wants) and all(map(_is_partial_grad_demand, wants)))

@@ -57,7 +57,7 @@ class NotSymbolic(Exception):
     def of(self, node: Node) -> NotSymbolic:
         """Return the error with the name of `node`, or unchanged if it names a node.
 
-        A reader calls it for each node on the way out of its recursion, so that the error names the innermost node.
+        A reader calls it at each level of its recursion, from the innermost one on, whose node the error thus names.
         """
         return self if self.node is not None else NotSymbolic(str(self), node)
 

@@ -73,7 +73,8 @@ def parse_mask(node: Node, shape: tuple[Size, ...], absorbs_fills: bool = False)
     Args:
         node: The mask, broadcastable to `shape`; bool, or floats that are added to the scores.
         shape: The shape of the scores, (B, H, Q, K) or (B, Q, K).
-        absorbs_fills: True if finite fills remove all weight even from rows of fills; see `masks_all_weight`.
+        absorbs_fills: True if fills, large negative numbers, have the effect of -inf even in a row of fills only; see
+            `masks_all_weight`.
 
     Returns:
         The mask.

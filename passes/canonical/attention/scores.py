@@ -213,7 +213,7 @@ def _match_score_product(product: ProductMatch, x: Node) -> ScoreChain | None:
 
 
 def _match_permutation(x: Node, keys_dim: int) -> ScoreChain | None:
-    """Match scores that x permutes, or whose leading dims it reshapes."""
+    """Match scores that x permutes, or whose leading dims it reshapes; `keys_dim` is the dim of keys in x."""
     source, permuted = OpCall(x).operands[0], permutation_of(x)
     added_dims = len(node_shape(x)) - len(node_shape(source))
     source_dim = permuted[keys_dim] if permuted is not None else keys_dim - added_dims  # the dim of keys in the source
@@ -266,7 +266,7 @@ def _match_scale(call: OpCall, x: Node, keys_dim: int) -> ScoreChain | None:
     """Match scores that x multiplies or divides, or return None.
 
     The factor is a number, a tensor with one number for all queries and keys of a head, or a gate: a tensor by which
-    each score is multiplied, such as a mask of 0 and 1.
+    each score is multiplied, such as a mask of 0 and 1. `keys_dim` is the dim of keys in x.
     """
     divides, dtype = x.target in (aten.div.Tensor, aten.div.Scalar), x.meta["val"].dtype
     pairs = [(call["self"], call["other"]), (call["other"], call["self"])]
@@ -301,7 +301,7 @@ def _match_soft_cap(call: OpCall, x: Node, keys_dim: int) -> ScoreChain | None:
 
 
 def _match_bias(call: OpCall, x: Node, keys_dim: int) -> ScoreChain | None:
-    """Match scores + bias, bias + scores or scores - bias, or return None."""
+    """Match scores + bias, bias + scores or scores - bias, or return None; `keys_dim` is the dim of keys in x."""
     if len(call.operands) != 2 or call["alpha"] != 1:
         return None
     a, b = call.operands
@@ -317,7 +317,7 @@ def _match_bias(call: OpCall, x: Node, keys_dim: int) -> ScoreChain | None:
 def _match_fill(call: OpCall, x: Node, keys_dim: int) -> ScoreChain | None:
     """Match masked_fill(scores, condition, number), where(condition, scores, number) and where(.., number, scores).
 
-    None if the number is no fill: -inf or a large negative number.
+    None if the number is no fill: -inf or a large negative number. `keys_dim` is the dim of keys in x.
     """
     dtype = x.meta["val"].dtype
     if "mask" in call.args:
@@ -347,7 +347,7 @@ def _add_operand(
         inner: The scores before the op.
         x: The op.
         operand: The tensor.
-        gate: The tensor if it is the gate of the chain.
+        gate: The tensor if it multiplies each score, as a mask of 0 and 1 does.
         new_entries: The tensor as an entry of the field `factors`, `biases` or `fills`.
 
     Returns:

@@ -85,6 +85,7 @@ def find_cycle(columns: Sequence[StepColumn]) -> list[StepColumn]:
     Raises:
         NotALoop: No state depends on itself.
     """
+    # column -> its references to columns, and -> those of these columns that are among `columns`
     references = {c: [x for x in map(reference_of, c.operands) if x is not None] for c in columns}
     sources = {c: {x.column for x in read if x.column in references} for c, read in references.items()}
     states = [c for c in columns if any(x.lag and x.column is c for read in references.values() for x in read)]

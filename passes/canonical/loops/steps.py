@@ -147,7 +147,7 @@ class LoopMatcher:
     def _read_arguments(self, column: StepColumn) -> None:
         """Match the operands of a column: one for each leaf (tensor or constant) of its nodes' arguments.
 
-        Columns that are found on the way are appended to `columns`.
+        New columns among them are appended to `columns`.
         """
         flat = [pytree.tree_flatten((n.args, n.kwargs)) for n in column.nodes]
         if any(spec != flat[0][1] for _, spec in flat[1:]):
