@@ -144,8 +144,8 @@ class _Localizer(GraphEditor):
     def _localize_symbols(self, sources: Iterable[Node]) -> None:
         """Set the values of inputs that are passed as shards (inputs='local'), and emit their global sizes.
 
-        In their graph, an input of the size S is passed with the local size S/n; `NodeInfo.local` is the local tensor
-        or size. For an input that is such a size, n is `NodeInfo.scale`, and S = n * (S/n) is computed.
+        `NodeInfo.local` is the tensor or size that a rank passes. For an input that is a size S of the sequence, a rank
+        passes S/n, `NodeInfo.scale` is n, and S = n * (S/n) is computed.
         """
         for node in sources:
             if node_info(node).local is not None:
