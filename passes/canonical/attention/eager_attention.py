@@ -122,8 +122,11 @@ class FuseEagerAttention(CanonicalPass):
         # The program may merge (batch, heads) to (batch * heads,) for its products, while masks and sinks apply to
         # separate dims. All operands are reshaped to the leading dims of the sinks, or else of the masks.
         value_leading, order = operands[2].shape[:-2], attention.values.order
-        leading = value_leading if scores.masked_shape is None else scores.masked_shape[:-2]
-        leading = leading if sinks is None else sinks.batch_and_heads
+        leading: tuple[Size, ...] = value_leading
+        if sinks is not None:
+            leading = sinks.batch_and_heads
+        elif scores.masked_shape is not None:
+            leading = scores.masked_shape[:-2]
         shape = (*leading, operands[0].shape[-2], operands[1].shape[-2])
         # Sinks without fills keep some weight in every row, so that fills remove all weight of their keys.
         absorbs_fills = sinks is not None and sinks.value not in self._may_contain_fills
