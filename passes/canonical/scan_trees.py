@@ -142,7 +142,7 @@ def match_interleaving(node: Node) -> SlicePiece | None:
         return None
     if not is_same_size(first_row.start, 0) or not is_same_size(first_row.length, 1):
         return None
-    odd_rows = [node for node in _leaf_slices(first_row.source, dim) if _is_odd_rows(node)]
+    odd_rows = [x for x in _leaf_slices(first_row.source, dim) if _is_odd_rows(x)]
     return first_row if odd_rows and odd in _nodes_after(odd_rows, until=odd) else None
 
 
