@@ -71,33 +71,35 @@ class Pass(PassBase, GraphEditor):
 
     def __init_subclass__(cls) -> None:
         if "name" not in vars(cls):
-            cls.name = re.sub(r"\B(?=[A-Z])", "_", cls.__name__).lower()
+            cls.name = re.sub(r"\B(?=[A-Z])", "_", cls.__name__).lower()  # DoubleSum -> double_sum
 
     def __init__(self, ranks: Ranks | int | PassContext = 1, **given: Any) -> None:
         super().__init__()
-        self._make_job = partial(PassContext.of, ranks, **given)
+        self._make_job = partial(PassContext.of, ranks, **given)  # a new context for each direct run, see `call`
         self.job: PassContext = self._make_job()
         self.notes: list[Note] = []
         self.changes = 0
 
     @classmethod
     def of(cls, job: Any) -> Pass | None:
-        """Create the pass as a part of `Passes`, or return None if it does not apply to the job.
+        """Create the pass for a run by `Passes`, a sequence of passes.
+
+        Subclasses override it to skip jobs to which they do not apply.
 
         Args:
-            job: A job of the kind that the pass expects.
+            job: The context in which the pass would run, of the class that the pass expects.
 
         Returns:
-            The pass as a part of other passes.
+            The pass, or None to skip it; by default the pass runs on every job.
         """
         return cls()
 
     def apply(self, gm: GraphModule, job: Any) -> int:
-        """Rewrite the graph.
+        """Rewrite the graph; each subclass implements it.
 
         Args:
             gm: The graph.
-            job: A job of the kind that the pass expects.
+            job: The context of the run, of the class that the pass expects.
 
         Returns:
             The number of changes; 0 if the graph is unchanged.
@@ -105,28 +107,28 @@ class Pass(PassBase, GraphEditor):
         raise NotImplementedError
 
     def run(self, gm: GraphModule, job: PassContext) -> list[Note]:
-        """Apply the pass as one run of a job, and record its time and changes.
+        """Apply the pass to a graph, and record the run in the job.
 
         Args:
             gm: The graph.
-            job: The job, to which the run and its notes are added.
+            job: The context; its `runs` and `notes` are extended.
 
         Returns:
-            The notes of the run.
+            The notes of the run. `self.gm` is the rewritten graph.
         """
-        set_step(f"pass {self.name}")
+        set_step(f"pass {self.name}")  # shown by the progress line
         self.gm, self.job, self.notes = gm, job, []
-        self.edit(gm.graph)
+        self.edit(gm.graph)  # binds the methods of GraphEditor to this graph
         text_before = gm.print_readable(print_output=False) if is_tracing_enabled() else ""
         nodes_before, start = len(gm.graph.nodes), time.perf_counter()
         self.changes = self.apply(gm, job)
         if self.changes:
             self.gm.graph.lint()
             self.gm.recompile()
-            job.invalidate()
+            job.invalidate()  # the cached analysis is of the old graph
         seconds, added_nodes = time.perf_counter() - start, len(self.gm.graph.nodes) - nodes_before
         job.runs.append(PassRun(self.name, self.requires, self.provides, self.changes, added_nodes, seconds))
-        job.notes += [note for note in dict.fromkeys(self.notes) if note not in job.notes]
+        job.notes += [note for note in dict.fromkeys(self.notes) if note not in job.notes]  # each text once, in order
         log.debug("after %s: %d changes, %d nodes", self.name, self.changes, len(self.gm.graph.nodes))
         if self.changes and text_before:
             trace_graph(f"sp_before_{self.name}", text_before)
@@ -134,17 +136,19 @@ class Pass(PassBase, GraphEditor):
         return self.notes
 
     def __call__(self, graph_module: GraphModule) -> PassResult:
-        """Run the pass directly, as torch.fx runs passes; `requires` is not checked."""
+        """Run the pass on a graph outside of a pipeline, as torch.fx runs passes; `requires` is not checked."""
         return self.call(graph_module)
 
     def call(self, graph_module: GraphModule) -> PassResult:
-        """Run in a new context with the fields of the pass, or in the context of the pass.
+        """Run the pass in the context that the arguments of its constructor describe.
+
+        That is a new context for each call, or the constructor's `ranks` if that is a context.
 
         Args:
             graph_module: The graph.
 
         Returns:
-            The rewritten graph, and True if it has changed.
+            The rewritten graph, and whether it has changed.
 
         Raises:
             SpError: The pass refuses the graph.
@@ -156,12 +160,12 @@ class Pass(PassBase, GraphEditor):
         return PassResult(self.gm, self.changes > 0)
 
     def note(self, node: Node, text: str, subject: str = "", kind: NoteKind = NoteKind.REWRITTEN) -> None:
-        """Add a line on a node to the report.
+        """Add a note, a line of the report, on a node.
 
         Args:
             node: The node.
             text: The explanation.
-            subject: The subject; by default the name of the pass.
+            subject: The `Note.subject`; by default the name of the pass.
             kind: The kind of the note.
         """
         self.notes.append(Note(kind, subject or self.name, text, node.name, node_line(node), node_layer(node)))
@@ -172,7 +176,7 @@ class Pass(PassBase, GraphEditor):
         Args:
             node: The node.
             text: The reason.
-            subject: The subject; by default the name of the pass.
+            subject: The `Note.subject`; by default the name of the pass.
         """
         self.note(node, text, subject, NoteKind.DECLINED)
 
@@ -184,28 +188,38 @@ class Passes(Pass):
 
     @classmethod
     def parts(cls) -> Sequence[type[Pass]]:
-        """Return the passes, in order."""
+        """Return the passes, in order; subclasses override it for passes that are registered at run time."""
         return cls.steps
 
     def apply(self, gm: GraphModule, job: Any) -> int:
-        """Run the parts that apply to the job, until one refuses the graph; return the sum of their changes."""
+        """Run the parts that apply to the job, and return the sum of their changes.
+
+        A part that cannot split the graph sets `job.refusal`; no part runs after it.
+        """
         changes = 0
         for part in self.parts():
             step = part.of(job)
             if step is not None and job.refusal is None:
                 self.notes += step.run(self.gm, job)
-                self.gm, changes = step.gm, changes + step.changes
+                self.gm = step.gm
+                changes += step.changes
         return changes
 
     def run(self, gm: GraphModule, job: PassContext) -> list[Note]:
-        """Run the passes on a graph and return their notes; only the parts are recorded in `job.runs`."""
+        """Run the passes on a graph and return their notes.
+
+        It replaces `Pass.run`, which would also record the sequence itself in `job.runs`, and so count its parts twice.
+        """
         self.gm, self.job, self.notes = gm, job, []
         self.changes = self.apply(gm, job)
         return self.notes
 
 
 def iterate_passes(root: type[Pass]) -> tuple[type[Pass], ...]:
-    """Return a pass and all passes that it contains, in order, to check their order (`check_pass_order`)."""
+    """Return all passes that a pass contains, recursively and in order, and then the pass itself.
+
+    `check_pass_order` checks the result. A pass follows its parts because what it provides holds after them.
+    """
     parts = root.parts() if issubclass(root, Passes) else ()
     return (*(contained for part in parts for contained in iterate_passes(part)), root)
 
@@ -252,9 +266,9 @@ PASSES: Table[type[Pass]] = Table("passes")
 
 
 def register_pass(pass_class: type[P]) -> type[P]:
-    """Register a CanonicalPass or a CollectivePass.
+    """Register a CanonicalPass or a CollectivePass, so that the pipeline runs it.
 
-    `requires` and `provides` determine its position.
+    Its `requires` and `provides` determine its position.
 
     Args:
         pass_class: The class of the pass.
@@ -270,12 +284,15 @@ def register_pass(pass_class: type[P]) -> type[P]:
 
 
 def registered_passes(kind: type[P]) -> list[type[P]]:
-    """Return all registered passes of a kind in the order in which they run: by properties, then by name."""
-    return list(order_passes(tuple(entry for entry in PASSES.values() if issubclass(entry, kind))))
+    """Return all registered passes of a kind in the order in which they run: by properties, then by name.
+
+    The kind is a base class, CanonicalPass or CollectivePass.
+    """
+    return list(order_passes(tuple(pass_class for pass_class in PASSES.values() if issubclass(pass_class, kind))))
 
 
 def import_submodules(package: str, folder: Iterable[str]) -> list[ModuleType]:
-    """Import every module below a folder, so that its contents are registered.
+    """Import every module of a package, so that the passes, rules or ops that they define are registered.
 
     Args:
         package: The name of the package.
@@ -300,20 +317,22 @@ def order_passes(passes: tuple[type[P], ...]) -> tuple[type[P], ...]:
     Raises:
         SpError: Some passes require each other.
     """
-    by_name = {entry.name: entry for entry in sorted(passes, key=lambda entry: entry.name)}
+    by_name = {pass_class.name: pass_class for pass_class in sorted(passes, key=lambda pass_class: pass_class.name)}
+    # The name of each pass -> the names of all passes that provide one of its required properties
     predecessors = {
-        name: [provider.name for provider in by_name.values() if provider.provides & entry.requires]
-        for name, entry in by_name.items()
+        name: [provider.name for provider in by_name.values() if provider.provides & pass_class.requires]
+        for name, pass_class in by_name.items()
     }
     try:
         return tuple(by_name[name] for name in TopologicalSorter(predecessors).static_order())
     except CycleError as error:
-        raise SpError("SP909", f"these passes require each other: {' -> '.join(error.args[1])}.") from error
+        cycle = error.args[1]  # names, the first one repeated at the end
+        raise SpError("SP909", f"these passes require each other: {' -> '.join(cycle)}.") from error
 
 
 @cache
 def check_pass_order(passes: tuple[type[Pass], ...], initial: frozenset[str] = CAPTURED_PROPERTIES) -> None:
-    """Check that each property is provided before the passes that require it, and not after them.
+    """Check that every pass runs after all passes that provide the properties that it requires.
 
     Args:
         passes: The classes of the passes, in order.
@@ -323,17 +342,17 @@ def check_pass_order(passes: tuple[type[Pass], ...], initial: frozenset[str] = C
         SpError: A required property is not provided before, or is provided again later.
     """
     provided = set(initial)
-    for i, entry in enumerate(passes):
-        missing = entry.requires - provided
+    for i, pass_class in enumerate(passes):
+        missing = pass_class.requires - provided
         if missing:
-            raise SpError("SP909", f"{entry.name} requires {_quote_names(missing)}, which no earlier pass provides.")
+            cause = f"{pass_class.name} requires {_quote_names(missing)}, which no earlier pass provides."
+            raise SpError("SP909", cause)
         for later in passes[i + 1 :]:
-            late = entry.requires & later.provides
+            late = pass_class.requires & later.provides
             if late:
-                raise SpError(
-                    "SP909", f"{entry.name} requires {_quote_names(late)}, and {later.name} provides it later."
-                )
-        provided |= entry.provides
+                cause = f"{pass_class.name} requires {_quote_names(late)}, and {later.name} provides it later."
+                raise SpError("SP909", cause)
+        provided |= pass_class.provides
 
 
 def _quote_names(names: Iterable[str]) -> str:

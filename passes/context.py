@@ -73,7 +73,7 @@ class Note:
 
     @property
     def label(self) -> str:
-        """Return the text for the kind and the subject, as the report shows them."""
+        """Return the first column of the report: "scan", "not scan" if a pass does not apply, or the kind."""
         if self.kind is NoteKind.REWRITTEN:
             return self.subject
         return f"not {self.subject}" if self.kind is NoteKind.DECLINED else self.kind.value
@@ -99,7 +99,7 @@ class Refusal:
     fix: str | None = None  # the fix; None for that of the code
 
     def error(self) -> SpError:
-        """Return the refusal as an error."""
+        """Return the refusal as an error, for callers that cannot change the inputs and run the passes again."""
         return SpError(self.code, f"{self.subject}: {self.text}.", self.fix)
 
 
@@ -132,8 +132,8 @@ class TiledRegion:
 
 
 def runs_by_pass(runs: Iterable[PassRun]) -> list[PassRun]:
-    """Return one run per pass with the sums of all its runs, in the order of the first ones."""
-    totals: dict[str, PassRun] = {}
+    """Add up the runs of each pass: return one run per pass, in the order in which the passes ran first."""
+    totals: dict[str, PassRun] = {}  # by name of the pass
     for run in runs:
         total = totals.setdefault(run.name, PassRun(run.name, run.requires, run.provides))
         total.changes += run.changes
@@ -174,18 +174,18 @@ class PassContext:
     _analyzed: tuple[Axes, PlacementPlan] | None = None  # the cached result of `analyze`
 
     def __post_init__(self) -> None:
-        Machine.of("cpu", self.options.cost)  # raises for an unknown constant, or one out of range
+        Machine.of("cpu", self.options.cost)  # raises if the option `cost` has an unknown constant or a wrong value
 
     @staticmethod
     def of(ranks: Ranks | int | PassContext, **given: Any) -> PassContext:
-        """Create the context of a pass that runs directly.
+        """Create the context of a pass that runs directly, outside of a pipeline.
 
         Args:
             ranks: A number of ranks (without a process group), Ranks, or a context.
-            **given: Fields of the context, and options by name.
+            **given: Fields of the context, and options by name. A name that is both, such as `seq_dims`, is the field.
 
         Returns:
-            The context. A context without further arguments is returned unchanged.
+            The context. If `ranks` is a context, it is returned with the given fields replaced.
 
         Raises:
             SpError: An option is unknown or has an invalid value.
@@ -198,7 +198,10 @@ class PassContext:
 
     @property
     def is_balanced(self) -> bool:
-        """Return True if the rows are balanced over the ranks, or will be."""
+        """Return True if the sequence has the layout "balanced": an order of rows that is computed at run time.
+
+        An input has it, the user selects it by option, or a pass has chosen it (`folds`).
+        """
         if any(isinstance(p, Shard) and p.frame.order.is_balanced for p in self.inputs.values()):
             return True
         order = LAYOUTS.get(self.options.layout)  # None for "auto"
@@ -207,8 +210,10 @@ class PassContext:
     def times(self, node: Node) -> int:
         """Return the number of nodes that the node represents, by which its costs are multiplied.
 
+        It is 1 unless the graph is a model reduced to one layer of each kind, to predict costs quickly (`repeats`).
+
         Args:
-            node: A node of a program with a few layers of many.
+            node: A node of the graph.
         """
         return 1 if self.repeats is None else self.repeats.of(node)
 
@@ -221,16 +226,19 @@ class PassContext:
         return next((self.machine_of(node) for node in nodes if is_tensor(node)), Machine.of("cpu", self.options.cost))
 
     def axes(self, gm: GraphModule) -> Axes:
-        """Return the names of the graph's axes; analyzed again after a change."""
+        """Return the axes of the graph: which dims of different values correspond, and which are the sequence.
+
+        The result is cached until the graph changes.
+        """
         return self._analysis(gm)[0]
 
     def plan(self, gm: GraphModule) -> PlacementPlan:
-        """Return the placement of every value of the graph; analyzed again after a change."""
+        """Return the placement of every value of the graph, and the demands; cached until the graph changes."""
         return self._analysis(gm)[1]
 
     @cache_lookups()
     def analyze(self, gm: GraphModule) -> tuple[Axes, PlacementPlan]:
-        """Name the axes of a graph, find the sequence, and propagate placements.
+        """Name the axes of a graph, find the sequence, and propagate placements, without a cache.
 
         Args:
             gm: The graph.
@@ -239,7 +247,7 @@ class PassContext:
             The axes and the plan.
 
         Raises:
-            SpError: `seq_dims` contains the name of no input.
+            SpError: A name in `seq_dims` is not the name of an input.
         """
         axes = name_axes(gm)
         axes.folds, axes.n = self.folds, self.ranks.n
@@ -247,19 +255,21 @@ class PassContext:
         missing = sorted(set(self.seq_dims or ()) - set(nodes))
         if missing:
             raise SpError("SP236", f"seq_dims: expected names of inputs out of {sorted(nodes)}, got {missing}.")
-        named = None if self.seq_dims is None else {nodes[name]: dim for name, dim in self.seq_dims.items()}
+        user_dims = None if self.seq_dims is None else {nodes[name]: dim for name, dim in self.seq_dims.items()}
         inputs = {nodes[name]: placement for name, placement in self.inputs.items()}
-        sharded = {node: placement.dim for node, placement in inputs.items() if isinstance(placement, Shard)}
-        find_sequences(gm, axes, named, picks=not self.is_balanced, sharded=sharded)
-        for node, placement in inputs.items():  # also where the graph only returns it
-            if isinstance(placement, Shard):
-                axes.sequences.update(axes.find(atom.name) for atom in axes.dims[node, 0][placement.dim])
+        sharded_dims = {node: placement.dim for node, placement in inputs.items() if isinstance(placement, Shard)}
+        # `picks`: rows selected from the sequence are a second sequence; the balanced layout supports only one.
+        find_sequences(gm, axes, user_dims, picks=not self.is_balanced, sharded=sharded_dims)
+        # A dim that is already sharded is a sequence, even if no op of this graph gives evidence for it.
+        for node, dim in sharded_dims.items():
+            axes.sequences.update(axes.find(atom.name) for atom in axes.dims[node, 0][dim])
+        # Windows such as x[:, 1:] may start at other rows; the starts are chosen by repeated propagation.
         return axes, align_window_starts(
             lambda window_starts: propagate(gm, axes, self.ranks.n, inputs, self.outputs, window_starts=window_starts)
         )
 
     def _analysis(self, gm: GraphModule) -> tuple[Axes, PlacementPlan]:
-        """Return the cached result of `analyze`, which runs after the graph has changed."""
+        """Return the result of `analyze`, cached until `invalidate` is called after a change of the graph."""
         if self._analyzed is None:
             self._analyzed = self.analyze(gm)
         return self._analyzed

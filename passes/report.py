@@ -52,7 +52,7 @@ class Report:
     step: StepMemory | None = None  # memory of a training step, if requested
 
     def add(self, notes: Iterable[Note]) -> None:
-        """Append the notes that are not in the report yet, since passes that run again repeat notes.
+        """Append the notes that are not in the report yet: passes that run again repeat theirs.
 
         Args:
             notes: The notes.
@@ -92,41 +92,41 @@ class Report:
 
     @property
     def fallbacks(self) -> list[Note]:
-        """Return the notes on fallbacks: work that every rank does on all rows, as no pass runs it on shards."""
+        """Return the notes on work that every rank does on all rows, because no pass runs it on shards."""
         return self.find_notes(*FALLBACKS)
 
     @property
     def warnings(self) -> list[str]:
-        """Return texts on work that the ranks do not share, with consequence and cure; [] on one rank."""
+        """Return a text for each large part of the work that the ranks do not share, with a remedy; [] on one rank."""
         if self.n == 1:
             return []
-        split = [assume_large(c.size) for c in self.candidates if c.is_split]
+        split_sizes = [assume_large(c.size) for c in self.candidates if c.is_split]  # symbolic sizes count as large
         attended = [c for c in self.candidates if c.is_attended and not c.is_split]
         longest = max(attended, key=lambda c: assume_large(c.size), default=None)
         texts = []
-        if longest is not None and assume_large(longest.size) > max(split, default=0):
-            whole = f"the longest attended dim, of {longest.size} positions, is not split"
-            texts.append(f"{whole}: a rank attends over all of it, in time and memory. {NAME_ATTENDED}")
-        if split and not self.inputs:
+        if longest is not None and assume_large(longest.size) > max(split_sizes, default=0):
+            cause = f"the longest attended dim, of {longest.size} positions, is not split"
+            texts.append(f"{cause}: a rank attends over all of it, in time and memory. {NAME_ATTENDED}")
+        if split_sizes and not self.inputs:
             texts.append(NO_INPUT_WARNING)
         return texts + self.work.describe_excess(self.n)
 
     def find_notes(self, *kinds: NoteKind, subject: str | None = None) -> list[Note]:
-        """Return the notes of some kinds.
+        """Return the notes of the given kinds, in order.
 
         Args:
             kinds: The kinds.
-            subject: The subject of the notes; None for any.
+            subject: The `Note.subject` that the notes must have; None for any.
         """
         return [note for note in self.notes if note.kind in kinds and subject in (None, note.subject)]
 
     def count(self, op: str) -> int:
-        """Return the number of exchanges of one op in the forward graph.
+        """Return the number of exchanges in the forward graph that are a given op.
 
         Args:
             op: "all_to_all", "all_gather", ...
         """
-        return sum(e.op == op for e in self.exchanges)
+        return sum(exchange.op == op for exchange in self.exchanges)
 
     def __str__(self) -> str:
         return "\n\n".join(self._sections())
@@ -146,12 +146,16 @@ class Report:
                 rows, headers=("nodes", "pass", "at", "rewrite and reason"), maxcolwidths=LINE_WIDTH
             )
         if self.layers:
-            rows = [(shorten_line(x.where), x.mode, list(x.shape), x.dim, x.ops, x.why) for x in self.layers]
+            rows = [
+                (shorten_line(layer.where), layer.mode, list(layer.shape), layer.dim, layer.ops, layer.why)
+                for layer in self.layers
+            ]
             headers = ("linear + all_reduce at", "mode", "rows of", "sharded dim", "ops on rows", "why")
             yield "Tensor-parallel layers\n" + tabulate(rows, headers=headers, maxcolwidths=LINE_WIDTH)
-        limited = [estimate for estimate in self.memory if not math.isinf(estimate.device)]
-        if limited:
-            yield "Memory of a rank, predicted\n" + "\n".join(f"  {estimate}" for estimate in limited)
+        # The capacity of the device is infinite where it is unknown.
+        estimates = [estimate for estimate in self.memory if not math.isinf(estimate.device)]
+        if estimates:
+            yield "Memory of a rank, predicted\n" + "\n".join(f"  {estimate}" for estimate in estimates)
         if self.step is not None:
             yield f"Memory of a training step on a rank, predicted\n{self.step.text(self.n)}"
         if self.attention:
@@ -167,8 +171,15 @@ class Report:
             yield "Collectives, bytes that one rank sends\n" + tabulate(rows, headers=headers, maxcolwidths=LINE_WIDTH)
         if self.show_passes:
             rows = [
-                (x.name, ", ".join(sorted(x.requires)), ", ".join(sorted(x.provides)), x.changes, x.nodes, x.seconds)
-                for x in runs_by_pass(self.passes)
+                (
+                    run.name,
+                    ", ".join(sorted(run.requires)),
+                    ", ".join(sorted(run.provides)),
+                    run.changes,
+                    run.nodes,
+                    run.seconds,
+                )
+                for run in runs_by_pass(self.passes)
             ]
             headers = ("pass", "requires", "provides", "rewrites", "nodes", "seconds")
             yield "Passes, in order\n" + tabulate(rows, headers=headers, maxcolwidths=LINE_WIDTH, floatfmt=".3f")
@@ -176,20 +187,25 @@ class Report:
             yield tabulate(self.errors, headers=("against a single device", "largest relative error"), floatfmt=".2e")
 
     def _describe_ranks(self) -> str:
-        """Return the first lines: the ranks, the share of work on shards, the sequence, and tensor-parallel groups."""
-        located = ", ".join(f"{name} dim {'/'.join(map(str, dims))}" for name, dims in self.inputs.items())
+        """Return the first lines: the ranks, the sequence, tensor-parallel groups, work on shards, and warnings.
+
+        The first line is such as "4 ranks; the sequence is ids dim 1".
+        """
+        sequence = ", ".join(f"{name} dim {'/'.join(map(str, dims))}" for name, dims in self.inputs.items())
         groups = f"tensor-parallel groups of {' and '.join(map(str, self.parallel))} ranks"
-        if self.parallel and not located:
+        if self.parallel and not sequence:
             return f"{groups}; the sequence is not split"
-        if located and any(c.is_chosen and not c.is_input for c in self.candidates):
-            located += ", and a dim of no input"
-        text = f"{self.n} ranks; the sequence is {located or NO_INPUT_DIM}" + (f"; {groups}" if self.parallel else "")
-        lines = [self.work.describe()] if self.n > 1 and self.work.flops else []
-        return "\n".join([text, *lines, *(f"Warning: {warning}" for warning in self.warnings)])
+        if sequence and any(c.is_chosen and not c.is_input for c in self.candidates):
+            sequence += ", and a dim of no input"
+        text = f"{self.n} ranks; the sequence is {sequence or NO_INPUT_DIM}"
+        if self.parallel:
+            text += f"; {groups}"
+        work = [self.work.describe()] if self.n > 1 and self.work.flops else []
+        return "\n".join([text, *work, *(f"Warning: {warning}" for warning in self.warnings)])
 
 
 def _group_rows(rows: Iterable[tuple[str, ...]]) -> list[tuple[Any, ...]]:
-    """Return the distinct rows of a table with their count before them, since layers repeat."""
+    """Return the distinct rows of a table, each after the number of its occurrences: equal layers give equal rows."""
     return [(times, *row) for row, times in Counter(rows).items()]
 
 

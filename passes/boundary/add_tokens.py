@@ -32,21 +32,26 @@ from .graph_boundary import first_balanced
 
 
 class ReturnPermutation(Pass):
-    """Pass that returns the balanced order, its inverse and its chunks along with balanced outputs.
+    """Pass that returns the balanced order as three additional outputs, if an output has balanced rows.
 
-    The runtime needs them to restore the order of the rows when the caller reads such an output. Does nothing if the
-    graph receives the order as an input.
+    The runtime needs it to restore the order of the rows when the caller reads such an output. The pass does nothing
+    if an input has balanced rows already: its order is then that of the outputs, and the runtime has it.
     """
 
     requires = frozenset({"validated"})
     provides = frozenset({"row orders"})
 
     def apply(self, gm: GraphModule, context: BoundaryContext) -> int:
-        """Append the three tensors of a `RowPermutation` to the outputs if one is balanced; return 1 or 0."""
+        """Append the order, its inverse and its chunks, a `RowPermutation`, to the outputs.
+
+        Returns 1, or 0 if no output needs them.
+        """
         boundary = context.boundary
-        is_balanced = any(output.layout.is_balanced for output in boundary.results.values())
-        if first_balanced(boundary.layouts) is not None or not is_balanced:
+        has_balanced_output = any(output.layout.is_balanced for output in boundary.results.values())
+        has_balanced_input = first_balanced(boundary.layouts) is not None
+        if has_balanced_input or not has_balanced_output:
             return 0
+        # The op that computes the order; its first three results are the RowPermutation.
         (balance,) = gm.graph.find_nodes(op="call_function", target=torch.ops.sp.deal.default)
         with gm.graph.inserting_before(gm.graph.output_node()):
             tensors = [self.emit(operator.getitem, (balance, i), balance.meta["val"][i], balance) for i in range(3)]
@@ -59,8 +64,9 @@ class ReturnPermutation(Pass):
 class AddGradientTokens(Pass):
     """Pass that returns gradient tokens for differentiable outputs that the program also uses.
 
-    An example is logits from which the program computes a loss. If the caller does not read them, AOTAutograd would
-    compute a full-size gradient of zeros. The token carries their gradient only if the caller reads them, see
+    An example is logits from which the program computes a loss. AOTAutograd compiles one backward, in which each output
+    has a gradient: if the caller does not read the logits, a full-size tensor of zeros. The pass returns the logits
+    detached, next to a token of one element. Its gradient refers to the gradient of the logits, if there is one, see
     `lowering/collectives/grad_tokens.py`.
     """
 
@@ -68,17 +74,22 @@ class AddGradientTokens(Pass):
 
     @classmethod
     def of(cls, context: BoundaryContext) -> Pass | None:
-        """Create the pass for training on several ranks without collectives of the program, else return None."""
+        """Create the pass for training on several ranks, or return None.
+
+        It also returns None for a program with collectives of its own: passes over these identify gradients by the
+        position of outputs, which this pass changes.
+        """
         return cls() if context.is_split_only and context.trains and context.ranks.n > 1 else None
 
     def apply(self, gm: GraphModule, context: BoundaryContext) -> int:
         """Detach outputs that the program also uses, append a token for each, and return the number of tokens."""
-        leaves, output, tokens = output_leaves(gm), gm.graph.output_node(), dict[int, int]()
+        leaves, output = output_leaves(gm), gm.graph.output_node()
+        tokens: dict[int, int] = {}  # number of an output -> number of its token
         storage_counts = Counter(storage_of(x.meta["val"]) for x in leaves if is_tensor(x))
         for i in context.differentiable(gm):
             node = leaves[i]
             if context.boundary.results[i].deferred is not None or node.op != "call_function":
-                continue
+                continue  # operands of deferred outputs have tokens already, and arguments are not computed here
             if storage_counts[storage_of(node.meta["val"])] > 1:
                 continue  # AOTAutograd treats outputs that share memory as one
             if any(user is not output for user in node.users):
@@ -104,16 +115,17 @@ class BoundaryPasses(Passes):
         super().__init__(context)
 
     def apply(self, gm: GraphModule, context: BoundaryContext) -> int:
-        """Run the passes, and update `context.boundary` with the shapes of its results and the added outputs.
+        """Run the passes, update `context.boundary`, and return the number of changes.
 
-        Outputs from `num_program_outputs` on are tokens and operands, which the runtime does not return.
+        The outputs are then those of the program, the balanced order, and the tokens and operands of deferred outputs.
+        The runtime does not return the last group, which starts at `num_program_outputs`.
         """
         shapes = {i: tuple(as_sizes(gm.meta[OUTPUT_RULES][i].value.shape)) for i in context.boundary.results}
         context.update_outputs(shape=shapes)
         num_outputs = len(output_leaves(gm))
         changes = super().apply(gm, context)
         num_outputs += len(context.boundary.balanced_order)
-        added = range(num_outputs, len(output_leaves(gm)))  # tokens, and rows of deferred outputs' operands
-        rows = context.boundary.rows.union(added)
+        tokens_and_operands = range(num_outputs, len(output_leaves(gm)))  # a rank has only its part of each
+        rows = context.boundary.rows.union(tokens_and_operands)
         context.boundary = replace(context.boundary, num_program_outputs=num_outputs, rows=rows)
         return changes

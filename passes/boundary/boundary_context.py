@@ -31,14 +31,16 @@ class BoundaryContext(PassContext):
     is_split_only: bool = True
 
     def differentiable(self, gm: GraphModule) -> list[int]:
-        """Return the numbers of the sharded outputs that may have a gradient: those of floating dtypes."""
+        """Return the numbers (indices) of the sharded outputs that may have a gradient: those of floating dtypes."""
         return [i for i in self.boundary.results if gm.meta[OUTPUT_RULES][i].value.dtype.is_floating_point]
 
     def update_outputs(self, **values_of_field: dict[int, Any]) -> None:
-        """Replace fields of some outputs in `boundary`, after a pass has changed them.
+        """Replace fields of some outputs in `boundary`, after a pass has changed these outputs.
+
+        `update_outputs(grad_token={0: 2})` records that output 2 is the gradient token of output 0.
 
         Args:
-            **values_of_field: By name of a field of `ShardedOutput`, its new values by output number.
+            **values_of_field: The name of a field of `ShardedOutput` = {output number: new value}.
         """
         results = dict(self.boundary.results)
         for name, values in values_of_field.items():
@@ -47,7 +49,7 @@ class BoundaryContext(PassContext):
 
 
 def output_leaves(gm: GraphModule) -> list[Any]:
-    """Return the program's outputs, nodes and constants, as a list that a pass can edit."""
+    """Return the program's outputs, nodes and constants, as a list that a pass can edit, see `set_outputs`."""
     return list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
 
 
@@ -60,8 +62,9 @@ def set_outputs(gm: GraphModule, leaves: Sequence[Any]) -> None:
 def insert_tap(node: Node) -> Node:
     """Insert ``value, token = sp::tap(node)`` and return the token, which a pass appends to the outputs.
 
-    All users but the outputs read the value instead of the node. Its gradient is then the sum of that of the value and
-    of the gradient that the runtime stores for the token, if the caller computes one.
+    The value equals the node, and all users except the outputs read it in place of the node. The gradient of the node
+    is the gradient of the value, plus the gradient that the runtime stores for the token if the caller's backward
+    computes one.
     """
     graph, output = node.graph, node.graph.output_node()
     with graph.inserting_after(node):
@@ -73,7 +76,7 @@ def insert_tap(node: Node) -> Node:
 
 
 def insert_detach(node: Node) -> Node:
-    """Return the node's detached value, an output without a gradient of its own; a token carries that."""
+    """Insert and return the node's detached value, to be returned in place of a node whose gradient a token carries."""
     with node.graph.inserting_before(node.graph.output_node()):
         detached: Node = node.graph.call_function(torch.ops.aten.detach.default, (node,))
     return detached

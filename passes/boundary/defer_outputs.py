@@ -50,41 +50,42 @@ class DeferOutputs(Pass):
         return cls() if context.is_split_only else None
 
     def apply(self, gm: GraphModule, context: BoundaryContext) -> int:
-        """Replace outputs that only repeat work of tiles by their operands, and return their number.
+        """Replace outputs that only repeat work of tiles by their operands, and return the number of these outputs.
 
-        `context.boundary` records the deferred graph of each, and the numbers of its operands and tokens.
+        `context.boundary` records the deferred graph of each, with the numbers of its operands and tokens.
         """
-        leaves, deferred = output_leaves(gm), dict[int, DeferredGraph]()
-        numbers: dict[Node, list[int]] = {}  # of the outputs that return the node
+        leaves = output_leaves(gm)
+        deferred: dict[int, DeferredGraph] = {}  # by output number
+        numbers: dict[Node, list[int]] = {}  # node -> numbers of the outputs that return it
         for i in context.differentiable(gm):
             numbers.setdefault(leaves[i], []).append(i)
         for node, node_numbers in numbers.items():
-            recomputed = _recompute_nodes(node)
+            recomputed = _nodes_to_defer(node)
             if recomputed is None:
                 continue
             graph, operands = _extract_graph(gm, recomputed, node)
             sources = tuple(_return_operand(x, leaves, context.trains) for x in operands)
-            # The output itself becomes a computed operand, of which every rank has rows, too.
-            computed = next(leaves[source.position] for source in sources if not source.is_argument)
-            result = DeferredGraph(graph, node.meta["val"], sources)
+            # The program must still return a value at the output's number: one of the operands, which is also sharded.
+            operand_output = next(leaves[source.position] for source in sources if not source.is_argument)
+            deferred_graph = DeferredGraph(graph, node.meta["val"], sources)
             for i in node_numbers:
-                leaves[i], deferred[i] = computed, result
+                leaves[i], deferred[i] = operand_output, deferred_graph
         if deferred:
             set_outputs(gm, leaves)
             erase_dead(gm.graph)
         context.update_outputs(deferred=deferred)
-        if context.ranks.n == 1:  # on one rank, other outputs are full tensors
+        if context.ranks.n == 1:  # on one rank, the runtime wraps deferred outputs only; all others are full tensors
             context.boundary = replace(context.boundary, results={i: context.boundary.results[i] for i in deferred})
         return len(deferred)
 
 
 def _return_operand(x: Node, leaves: list[Any], trains: bool) -> DeferredOperand:
-    """Return the source of a deferred graph's operand, from which the runtime reads it after a call.
+    """Make the operand x of a deferred graph available after a call, and return where the runtime finds it.
 
-    Appends the operand to `leaves`, unless it is an argument, and its gradient token, if it needs a gradient.
+    It is an argument of the program, or else it is appended to the outputs, `leaves`. If gradients reach it, its
+    gradient token is appended, too.
     """
     grad_token = None
-    # AOTAutograd returns the gradients of arguments itself.
     if trains and x.op == "call_function" and _needs_gradient(x):
         grad_token = len(leaves)
         leaves.append(insert_tap(x))
@@ -96,36 +97,40 @@ def _return_operand(x: Node, leaves: list[Any], trains: bool) -> DeferredOperand
 
 
 def _needs_gradient(x: Node) -> bool:
-    """Return True if gradients may reach the node, so that it needs a gradient token."""
+    """Return True if gradients may reach the value x."""
     return node_info(x).requires_grad is not False and x.meta["val"].is_floating_point()
 
 
-def _recompute_nodes(node: Node) -> list[Node] | None:
-    """Return the nodes that compute an output for the caller only, in order; None if it is not deferred.
+def _nodes_to_defer(node: Node) -> list[Node] | None:
+    """Return the nodes that only compute this output, in order, or None if the output cannot be deferred.
 
-    They are marked `recomputed`: they only repeat work of tiles. None if nodes other than these and the output read
-    them.
+    The nodes repeat work of tiles, as their mark `recomputed` states. The output can be deferred if it consists of such
+    nodes and nothing else in the program reads one of them.
     """
     if not node_info(node).recomputed or set(node.users) != {node.graph.output_node()}:
         return None
     recomputed = reachable_set([node], lambda n: [x for x in n.all_input_nodes if node_info(x).recomputed])
-    users = {user for n in recomputed if n is not node for user in n.users}
-    return [n for n in node.graph.nodes if n in recomputed] if users <= recomputed else None
+    readers = {user for n in recomputed if n is not node for user in n.users}
+    return [n for n in node.graph.nodes if n in recomputed] if readers <= recomputed else None
 
 
 def _extract_graph(gm: GraphModule, nodes: Sequence[Node], result: Node) -> tuple[GraphModule, list[Node]]:
-    """Return the nodes as a separate graph, and its operands: the nodes of the program that they read.
+    """Copy nodes of the program to a separate graph that returns `result`.
 
-    Each node is in its autocast region in the separate graph, because the runtime runs it without the caller's
-    autocast.
+    Each copy is in the autocast region of its node, because the runtime runs the graph without the caller's autocast.
+
+    Returns:
+        The graph, and its operands: the other nodes of the program that the nodes read, one for each placeholder.
     """
-    graph, copies = Graph(), dict[Node, Node]()
-    operands = [x for x in dict.fromkeys(x for n in nodes for x in n.all_input_nodes) if x not in nodes]
+    graph = Graph()
+    copies: dict[Node, Node] = {}  # node of the program -> node of the graph
+    read_nodes = dict.fromkeys(x for n in nodes for x in n.all_input_nodes)
+    operands = [x for x in read_nodes if x not in nodes]
     for x in operands:
         copies[x] = graph.placeholder(x.name)
-    for regions, members in groupby(nodes, autocast_regions):
+    for regions, nodes_in_regions in groupby(nodes, autocast_regions):
         entered = [graph.call_function(enter_autocast, tuple(region)) for region in regions]
-        for n in members:
+        for n in nodes_in_regions:
             copies[n] = graph.node_copy(n, copies.__getitem__)
         for region in reversed(entered):
             graph.call_function(exit_autocast, (region,))
@@ -134,9 +139,10 @@ def _extract_graph(gm: GraphModule, nodes: Sequence[Node], result: Node) -> tupl
 
 
 def _argument_number(x: Node) -> int | None:
-    """Return the number of the program's argument that the node is, or None for a computed value.
+    """Return the index of the program's argument that the value x is, or None for a computed value.
 
-    ``sp::reduce_grad``, which adds the ranks' gradients of weights, returns arguments unchanged.
+    A result of ``sp::reduce_grad`` is an argument, too: the op returns weights unchanged, and its backward adds the
+    ranks' gradients.
     """
     if x.target is operator.getitem and x.args[0].target is torch.ops.sp.reduce_grad.default:  # type: ignore[union-attr]
         x = x.args[0].args[0][x.args[1]]  # type: ignore[union-attr,index]

@@ -54,8 +54,8 @@ class GraphBoundary:
 
 
 def first_balanced(layouts: Mapping[int, Layout]) -> int | None:
-    """Return the number of the first input with balanced rows, or None.
+    """Return the index of the first input whose rows are in a balanced order (computed at run time), or None.
 
-    The program and its outputs keep the order of its rows, so the runtime reads the order from this input.
+    All balanced inputs have one order, which the program and its outputs keep: the runtime reads it from this input.
     """
     return next((i for i, layout in layouts.items() if layout.is_balanced), None)

@@ -35,27 +35,28 @@ def make_boundary(
         ranks: The ranks that shard the sequence.
         symbols: The inputs that the symbols of the captured graph are computed from, as in `GraphBoundary`.
     """
-    infos = enumerate(local.meta[OUTPUT_RULES])
-    rows = frozenset(i for i, info in infos if info is not None and isinstance(info.placement, Shard))
+    output_infos = local.meta[OUTPUT_RULES]  # None for outputs that are not tensors
     inputs = view.graph.graph.find_nodes(op="placeholder")
     return GraphBoundary(
         view.layouts,
         _sharded_outputs(local, view, ranks),
-        rows,
+        frozenset(i for i, info in enumerate(output_infos) if info is not None and isinstance(info.placement, Shard)),
         view.writes,
         symbols,
         views=view.views,
         hidden=view.hidden,
         written=view.written,
+        # Inputs with a placement are sharded; those without the layout of a `Sharded` value are plain tensors.
         own_rows=frozenset(i for i, node in enumerate(inputs) if node.name in view.inputs and i not in view.layouts),
     )
 
 
 def _sharded_outputs(local: GraphModule, view: GlobalView, ranks: Ranks) -> dict[int, ShardedOutput]:
-    """Return the outputs that the caller receives as `Sharded` values, by number.
+    """Return the outputs that the caller receives as `Sharded` values, by their index.
 
-    These are all outputs placed as Shard, except those of option "local", which are plain tensors of a rank's rows. On
-    one rank, outputs that would be gathered on several (small ones, or of option "gather") are full tensors.
+    These are all outputs placed as Shard, except those with the option "local", which the caller receives as plain
+    tensors of the rank's rows. On one rank, outputs that several ranks would gather (small ones, or those with the
+    option "gather") are full tensors, too.
     """
     outputs: dict[int, ShardedOutput] = {}
     for i, (output_name, option, info) in enumerate(
@@ -70,6 +71,7 @@ def _sharded_outputs(local: GraphModule, view: GlobalView, ranks: Ranks) -> dict
         layout = Layout(shard.dim, ranks.n, ranks.group, order, frame.folds)
         after = frame.size - frame.start - frame.length
         sizes = {"outer": shard.outer, "inner": shard.inner, "before": frame.start, "after": after}
+        # Sizes that differ from the layout's defaults may be symbolic, so the runtime sets them in each call.
         parts = {name: size for name, size in sizes.items() if not is_same_size(size, getattr(layout, name))}
         outputs[i] = ShardedOutput(output_name, source_line, layout, as_sizes(value.shape)[shard.dim], parts)
     return outputs

@@ -50,28 +50,35 @@ class CombineOp:
 
 
 def recognize_combine(function: GraphModule, num_leaves: int) -> list[CombineOp] | None:
-    """Recognize a combine function, and return the scans that compute the same leaves.
+    """Recognize the combine function of an associative_scan, and return the scans that compute the same results.
+
+    The graph of (l, r) -> l + r, for example, gives [CombineOp("sum", (0,))]: a cumulative sum of leaf 0.
 
     Args:
-        function: Its graph, a function of the left leaves, the right leaves and captured values.
-        num_leaves: The number of leaves.
+        function: The graph of the function, of which the inputs are the left leaves, the right leaves and captured
+            values.
+        num_leaves: The number of leaves, the tensors that the call scans together.
 
     Returns:
-        One scan per leaf, or None if a leaf is no known scan.
+        One scan for each leaf, or None if a leaf is computed otherwise.
     """
     symbols = {node: sympy.Symbol(f"x{i}") for i, node in enumerate(function.graph.find_nodes(op="placeholder"))}
     output = function.graph.output_node().args[0]
-    results = [expression_of(x, symbols.get) for x in (output if isinstance(output, (list, tuple)) else [output])]
+    outputs = output if isinstance(output, (list, tuple)) else [output]
+    expressions = [expression_of(x, symbols.get) for x in outputs]
     inputs = list(symbols.values())
     left, right = inputs[:num_leaves], inputs[num_leaves : 2 * num_leaves]
-    scans = [
-        scan_of_leaf(e, i, left, right) or _match_recurrence(results, i, left, right) for i, e in enumerate(results)
-    ]
-    return [scan for scan in scans if scan is not None] if all(scans) else None
+    scans: list[CombineOp] = []
+    for i, expression in enumerate(expressions):
+        scan = scan_of_leaf(expression, i, left, right) or _match_recurrence(expressions, i, left, right)
+        if scan is None:
+            return None
+        scans.append(scan)
+    return scans
 
 
 def _logaddexp(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
-    """Return logaddexp(a, b) as a term that is equal for both orders, so that expressions can be compared."""
+    """Return the symbolic term logaddexp(a, b), with sorted arguments, so that logaddexp(b, a) is the same term."""
     return sympy.Function("logaddexp")(*sorted((a, b), key=str))
 
 
@@ -92,15 +99,18 @@ _COMBINE_OPS: dict[Any, Callable[..., sympy.Expr]] = {
 
 
 def expression_of(value: Node, symbol: Callable[[Node], sympy.Symbol | None]) -> sympy.Expr | None:
-    """Return a value as an expanded expression of symbols, to compare functions; None if an op is unknown.
+    """Return the function that computes a value as an expanded expression, such as x0*x3 + x2, to compare functions.
 
     Args:
-        value: The tensor.
-        symbol: Returns the symbol of a node, or None for a node that is computed from others.
+        value: The node whose value is the result of the function.
+        symbol: Returns the symbol of a node that is an argument of the function, or None for other nodes.
+
+    Returns:
+        The expression of the symbols, or None if it contains an op that is not in _COMBINE_OPS.
     """
     expressions: dict[Node, sympy.Expr] = {}
-    for node in sorted(nodes_before(value, lambda n: symbol(n) is not None)):
-        copied = value_origin(skip_widening_cast(node) or node)
+    for node in sorted(nodes_before(value, lambda n: symbol(n) is not None)):  # in the order of the graph
+        copied = value_origin(skip_widening_cast(node) or node)  # the node itself if it is no copy
         expression = symbol(node) or expressions.get(copied) or _evaluate_node(node, expressions)
         if expression is not None:
             expressions[node] = expression
@@ -108,33 +118,49 @@ def expression_of(value: Node, symbol: Callable[[Node], sympy.Symbol | None]) ->
 
 
 def _evaluate_node(node: Node, expressions: Mapping[Node, sympy.Expr]) -> sympy.Expr | None:
-    """Return the expression of a call; None for ops without an entry, scaled sums and mixed dtypes."""
+    """Return the expression of a call, or None if it is unknown.
+
+    Unknown are ops that are not in _COMBINE_OPS, sums with a factor (`alpha`), mixed dtypes, and unknown operands.
+
+    Args:
+        node: The call.
+        expressions: The expressions of the nodes before it, as far as they are known.
+    """
     combine = _COMBINE_OPS.get(node.target)
     if combine is None or any(option not in (1, None) for option in node.kwargs.values()):
         return None
     operands = [expressions.get(a) if isinstance(a, Node) else sympy.sympify(a) for a in node.args]
     dtypes = {x.meta["val"].dtype for x in (node, *OpCall(node).operands)}
-    return combine(*operands) if len(dtypes) == 1 and all(isinstance(x, sympy.Expr) for x in operands) else None
+    if len(dtypes) > 1 or not all(isinstance(x, sympy.Expr) for x in operands):
+        return None
+    return combine(*operands)
 
 
-def scan_of_leaf(e: sympy.Expr | None, i: int, left: list[Any], right: list[Any]) -> CombineOp | None:
-    """Return the scan of leaf `i` whose combine function is the expression `e`, or None.
+def scan_of_leaf(expression: sympy.Expr | None, i: int, left: list[Any], right: list[Any]) -> CombineOp | None:
+    """Return the scan of leaf `i` alone, such as a sum, that combines rows by an expression, or None for others.
 
     Args:
-        e: The result of the combine function for the leaf; None if it is unknown.
+        expression: The result of the combine function for the leaf; None if it is unknown.
         i: The index of the leaf.
         left: The symbols of the left leaves.
         right: The symbols of the right leaves.
     """
     a, b = left[i], right[i]
     ops = {a + b: "sum", a * b: "prod", sympy.Max(a, b): "max", sympy.Min(a, b): "min", _logaddexp(a, b): "logsumexp"}
-    return CombineOp(ops[e], (i,)) if e in ops else None
+    return CombineOp(ops[expression], (i,)) if expression in ops else None
 
 
 def _match_recurrence(results: list[Any], i: int, left: list[Any], right: list[Any]) -> CombineOp | None:
-    """Return the recurrence that computes leaf i, right[i] + right[j] * left[i], or None.
+    """Return the linear recurrence that computes leaf i, or None.
 
-    Leaf j contains the factors: it must be computed as their product, left[j] * right[j].
+    The combine function must compute leaf i as right[j] * left[i] + right[i], where leaf j contains the factors, which
+    are multiplied: left[j] * right[j].
+
+    Args:
+        results: The results of the combine function, one expression (or None) for each leaf.
+        i: The index of the leaf.
+        left: The symbols of the left leaves.
+        right: The symbols of the right leaves.
     """
     for j, factors in enumerate(results):
         if factors == left[j] * right[j] and results[i] == sympy.expand(right[j] * left[i] + right[i]):
@@ -170,10 +196,11 @@ class RewriteAssociativeScans(CanonicalPass):
         """Replace each recognized associative_scan by one sp scan per leaf; record why others are gathered."""
         changes, calls = 0, _associative_scan_calls(self.gm)
         if calls:
-            erase_dead(self.graph)
+            erase_dead(self.graph)  # results without readers need no scan
         for node in calls:
-            scans = recognize_combine(self.gm.get_submodule(node.args[0].target), len(node.args[1]))
-            if scans is not None and all(self.supports_dtypes(node.args[1], scan) for scan in scans):
+            function, leaves = node.args[:2]
+            scans = recognize_combine(self.gm.get_submodule(function.target), len(leaves))
+            if scans is not None and all(self.supports_dtypes(leaves, scan) for scan in scans):
                 self._rewrite(node, scans)
                 changes += 1
             else:
@@ -181,7 +208,7 @@ class RewriteAssociativeScans(CanonicalPass):
         return changes
 
     def supports_dtypes(self, leaves: Sequence[Node], scan: CombineOp) -> bool:
-        """Return True if sp ops scan these leaves; not sums of bools, which sp.scan counts.
+        """Return True if the sp op of a scan supports the dtypes of its leaves.
 
         Args:
             leaves: All leaves.
@@ -190,28 +217,36 @@ class RewriteAssociativeScans(CanonicalPass):
         dtypes = [leaves[i].meta["val"].dtype for i in scan.leaves]
         if scan.op == "linear":
             return dtypes[0] == dtypes[1] and dtypes[0].is_floating_point
-        return dtypes[0] != torch.bool and is_scannable(dtypes[0])
+        return dtypes[0] != torch.bool and is_scannable(dtypes[0])  # sp.scan would count bools, as torch.cumsum does
 
     def _rewrite(self, node: Node, scans: list[CombineOp]) -> None:
-        """Replace the results of an associative_scan that are read by scans; `scans` has one entry per leaf."""
+        """Replace an associative_scan by one scan for each result that has a reader.
+
+        Args:
+            node: The associative_scan, whose readers are getitems.
+            scans: The scan that computes each result.
+        """
         operands = unmoved_operands(list(node.args[1]))
         read_indices = {user.args[1] for user in node.users}
         with self.graph.inserting_before(node):
             self.replace(node, {i: self.emit_leaf_scan(scans[i], operands, node) for i in read_indices})
 
     def emit_leaf_scan(self, scan: CombineOp, operands: _ScanOperands, like: Node) -> Node:
-        """Emit the scan of one leaf, and move and flip its result as torch moved the operands of the call.
+        """Emit the scan of one leaf, then permute and flip its result as torch did with the leaves before its scan.
+
+        The rows are thus scanned in the dim and direction of the user's program, and the pairs of permutations and
+        flips cancel in later passes.
 
         Args:
             scan: The scan and the indices of its leaves.
-            operands: The leaves before torch's moves.
+            operands: The leaves before torch's permutations and flips.
             like: The replaced node.
 
         Returns:
-            The result in the layout of the replaced call.
+            The result, with the dims and the order of rows of the replaced call.
         """
         leaves = [operands.leaves[i] for i in scan.leaves]
-        value, dim = leaves[-1].meta["val"], operands.dim
+        value, dim = leaves[-1].meta["val"], operands.dim  # the last leaf has the terms of a recurrence
         if scan.op == "linear":
             args = (*leaves, None, dim, *([True] if operands.reverse else []))
             out = self.emit(sp.linear_scan.default, args, value, like)
@@ -223,20 +258,24 @@ class RewriteAssociativeScans(CanonicalPass):
 
 
 def _associative_scan_calls(gm: GraphModule) -> list[Node]:
-    """Return every associative_scan whose results are read by index only, so that each can be replaced."""
+    """Return every associative_scan whose only readers are getitems, so that each result can be replaced."""
     calls = gm.graph.find_nodes(op="call_function", target=associative_scan_op)
     return [n for n in calls if all(user.target is operator.getitem for user in n.users)]
 
 
 def unmoved_operands(leaves: list[Node], dim: int = 0) -> _ScanOperands:
-    """Return the leaves before torch moved the dim to the front and flipped it for a reverse scan.
+    """Return the leaves before torch permuted the dim to the front, and flipped it for a reverse scan.
 
     Args:
         leaves: The leaves as torch scans them.
-        dim: The dim along which it does.
+        dim: The dim along which torch scans them.
+
+    Returns:
+        The leaves, the dim and direction of the scan in these, and the removed ops.
     """
     operands = _ScanOperands([value_origin(x) for x in leaves], dim)
-    while len({(x.target, str(x.args[1:]), str(x.kwargs)) for x in operands.leaves}) == 1:  # one op on all leaves
+    # Go back from the leaves to their operands while all leaves are computed by the same permutation or flip.
+    while len({(x.target, str(x.args[1:]), str(x.kwargs)) for x in operands.leaves}) == 1:
         moved = operands.leaves[0]
         source_dim = _source_dim(moved, operands.dim)
         if source_dim is None:
@@ -248,7 +287,10 @@ def unmoved_operands(leaves: list[Node], dim: int = 0) -> _ScanOperands:
 
 
 def _source_dim(node: Node, dim: int) -> int | None:
-    """Return the dim of the operand of a permutation or flip that is dim `dim` of its result; else None."""
+    """Return the dim of the operand of a permutation or flip that becomes dim `dim` of its result.
+
+    None for other ops, and for a flip of other dims.
+    """
     if flips_along(node, dim):
         return dim
     order = permutation_of(node) if not node.kwargs else None
@@ -265,27 +307,28 @@ class ExpandAssociativeScans(Pass):
     provides = frozenset({"local ops"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Replace every remaining associative_scan by the ops of a tree of combinations."""
+        """Replace every remaining associative_scan by the ops of a tree of combinations; return their number."""
         calls = _associative_scan_calls(self.gm)
         for node in calls:
-            run = _build_tree(self.gm.get_submodule(node.args[0].target), len(node.args[1]))
-            operands = [*node.args[1], *node.args[2]]
+            function, leaves, captured_values = node.args[:3]
+            run = _build_tree(self.gm.get_submodule(function.target), len(leaves))
+            operands = [*leaves, *captured_values]
             with self.graph.inserting_before(node):
                 self.replace(node, self.inline_function(run, operands, node, pre_dispatch=True, gradients=True))
         return len(calls)
 
 
 def _build_tree(combine: GraphModule, num_leaves: int) -> Callable[..., Any]:
-    """Return a function that scans the leaves along dim 0, for a trace.
+    """Return a function that scans leaves along dim 0 by a tree, so that its ops can be traced.
 
-    Its arguments are the leaves and the captured values.
+    Its arguments are the leaves, and then the captured values, the other inputs of the combine function.
     """
 
     def run(*inputs: Any) -> Any:
         """Scan the first `num_leaves` inputs; the others are the captured values."""
 
         def combine_states(left: Any, right: Any) -> Any:
-            """Return the leaves of the rows combined from left and right ones, by the graph of the function."""
+            """Call the combine function with the left leaves and the right leaves, and return the combined leaves."""
             return list(Interpreter(combine).run(*left, *right, *inputs[num_leaves:]))
 
         return tree.tree_inclusive(combine_states, list(inputs[:num_leaves]), 0)

@@ -24,6 +24,8 @@ from sp_compile.passes.graph.call import is_tensor, node_shape, node_tensors
 from sp_compile.passes.sharding.matchers import is_copy
 from sp_compile.passes.sharding.rule import POINTWISE
 
+from .reduce_pairs import function_bodies
+
 sp = torch.ops.sp
 
 
@@ -37,19 +39,18 @@ class ReplaceTokenFunctions(CanonicalPass):
         return sum(self._rewrite(node) for node in functions)
 
     def _rewrite(self, node: Node) -> bool:
-        """Replace one Function; return False for others."""
-        modules = [getattr(self.gm, str(x.target), None) for x in node.args[:2] if isinstance(x, Node)]
-        bodies = [x for x in modules if isinstance(x, GraphModule)]
+        """Replace a call of an autograd.Function if it is elementwise with one result; return False if not."""
+        bodies = function_bodies(self.gm, node)
         operands, values = list(node.args[2:]), node_tensors(node)
-        reads = [user for user in node.users if user.target is operator.getitem]
+        getitems = [user for user in node.users if user.target is operator.getitem]
         if len(bodies) != 2 or len(values) != 1 or not operands or not all(map(is_tensor, operands)):
             return False
-        if len(reads) < len(node.users) or {user.args[1] for user in reads} != {0}:
+        if len(getitems) < len(node.users) or {getitem.args[1] for getitem in getitems} != {0}:
             return False
         shape = tuple(values[0].shape)
-        if any(node_shape(x) not in (shape, ()) for x in operands) or not all(
-            _has_only_pointwise_ops(x, shape) for x in bodies
-        ):
+        if any(node_shape(x) not in (shape, ()) for x in operands):
+            return False
+        if not all(_has_only_pointwise_ops(body, shape) for body in bodies):
             return False
         with self.graph.inserting_before(node):
             name = register_bodies(FunctionBodies(bodies[0], bodies[1], dict(node.kwargs)))
@@ -58,12 +59,15 @@ class ReplaceTokenFunctions(CanonicalPass):
 
 
 def _has_only_pointwise_ops(body: GraphModule, shape: tuple[Any, ...]) -> bool:
-    """Return True if every op of a body is elementwise on tensors of the shape, or on numbers."""
+    """Return True if every op of a body, the graph of a forward or backward, is elementwise.
+
+    Each tensor of the body must have the given shape or be a number, a tensor without dims.
+    """
     for node in body.graph.nodes:
-        if node.op not in ("placeholder", "call_function", "output") or node.target is set_grad_enabled:
-            if node.op == "call_function":
-                continue
+        if node.op not in ("placeholder", "call_function", "output"):
             return False
+        if node.target is set_grad_enabled:
+            continue
         if any(tuple(x.shape) not in (shape, ()) for x in node_tensors(node)):
             return False
         if node.op == "call_function" and not (is_copy(node) or _is_pointwise(node.target)):
@@ -72,7 +76,7 @@ def _has_only_pointwise_ops(body: GraphModule, shape: tuple[Any, ...]) -> bool:
 
 
 def _is_pointwise(target: Any) -> bool:
-    """Return True for an elementwise op without random numbers and without writes."""
+    """Return True for an elementwise ATen op that draws no random numbers and writes to no argument."""
     if not isinstance(target, OpOverload) or schema_of(target).is_mutable:
         return False
     return POINTWISE in target.tags and torch.Tag.nondeterministic_seeded not in target.tags

@@ -66,9 +66,12 @@ class RewriteSortedRows(CanonicalPass):
         return sum(self._rewrite(node) for node in sorts)
 
     def _rewrite(self, node: Node) -> bool:
-        """Replace a sort and all uses of its results; return False if a use is not supported."""
+        """Replace a sort by keys and all uses of its order; return False if a use is not supported.
+
+        The order sorts rows, x[order], which are processed row by row and restored by the inverse of the order.
+        """
         call = OpCall(node)
-        if not node.users or call.ndim() != 1:  # without users it was removed with another region
+        if not node.users or call.ndim() != 1:  # without users: a rewrite of another sort has replaced its readers
             return False
         uses = _find_uses(node, call)
         if uses.unsupported is not None and uses.sorted_reads:
@@ -76,12 +79,12 @@ class RewriteSortedRows(CanonicalPass):
         if uses.unsupported is not None or not uses.unsorted:
             return False
         with self.graph.inserting_before(node):
-            values = (uses.ids.meta["val"], uses.order.meta["val"])
+            values = (uses.ids.meta["val"], uses.order.meta["val"])  # of the sorted keys, and of the order
             args = (uses.ids, bool(call.get("stable") or False), call["descending"])
             pair = self.emit(sp.sort_rows.default, args, values, node)
             keys, order = (self.emit(operator.getitem, (pair, i), values[i], node) for i in (0, 1))
         replaced = {*uses.sorted_reads, *uses.products, *uses.counts, *uses.unsorted}
-        for old in sorted(replaced, reverse=True):  # a node is replaced before its operands are
+        for old in sorted(replaced, reverse=True):  # last first: new nodes read operands that are replaced later
             with self.graph.inserting_before(old):
                 new = self._replacement(old, uses, keys, order)
             old.replace_all_uses_with(new)
@@ -96,25 +99,26 @@ class RewriteSortedRows(CanonicalPass):
         """Emit the replacement of one use of the sorted rows and return it.
 
         Args:
-            old: The use: a read of unsorted rows, a grouped product, a count, or an op that unsorts.
+            old: The use: a read that sorts rows, x[order]; a grouped product; a count of keys; or an op that unsorts.
             uses: The uses of the sort, by kind.
             keys: The sorted keys, from `sp.sort_rows`.
             order: The permutation that sorts, from `sp.sort_rows`.
         """
         value = old.meta["val"]
         if old in uses.sorted_reads:
-            times = uses.sorted_reads[old]
+            times = uses.sorted_reads[old]  # h[order // k] reads each row k times
             x = old.args[0] if is_same_size(times, 1) else self.repeat_each(old.args[0], 0, times, old)
             return self.emit(sp.to_sorted.default, (x, order), value, old)
         if old in uses.products:
             return self.emit(sp.grouped_mm.default, (*old.args[:2], keys, uses.products[old]), value, old)
-        if old in uses.counts:
+        if old in uses.counts:  # a count of sorted keys equals that of unsorted ones
             x = self.cast(uses.ids, old.args[0].meta["val"].dtype, old)
             return self.emit(aten.histc.default, (x, *old.args[1:]), value, old, old.kwargs)
         rows = uses.unsorted[old]
         unsorted = self.emit(sp.from_sorted.default, (rows, order), rows.meta["val"], old)
         if old not in uses.summed:
             return unsorted
+        # out.index_add(0, order // k, rows): the k unsorted rows of a token are adjacent
         shape = (node_shape(old)[0], uses.summed[old], *node_shape(rows)[1:])
         token_sums = self.compute(aten.sum.dim_IntList, (self.reshape(unsorted, shape, old), [1]), old)
         return self.compute(aten.add.Tensor, (old.args[0], token_sums), old)
@@ -146,22 +150,23 @@ class _SortUses:
     unsupported: Node | None = None  # first unsupported use
 
     def has_length(self, num_rows: Size) -> bool:
-        """Return True if the number is R, the number of keys, so that a use reads or writes all sorted rows."""
+        """Return True if the number is R, the number of keys; a use must read or write all R rows."""
         return is_same_size(num_rows, node_shape(self.order)[0])
 
     def depends_on_order(self, node: Any) -> bool:
         """Return True if a value has rows in the order of the keys, or is computed from that order.
 
-        The readers of such a value must be supported, and it must be no other operand of a use.
+        Every reader of such a value must be a use that `accept` supports, at the operand where that use expects it.
         """
         fields = (self.rows, self.tokens, self.expanded, self.inverse, self.buffers, self.views)
         return isinstance(node, Node) and any(node in nodes for nodes in fields)
 
     def accept(self, node: Node) -> bool:
-        """Record a reader of values that depend on the order; return True if its use is of a known kind."""
+        """Record a reader of a value that depends on the order; return True if its use is of a known kind."""
         if node.op != "call_function":
             return False
-        if (node.target is operator.getitem and node.args[0] in self.rows) or value_origin(node) in self.rows:
+        is_result_of_rows = node.target is operator.getitem and node.args[0] in self.rows
+        if is_result_of_rows or value_origin(node) in self.rows:  # a copy, or a view that undoes a view
             self.rows.add(node)
             return True
         matchers = [self._match_read, self._match_write, self._match_add, self._match_division, self._match_expand]
@@ -169,7 +174,10 @@ class _SortUses:
         return any(match(node) for match in matchers)
 
     def _match_read(self, node: Node) -> bool:
-        """Match an index or gather that sorts rows by the order or by tokens, or unsorts them by the inverse."""
+        """Match a read that sorts rows, x[order] or x[order // k], or that unsorts them, rows[inverse].
+
+        Instead of an index, it may be a gather along dim 0 with the order expanded over the columns.
+        """
         if node.target is aten.index.Tensor and len(node.args[1]) == 1:
             x, (index,) = node.args
         elif node.target is aten.gather.default and node.args[1] == 0:
@@ -179,7 +187,7 @@ class _SortUses:
         if index in self.inverse and x in self.rows:
             self.unsorted[node] = x
             return True
-        times = self.tokens.get(index)
+        times = self.tokens.get(index)  # how often each row is read; None for another index
         if times is None or self.depends_on_order(x) or not self.has_length(node_shape(x)[0] * times):
             return False
         self.sorted_reads[node] = times
@@ -187,11 +195,16 @@ class _SortUses:
         return True
 
     def _match_add(self, node: Node) -> bool:
-        """Match an index_add or scatter_add that unsorts rows and sums those of each token."""
+        """Match out.index_add(0, order // k, rows), which restores the order of rows and adds the k rows of each token.
+
+        Also a scatter_add, which has an index of the shape of the rows: order // k expanded over the columns.
+        """
         if node.target not in (aten.index_add.default, aten.scatter_add.default) or node.args[1] != 0:
             return False
         out, _, index, rows = node.args[:4]
-        times = self.tokens.get(self.expanded.get(index) if node.target is aten.scatter_add.default else index)
+        if node.target is aten.scatter_add.default:
+            index = self.expanded.get(index)
+        times = self.tokens.get(index)
         if times is None or self.depends_on_order(out) or rows not in self.rows or OpCall(node).get("alpha", 1) != 1:
             return False
         if not self.has_length(node_shape(out)[0] * times):
@@ -200,7 +213,7 @@ class _SortUses:
         return True
 
     def _match_expand(self, node: Node) -> bool:
-        """Match the order or tokens (R,) that are viewed as (R, 1) and expanded to (R, columns)."""
+        """Match the order or tokens (R,) viewed as (R, 1) or expanded to (R, columns), as gather reads them."""
         source, shape = node.args[0], node_shape(node) if is_tensor(node) else ()
         if node.target is aten.expand.default:
             vector = self.expanded.get(source)
@@ -214,9 +227,10 @@ class _SortUses:
         return True
 
     def _match_write(self, node: Node) -> bool:
-        """Match the inverse permutation, or a write that unsorts all rows, out[order] = rows, without a cast.
+        """Match a write that unsorts rows, or the inverse of the order.
 
-        The inverse is argsort(order), or buffer[order] = arange(R) with a buffer such as empty_like(order).
+        out[order] = rows unsorts them, without a cast. The inverse is argsort(order), or buffer[order] = arange(R) with
+        a buffer such as empty_like(order).
         """
         if node.target in FACTORIES_LIKE and node.args[0] is self.order:
             self.buffers.add(node)
@@ -241,7 +255,7 @@ class _SortUses:
         return True
 
     def _match_division(self, node: Node) -> bool:
-        """Match order // k, the token of each sorted row."""
+        """Match order // k, the token of each sorted row if each token has k rows."""
         k = node.args[1] if node.target is aten.floor_divide.default else None
         if node.args[0] is not self.order or not isinstance(k, int | Node) or is_tensor(k):
             return False
@@ -249,9 +263,9 @@ class _SortUses:
         return True
 
     def _match_counts(self, node: Node) -> bool:
-        """Match a histogram of the keys, which is equal for sorted and unsorted ones.
+        """Match a count of rows per key, histc(keys), which is equal for sorted and unsorted keys.
 
-        Only a histogram of the sorted keys is recorded, since it must read the unsorted ones instead.
+        Only one of the sorted keys is recorded, since it must read the unsorted keys in the rewritten graph.
         """
         if node.target is not aten.histc.default:
             return False
@@ -261,9 +275,10 @@ class _SortUses:
         return x in (self.keys, self.ids)
 
     def _is_group_ends(self, node: Node, num_groups: Size) -> bool:
-        """Return True if a node is the end of each group of rows, as a grouped product reads it.
+        """Return True if a node is the ends of the groups of rows, an operand of grouped products.
 
-        That is the cumulative sum of the counts of the keys 0, ..., num_groups - 1.
+        That is the cumulative sum of histc(keys, num_groups, 0, num_groups - 1), the counts of the keys 0, ...,
+        num_groups - 1. If max is num_groups, each bin has one key, too.
         """
         if node.target is not aten.cumsum.default:
             return False
@@ -271,16 +286,19 @@ class _SortUses:
         if not self._match_counts(counts):
             return False
         call = OpCall(counts)
-        counts_each_key = call["min"] == 0 and call["max"] in (call["bins"] - 1, call["bins"])
-        return counts_each_key and is_same_size(call["bins"], num_groups)
+        has_bin_for_each_key = call["min"] == 0 and call["max"] in (call["bins"] - 1, call["bins"])
+        return has_bin_for_each_key and is_same_size(call["bins"], num_groups)
 
     def _match_product(self, node: Node) -> bool:
-        """Match a grouped product of rows in ascending order of integer keys."""
+        """Match a grouped product of sorted rows: it multiplies the rows of each key by one matrix, w[key].
+
+        The keys must be integers in ascending order, as the ends of the groups assume.
+        """
         name = schema_of(node.target).name if isinstance(node.target, OpOverload) else ""
-        ascending = not self.descending and not self.ids.meta["val"].is_floating_point()
-        if name not in GROUPED_MM_OPS or len(node.args) != 3 or node.kwargs or not ascending:
+        has_ascending_keys = not self.descending and not self.ids.meta["val"].is_floating_point()
+        if name not in GROUPED_MM_OPS or len(node.args) != 3 or node.kwargs or not has_ascending_keys:
             return False
-        x, w, ends = node.args
+        x, w, ends = node.args  # rows (R, I), matrices (E, I, O), ends of the groups (E,)
         if x not in self.rows or self.depends_on_order(w) or not self._is_group_ends(ends, node_shape(w)[0]):
             return False
         self.products[node] = name
@@ -290,14 +308,15 @@ class _SortUses:
     def _match_row_wise(self, node: Node) -> bool:
         """Match an op of which row r of the result depends on row r of the operands only.
 
-        In the op's rule, the rows must be one factor: the first dim of the results and of all operands that are rows.
-        No other dim of an operand or result may contain it.
+        The sharding rule of the op shows it: of "r i, i o -> r o" for a linear layer, the first dim of the rows, r, is
+        the first dim of the result. All rows must have one such factor, and no other dim of an operand or result may
+        contain it.
         """
         call, rule = lookup_rule(node) or (None, None)
         if call is None or rule is None or not is_pure(node) or self.rows.isdisjoint(call.operands):
             return False
         row_factors: set[str] = set()  # of the first dims of rows
-        other_factors: set[str] = set()
+        other_factors: set[str] = set()  # of all other dims
         for x, dims in zip(call.operands, rule.operands):
             if x in self.rows:
                 row_factors.add(dims[0])
@@ -311,22 +330,26 @@ class _SortUses:
             other_factors.update(flatten_dims(dims[1:]))
         if len(row_factors) != 1:
             return False
-        (row,) = row_factors
-        if not row or row.startswith("(") or row in other_factors or rule.kind(row) != "pass":
+        (row_factor,) = row_factors
+        is_single_factor = bool(row_factor) and not row_factor.startswith("(")  # (r i) is a flattened dim
+        if not is_single_factor or row_factor in other_factors or rule.kind(row_factor) != "pass":
             return False
         self.rows.add(node)
         return True
 
     def _match_view(self, node: Node) -> bool:
-        """Match a view of the rows; `accept` records a later view that undoes it as rows again."""
+        """Match a view in which the rows are no dim of their own; `accept` matches a later view that undoes it."""
         if is_rearrangement(node):
             self.views.add(node)
         return node in self.views
 
 
 def _find_uses(node: Node, call: OpCall) -> _SortUses:
-    """Return the uses of a sort: all readers of values that depend on its order, up to values that do not."""
-    results = read_results(node)
+    """Return the uses of a sort: all readers of values that depend on its order, up to values that do not.
+
+    A use of an unknown kind is `_SortUses.unsupported`.
+    """
+    results = read_results(node)  # (sorted keys, order) by index; an argsort returns only the order
     is_argsort = is_tensor(node)
     order, keys = (node, None) if is_argsort else (results.get(1, node), results.get(0))
     uses = _SortUses(call.operands[0], order, keys, call["descending"])
@@ -341,14 +364,15 @@ def _find_uses(node: Node, call: OpCall) -> _SortUses:
 
 
 def _is_full_slice(node: Node) -> bool:
-    """Return True for a slice x[:n] of all rows, which `_rewrite` removes; n is their number at run time."""
+    """Return True for a slice x[:n] of all n rows, which `_rewrite` removes: a rank has fewer rows than n."""
     return node.target is aten.slice.Tensor and is_copy(node)
 
 
 def _skip_exact_casts(node: Node) -> Node:
-    """Return the keys or counts before casts that keep every integer and the device."""
+    """Return the keys or counts before casts to dtypes that represent these integers exactly, on the same device."""
     node = value_origin(node)
-    source, value = move_source(node) if is_cast_op(node) else None, node.meta["val"]
+    value = node.meta["val"]
+    source = move_source(node) if is_cast_op(node) else None
     if source is None or value.dtype not in EXACT_DTYPES or source.meta["val"].device != value.device:
         return node
     return _skip_exact_casts(source)

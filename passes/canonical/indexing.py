@@ -3,8 +3,8 @@
     x[arange(N), y]                          ->  gather(x, -1, arange(V)[y][..., None])[..., 0]
     x[arange(B)[:, None], arange(S), y]
 
-A *row* is the last dim of x at one index of each other dim, of which N, or (B, S), is the shape. Likelihoods of tokens
-are read from logits in this form. arange(V)[y] keeps the meaning of negative indices and the
+A *row* is the last dim of x, of size V, at one index of each other dim, of which N, or (B, S), is the shape.
+Likelihoods of tokens are read from logits in this form. arange(V)[y] keeps the meaning of negative indices and the
 error for indices out of range. Unchanged: rows in another order, several elements of a row, masks.
 """
 
@@ -29,14 +29,17 @@ class RewriteElementReads(CanonicalPass):
     requires = frozenset({"normalized"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Replace every read x[arange(N), y] of one element per row by a gather."""
+        """Replace every read of one element per row, such as x[arange(N), y], by a gather; return their number."""
         reads = [n for n in gm.graph.find_nodes(op="call_function", target=aten.index.Tensor) if _is_element_read(n)]
         for node in reads:
             self._rewrite(node)
         return len(reads)
 
     def _rewrite(self, node: Node) -> None:
-        """Replace x[arange(N), y] by gather(x, -1, arange(V)[y][..., None])[..., 0]."""
+        """Replace x[arange(N), y] by gather(x, -1, arange(V)[y][..., None])[..., 0], where V is the size of a row.
+
+        Indexing accepts negative numbers in y, and gather does not; arange(V)[y] has the nonnegative ones.
+        """
         x, y = node.args[0], node.args[1][-1]
         with self.graph.inserting_before(node):
             options = {"device": y.meta["val"].device}
@@ -48,9 +51,12 @@ class RewriteElementReads(CanonicalPass):
 
 
 def _is_element_read(node: Node) -> bool:
-    """Return True if an index reads one element of each row of x in order, as a gather can."""
+    """Return True if an indexing reads one element of each row (the last dim) of x, in the order of the rows.
+
+    An example is x[arange(B)[:, None], arange(S), y] for x of shape (B, S, V) and y of shape (B, S).
+    """
     x, indices = node.args
-    rows = node_shape(x)[:-1]
+    rows = node_shape(x)[:-1]  # the shape of the rows
     if not rows or len(indices) != len(rows) + 1 or any(index is None for index in indices):
         return False
     y, value = indices[-1], indices[-1].meta["val"]
@@ -67,8 +73,9 @@ def _is_row_index(index: Node, rows: tuple[Size, ...], dim: int) -> bool:
         rows: The shape of x without its last dim, to which the index broadcasts.
         dim: The dim that the index must count.
     """
-    numbers, num_missing = skip_reshapes(index), len(rows) - index.meta["val"].ndim
+    numbers = skip_reshapes(index)
+    num_missing = len(rows) - index.meta["val"].ndim  # leading dims that broadcasting adds
     if not is_arange(numbers) or index.meta["val"].is_floating_point() or num_missing > dim:
         return False
-    shape = [extent if d == dim else 1 for d, extent in enumerate(rows)][num_missing:]
-    return is_same_shape(node_shape(index), shape) and is_same_size(as_size(OpCall(numbers)["end"]), rows[dim])
+    expected_shape = [extent if d == dim else 1 for d, extent in enumerate(rows)][num_missing:]
+    return is_same_shape(node_shape(index), expected_shape) and is_same_size(as_size(OpCall(numbers)["end"]), rows[dim])

@@ -36,7 +36,7 @@ class ReplaceMaskedWrites(CanonicalPass):
     requires = frozenset({"normalized"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Replace every index_put at one boolean mask by where."""
+        """Replace every index_put at one boolean mask, x[mask] = values, by where; return their number."""
         writes = [n for op in SCATTER_OPS for n in gm.graph.find_nodes(op="call_function", target=op)]
         writes = [n for n in writes if _is_masked_write(n)]
         for node in writes:
@@ -44,14 +44,18 @@ class ReplaceMaskedWrites(CanonicalPass):
         return len(writes)
 
     def _rewrite(self, node: Node) -> None:
-        """Replace index_put(x, [mask], values) by where(mask, values for every position, x)."""
+        """Replace index_put(x, [mask], values) by where(mask, values for every position, x).
+
+        A position is an index of the mask, which has the first dims of x; the element at a position has the others.
+        """
         call = OpCall(node)
         x, mask, values = call["self"], call["indices"][0], call["values"]
         element_shape = node_shape(x)[len(node_shape(mask)) :]
         with self.graph.inserting_before(node):
             if _is_single_value(node_shape(values), element_shape):
                 shape = node_shape(values)
-                rows = self.reshape(values, shape[max(0, len(shape) - len(element_shape)) :], node)
+                num_leading = max(0, len(shape) - len(element_shape))  # dims of size 1, which an element does not have
+                rows = self.reshape(values, shape[num_leading:], node)
             else:
                 rows = self._rows_by_position(values, mask, node)
             if call["accumulate"]:
@@ -60,18 +64,19 @@ class ReplaceMaskedWrites(CanonicalPass):
             self.replace(node, self.compute(aten.where.self, (condition, rows, x), node))
 
     def _rows_by_position(self, values: Node, mask: Node, like: Node) -> Node:
-        """Emit the row of each written position, and zeros elsewhere, from the N rows `values`.
+        """Emit a value with the N rows `values`, in order, where the mask is true, and zeros elsewhere.
 
-        Row N of a table [values, zeros] of N + 1 rows is read where the mask is false. If the mask is true at another
-        number of positions than N, index N + 1 is read everywhere, which raises an index error.
+        It is table[index], where the table has N + 1 rows, [values, zeros]. The index is N where the mask is false. If
+        the mask is true at another number of positions than N, the index is N + 1 everywhere, which raises an error, as
+        the replaced op does.
         """
         num_rows = node_shape(values)[0]
         zeros = self.compute(aten.new_zeros.default, (values, self.sizes.list((1, *node_shape(values)[1:]))), like)
         table = self.compute(aten.cat.default, ([values, zeros], 0), like)
-        # The index of each position among the written ones.
+        # The index of each written position among the written positions, in order.
         flat_mask = self.reshape(mask, (size_product(node_shape(mask)),), like)
         counted = self.compute(aten.cumsum.default, (self.cast(flat_mask, torch.int64, like), 0), like)
-        set_node_info(counted, is_aside=True)
+        set_node_info(counted, is_aside=True)  # this scan is no evidence that the dim is a sequence
         index = self.reshape(self.compute(aten.sub.Tensor, (counted, 1), like), node_shape(mask), like)
         num_written = self.compute(aten.sum.default, (self.cast(mask, torch.int64, like),), like)
         options = {"device": mask.meta["val"].device, "dtype": torch.int64}
@@ -85,9 +90,9 @@ class ReplaceMaskedWrites(CanonicalPass):
 
 
 def _is_masked_write(node: Node) -> bool:
-    """Return True for a write at one mask of the first dims that `_rewrite` supports.
+    """Return True for a write x[mask] = values that `_rewrite` supports; the mask has the first dims of x.
 
-    It writes one value to all positions, or one row of `values` per position where the mask is true.
+    `values` must be one value for all positions, or one row for each position where the mask is true.
     """
     call = OpCall(node)
     indices = call["indices"]
@@ -102,5 +107,6 @@ def _is_masked_write(node: Node) -> bool:
 
 
 def _is_single_value(shape: tuple[Size, ...], element_shape: tuple[Size, ...]) -> bool:
-    """Return True if a tensor of this shape is one value for all positions: it broadcasts to one element."""
-    return all(is_same_size(s, 1) for s in shape[: max(0, len(shape) - len(element_shape))])
+    """Return True if a tensor of this shape is one value for all positions: it broadcasts to an element's shape."""
+    leading_dims = shape[: max(0, len(shape) - len(element_shape))]
+    return all(is_same_size(size, 1) for size in leading_dims)

@@ -62,7 +62,7 @@ class NormalizeOps(CanonicalPass):
     provides = frozenset({"canonical", "normalized"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Replace aliases, erase assertions on metadata, and apply the normalizers of the table."""
+        """Replace aliases, erase assertions on metadata, and apply `_NORMALIZERS`; return the number of changes."""
         changes = _unify_overloads(gm)
         for node in list(gm.graph.nodes):
             if node.target is aten._assert_tensor_metadata.default:
@@ -79,7 +79,7 @@ class NormalizeOps(CanonicalPass):
 
 
 def _unify_overloads(gm: GraphModule) -> int:
-    """Replace aliases in a graph and in its subgraphs by the canonical ops; return the number of aliases."""
+    """Replace aliases, such as multiply for mul, in a graph and in its subgraphs; return the number of aliases."""
     aliases = [node for node in gm.graph.nodes if node.target in _CANONICAL_OVERLOADS]
     for node in aliases:
         node.target = _CANONICAL_OVERLOADS[node.target]
@@ -90,9 +90,9 @@ def _unify_overloads(gm: GraphModule) -> int:
 
 
 def _normalize_new(op: Any, node: Node) -> CallForm:
-    """Return x.new_*(size) as `op` with the dtype and device of the result.
+    """Return x.new_zeros(size), ... as `op`, such as zeros, with the dtype and device of the result.
 
-    It does not read x, so that x need not be gathered.
+    That call does not read x, so that x need not be gathered or computed.
     """
     call, value = OpCall(node), node.meta["val"]
     args = tuple(call[name] for name in ("size", "fill_value") if name in call.args)
@@ -102,47 +102,55 @@ def _normalize_new(op: Any, node: Node) -> CallForm:
 def _normalize_cast(node: Node) -> CallForm | None:
     """Return type_as(x, y) or to(x, y) as a cast to y's dtype; None if x also moves to another device."""
     value, source = node.meta["val"], OpCall(node).operands[0]
-    return CallForm(aten.to.dtype, (source, value.dtype)) if value.device == source.meta["val"].device else None
+    if value.device != source.meta["val"].device:
+        return None
+    return CallForm(aten.to.dtype, (source, value.dtype))
 
 
 def _normalize_round_trip(node: Node) -> CallForm | None:
-    """Return x.double().float() as a copy of x; None for other casts, and if the first one may round."""
+    """Return x.double().float() of a float32 x as a copy of x; None for other casts, and if the first one may round."""
     source = skip_widening_cast(node)
     return CallForm(aten.clone.default, (source,)) if source is not None else None
 
 
 def _normalize_squeeze(node: Node) -> CallForm:
-    """Return squeeze(x) with its dims of size 1, so that a rank with one row of a dim does not lose it."""
+    """Return squeeze(x) with the list of its dims of size 1 in the global view.
+
+    Otherwise a rank with one row of a sharded dim would remove that dim.
+    """
     source = OpCall(node).operands[0]
-    return CallForm(aten.squeeze.dims, (source, [d for d, s in enumerate(node_shape(source)) if s == 1]))
+    return CallForm(aten.squeeze.dims, (source, [d for d, size in enumerate(node_shape(source)) if size == 1]))
 
 
 def _normalize_squeeze_dim(node: Node) -> CallForm | None:
-    """Return squeeze(x, dim) of a dim that has another size than 1 as a view with all dims; None for other dims."""
+    """Return squeeze(x, dim) as squeeze(x, []), which keeps all dims, if the dim has another size than 1; else None."""
     call = OpCall(node)
     size = call.shape()[call.dim()] if call.ndim() else 1
-    return CallForm(aten.squeeze.dims, (call.operands[0], [])) if isinstance(size, int) and size != 1 else None
+    if not isinstance(size, int) or size == 1:
+        return None
+    return CallForm(aten.squeeze.dims, (call.operands[0], []))
 
 
 def _normalize_pad_sequence(node: Node) -> CallForm | None:
-    """Return pad_sequence of sequences of one length, which pads none of them, as stack; None for other lengths."""
+    """Return pad_sequence of sequences of equal length, which needs no padding, as stack; None for other lengths."""
     call = OpCall(node)
     lengths = [node_shape(x)[0] for x in call.operands]
-    is_padded = not all(is_same_size(length, lengths[0]) for length in lengths)
-    return None if is_padded else CallForm(aten.stack.default, (node.args[0], 0 if call["batch_first"] else 1))
+    if not all(is_same_size(length, lengths[0]) for length in lengths):
+        return None
+    return CallForm(aten.stack.default, (node.args[0], 0 if call["batch_first"] else 1))
 
 
 def _normalize_cat(node: Node) -> CallForm | None:
-    """Return a cat of one tensor and empty vectors, which torch ignores, as a copy; None for other cats."""
+    """Return a cat of one tensor and empty 1d tensors, which torch ignores, as a copy; None for other cats."""
     parts = [x for x in OpCall(node).operands if node_shape(x) != (0,)]
     is_identity = len(parts) == 1 and parts[0].meta["val"].dtype == node.meta["val"].dtype
     return CallForm(aten.clone.default, (parts[0],)) if is_identity else None
 
 
 def _normalize_join(dim: int, node: Node) -> CallForm | None:
-    """Return hstack, vstack, ... as cat along `dim`, or along the only dim of vectors.
+    """Return hstack, vstack or dstack as cat along `dim`, which the table of normalizers gives for each of them.
 
-    None if the op adds dims to its operands.
+    hstack of vectors is a cat along their only dim. None if the op adds dims to its operands, as vstack of vectors.
     """
     ndim = node.meta["val"].ndim
     if any(x.meta["val"].ndim != ndim for x in OpCall(node).operands):
@@ -181,7 +189,7 @@ _OP_ALIASES = dict(
 
 
 def _op_arguments(op: Any) -> list[tuple[str, bool]]:
-    """Return (type, True if keyword-only) of each argument of an op, to compare overloads of two names."""
+    """Return (type, whether it is keyword-only) of each argument of an op, to compare overloads of two names."""
     return [(str(argument.type), argument.kwarg_only) for argument in schema_of(op).arguments]
 
 
@@ -192,12 +200,15 @@ def _packet_overloads(name: str) -> list[Any]:
 
 
 def _find_aliases() -> Iterator[tuple[Any, Any]]:
-    """Yield (overload of an alias, canonical overload with equal arguments) for the table below."""
+    """Yield (overload of an alias, canonical overload with equal arguments) for the table _CANONICAL_OVERLOADS.
+
+    An example is (multiply.Tensor, mul.Tensor). Overloads that write to an argument are omitted.
+    """
     for alias_name, name in _OP_ALIASES.items():
         for alias in _packet_overloads(alias_name):
-            same = [op for op in _packet_overloads(name) if _op_arguments(op) == _op_arguments(alias)]
-            if same and not schema_of(alias).is_mutable:
-                yield alias, same[0]
+            canonical = [op for op in _packet_overloads(name) if _op_arguments(op) == _op_arguments(alias)]
+            if canonical and not schema_of(alias).is_mutable:
+                yield alias, canonical[0]
 
 
 _CANONICAL_OVERLOADS = dict(_find_aliases())  # overload of an alias to that of the canonical op
@@ -232,7 +243,10 @@ class NormalizeRepeats(CanonicalPass):
     requires = frozenset({"grouped heads"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Replace repeat_interleave by views; report those of a flattened tensor, which remain."""
+        """Replace repeat_interleave along a dim by views.
+
+        Without a dim, it repeats the elements of the flattened tensor: such a call remains and is reported.
+        """
         changes = 0
         for node in self.graph.find_nodes(op="call_function", target=aten.repeat_interleave.self_int):
             call = OpCall(node)

@@ -46,30 +46,34 @@ class FoldPaddings(CanonicalPass):
     requires = frozenset({"scan idioms"})  # these use the same ops
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Fold paddings into their readers, then replace results that are padded and sliced back."""
+        """Fold paddings into the ops that read them, then slices into the ops whose results they cut."""
         changes = 0
-        for rewrite in (self._fold_into_readers, self._fold_slices):  # a reader of padding may itself be sliced
+        for rewrite in (self._fold_into_readers, self._fold_slices):  # in this order, as a reader may itself be sliced
             for node in list(self.graph.nodes):
                 if node.op == "call_function" and node.users:
                     changes += rewrite(node)
         return changes
 
     def _fold_into_readers(self, node: Node) -> bool:
-        """Replace a padded value, or all of its readers, by window ops that pad; return False if one cannot."""
+        """Replace a padded value, or all of its readers, by window ops that pad; return False if that is not possible.
+
+        Window ops are convolutions, pools, unfolds and shifts.
+        """
         pad = match_padding(node)
         if pad is None:
             return False
-        # The same rows as a padding of the tensor that the padded value is a slice of, if there is one.
+        # pad(x[:-1], 1 row before) is a padding of x itself, which adds a row before and cuts one after.
         inner_pad = pad
         while (source_pad := pad_of_source(inner_pad)) is not None:
             inner_pad = source_pad
         length, rows = node_shape(node)[pad.dim], node_shape(inner_pad.source)[inner_pad.dim]
-        # A cat of a constant and a slice, or a padded slice, that is no longer than the sequence is a shift itself.
+        # Such a padded slice, or a cat of constants and a slice, is a shift itself if no longer than the sequence.
         shift = _shift_call(inner_pad, 0, length)
         is_cut_and_padded = match_join(node) is not None or inner_pad is not pad
         if is_cut_and_padded and _is_within_sequence(length, inner_pad) and _is_static(shift, rows):
             self._replace_by_window([node], inner_pad.source, shift, inner_pad.dim)
             return True
+        # Otherwise each reader must pad by itself.
         readers = value_readers(node)
         calls = [_padding_reader(reader, node, inner_pad) for reader in readers]
         static_calls = [call for call in calls if call is not None and _is_static(call, rows)]
@@ -83,7 +87,11 @@ class FoldPaddings(CanonicalPass):
         return True
 
     def _fold_slices(self, node: Node) -> bool:
-        """Replace equal slices of a window op, whose result is longer than the sequence, by one window op."""
+        """Replace conv1d(x, w, padding=k)[..., :S] by one window op that computes only the rows of the slice.
+
+        The node is the window op. Its result must be longer than the sequence, and all its readers must be equal
+        slices; otherwise it returns False.
+        """
         if not isinstance(node.target, OpOverload):
             return False
         op_call = OpCall(node)
@@ -94,7 +102,7 @@ class FoldPaddings(CanonicalPass):
             if call.first is not None or sliding.is_within(rows) or span is None:
                 continue
             start, length = span
-            before = simplify_size(sliding.before - start * sliding.stride)
+            before = simplify_size(sliding.before - start * sliding.stride)  # row `start` becomes row 0
             sliced_call = replace(call, sliding=replace(sliding, before=before, length=length))
             if _is_static(sliced_call, rows):
                 self._replace_by_window(slices, op_call.operands[0], sliced_call, dim, before=node)
@@ -104,7 +112,15 @@ class FoldPaddings(CanonicalPass):
     def _replace_by_window(
         self, nodes: list[Node], x: Node, call: WindowCall, dim: int, before: Node | None = None
     ) -> None:
-        """Replace nodes of one value by a window op on `x`, inserted before `before` or the first of them."""
+        """Replace nodes, which all have the same value, by one window op on `x`.
+
+        Args:
+            nodes: The nodes to replace.
+            x: The operand.
+            call: The window op and its arguments.
+            dim: The dim of the rows.
+            before: The node before which the op is inserted; None for the first of `nodes`.
+        """
         with self.graph.inserting_before(before or nodes[0]):
             new = self.emit(call.op, (x, *call.args(node_shape(x)[dim])), nodes[0].meta["val"], nodes[0])
         for node in nodes:
@@ -117,13 +133,14 @@ def _shift_call(pad: PadMatch, start: Size, length: Size) -> WindowCall:
 
 
 def _is_static(call: WindowCall, rows: Size) -> bool:
-    """Return True if the padding of an operand of `rows` rows is an int at both ends, as sp ops require."""
+    """Return True if a window op pads an operand of `rows` rows by ints at both ends, as sp ops require."""
     return isinstance(call.sliding.before, int) and isinstance(call.sliding.num_after(rows), int)
 
 
 def pad_of_source(pad: PadMatch) -> PadMatch | None:
     """Return a padding of a slice as a padding of the tensor that is sliced.
 
+    In a PadMatch, negative numbers cut rows: x[:-1] with one row before it is x with the padding (1, -1). The result is
     None if the source is no slice, or if rows that the slice cuts would appear in place of padding.
     """
     piece = match_slice(pad.source)
@@ -138,17 +155,20 @@ def pad_of_source(pad: PadMatch) -> PadMatch | None:
 
 
 def _hides_cut(pad: Size, cut: Size) -> bool:
-    """Return True if one end cuts no rows that padding would replace: none are cut, or none are padded.
+    """Return True if cutting and then padding one end of a dim equals one padding by the difference.
+
+    That holds if either does nothing: no rows are cut, or no rows are added. Two rows of padding in place of two rows
+    that were cut, for example, are not the tensor itself.
 
     Args:
-        pad: The padding at that end.
+        pad: The number of rows added at that end.
         cut: The number of rows that the slice cuts there.
     """
     return is_same_size(cut, 0) or (isinstance(pad, int) and pad <= 0)
 
 
 def _is_within_sequence(length: Size, pad: PadMatch) -> bool:
-    """Return True if `length` rows are at most those of the tensor that the pad's source is a slice of."""
+    """Return True if `length` rows are at most those of the padded tensor, or of the one that it is a slice of."""
     source = pad.source
     while (piece := match_slice(source)) is not None:
         source = value_origin(piece.source)
@@ -157,7 +177,7 @@ def _is_within_sequence(length: Size, pad: PadMatch) -> bool:
 
 def match_padding(node: Node) -> PadMatch | None:
     """Return the padding of one dim that a node computes, as a pad or as a cat with constants; else None."""
-    dim, is_new_dim = match_join(node) or (None, True)
+    dim, is_new_dim = match_join(node) or (None, True)  # of a cat or stack
     if dim is not None and not is_new_dim:
         return _match_padding_cat(node, dim)
     pad = match_pad(node)
@@ -165,7 +185,7 @@ def match_padding(node: Node) -> PadMatch | None:
 
 
 def _match_padding_cat(node: Node, dim: int) -> PadMatch | None:
-    """Return cat([constants, x, constants]) along `dim` as a pad of x if all constants are equal."""
+    """Return cat([constants, x, constants]) along `dim` as a padding of x, or None if the constants differ."""
     call, dtype = OpCall(node), node.meta["val"].dtype
     if len({x.meta["val"].ndim for x in call.operands}) > 1:
         return None  # cat accepts empty one-dimensional operands, too
@@ -173,7 +193,7 @@ def _match_padding_cat(node: Node, dim: int) -> PadMatch | None:
     constants = {fill for fill in fills if fill is not None}
     if fills.count(None) != 1 or len(constants) != 1:
         return None
-    index = fills.index(None)
+    index = fills.index(None)  # of x, the only operand that is no constant
     x = call.operands[index]
     if x.meta["val"].dtype != dtype:
         return None
@@ -183,13 +203,16 @@ def _match_padding_cat(node: Node, dim: int) -> PadMatch | None:
 
 
 def _padding_constant(x: Node, dtype: torch.dtype) -> Any:
-    """Return the constant that an operand adds to a cat of the dtype, if it is exact there; else None."""
+    """Return the constant that fills an operand of a cat with this result dtype, or None.
+
+    None if the operand is no constant, or if its constant may be rounded in the result dtype.
+    """
     fill = constant_value(x)
     return fill if x.meta["val"].dtype == dtype or fill in (0, 1) else None
 
 
 def _slice_span(user: Node, node: Node, dim: int) -> tuple[Size, Size] | None:
-    """Return (start, length) if the user is a slice of the node along the dim, else None."""
+    """Return (start, length) of the rows that the user slices from the node along the dim; None for another user."""
     piece = match_slice(user)
     if piece is None or piece.dim != dim or value_origin(piece.source) is not value_origin(node):
         return None
@@ -197,10 +220,12 @@ def _slice_span(user: Node, node: Node, dim: int) -> tuple[Size, Size] | None:
 
 
 def _padding_reader(reader: Node, node: Node, pad: PadMatch) -> WindowCall | None:
-    """Return a reader of a padded value as a window op on the source, or None if it cannot pad by itself.
+    """Return the window op on the unpadded source that equals a reader of a padded value.
+
+    The result is None if the reader cannot pad by itself.
 
     Args:
-        reader: A reader of the padded value.
+        reader: A reader of the padded value, such as conv1d(pad(x, (k, 0)), w).
         node: The padded value.
         pad: The padding, whose source the window op reads.
     """
@@ -214,14 +239,17 @@ def _padding_reader(reader: Node, node: Node, pad: PadMatch) -> WindowCall | Non
     num_reads = [value_origin(x) for x in op_call.operands].count(value_origin(node))
     if call is None or call.op in (sp.roll.default, sp.shift.default) or num_reads > 1:
         return None
-    # The op's own padding and the folded one must have the same constant: 0, or the first of the trailing arguments.
+    # The op pads with one constant, so that of its own padding and that of the folded one must be equal. It is 0, or
+    # for the two ops below an argument, which is free if the op does not pad yet.
     fill: Any = 0
     if call.op in (sp.max_pool1d.default, sp.unfold.default):
         if not _has_padding(call.sliding, op_call.shape()[pad.dim]):
             call = replace(call, tail=(pad.fill, *call.tail[1:]))
         fill = call.tail[0]
+    if fill != pad.fill:
+        return None
     before = simplify_size(call.sliding.before + pad.before)
-    return replace(call, sliding=replace(call.sliding, before=before)) if fill == pad.fill else None
+    return replace(call, sliding=replace(call.sliding, before=before))
 
 
 def _has_padding(sliding: SlidingRows, rows: Size) -> bool:

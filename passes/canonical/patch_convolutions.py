@@ -42,7 +42,7 @@ class RewritePatchConvolutions(CanonicalPass):
     requires = frozenset({"normalized"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Replace each convolution of which only the flat patches are read, and return their number."""
+        """Replace each convolution over patches of which only (N, D, patches) is read, and return their number."""
         calls = [OpCall(n) for op in CONVOLUTIONS for n in gm.graph.find_nodes(op="call_function", target=op)]
         changes = 0
         for call in calls:
@@ -53,30 +53,33 @@ class RewritePatchConvolutions(CanonicalPass):
         return changes
 
     def _rewrite(self, call: OpCall, windows: PatchWindows) -> None:
-        """Replace the flattened results of a convolution by a linear layer over the patches of the grid."""
+        """Replace the views (N, D, patches) of a convolution by a linear layer over patches.
+
+        The comments have the shapes for a 2d convolution with a grid of (H, W) patches of p * p pixels.
+        """
         node, (batch, channels, *_), weight = call.node, call.shape(), call.shape("weight")
         grid, kernel, dims = node_shape(node)[2:], weight[2:], len(weight) - 2
         with self.graph.inserting_before(node):
             x = call.operands[0]
             if windows.is_split:
-                split = [size for pair in zip(grid, kernel) for size in pair]  # rows of patches, rows of a patch, ...
-                x = self.reshape(x, (batch, channels, *split), node)
+                split = [size for pair in zip(grid, kernel) for size in pair]
+                x = self.reshape(x, (batch, channels, *split), node)  # (N, C, H, p, W, p)
                 order = [*range(2, 2 + 2 * dims, 2), 1, *range(3, 3 + 2 * dims, 2)]
             else:
-                x = self._unfold(x, kernel, windows, node)
+                x = self._unfold(x, kernel, windows, node)  # (N, C, H, W, p, p)
                 order = [*range(2, 2 + dims), 1, *range(2 + dims, 2 + 2 * dims)]
-            x = self.compute(aten.permute.default, (x, [0, *order]), node)
+            x = self.compute(aten.permute.default, (x, [0, *order]), node)  # (N, H, W, C, p, p)
             x = self.reshape(x, (batch, size_product(grid), channels * size_product(kernel)), node)
             w = self.reshape(call["weight"], (weight[0], size_product(weight[1:])), node)
-            y = self.compute(aten.linear.default, (x, w, call["bias"]), node)
+            y = self.compute(aten.linear.default, (x, w, call["bias"]), node)  # (N, H * W, D)
             flat = self.compute(aten.transpose.int, (y, 1, 2), node)
         for user in list(node.users):
             self.replace(user, flat)
 
     def _unfold(self, x: Node, kernel: Sequence[Size], windows: PatchWindows, like: Node) -> Node:
-        """Emit the windows of an image, (N, C, H, W, p, p)."""
+        """Emit the windows of an image, (N, C, H, W, p, p) for two dims, as copies, since they may overlap."""
         if any(windows.padding):
-            widths = [width for padding in reversed(windows.padding) for width in (padding, padding)]
+            widths = [width for padding in reversed(windows.padding) for width in (padding, padding)]  # last dim first
             x = self.compute(aten.constant_pad_nd.default, (x, widths), like)
         for dim, (size, stride) in enumerate(zip(kernel, windows.strides), start=2):
             x = self.compute(aten.unfold.default, (x, dim, size, stride), like)
@@ -92,16 +95,19 @@ class PatchWindows(NamedTuple):
 
 
 def _find_windows(call: OpCall) -> PatchWindows | None:
-    """Return the windows of a convolution, or None if they are no patches, or too many rows would be copied."""
+    """Return the windows of a convolution that become patches, or None if it remains a convolution.
+
+    Windows that overlap or are padded are copied, which is done only for images of the inputs, at most MAX_COPIES
+    times their size.
+    """
     kernel, image = call.shape("weight")[2:], call.shape()[2:]
-    padding, stride = call["padding"], call["stride"]
+    padding = [0] if call["padding"] == "valid" else call["padding"]
     if call.ndim() != call.ndim("weight") or call["groups"] != 1 or any(d != 1 for d in call["dilation"]):
         return None
-    if isinstance(padding, str) and padding != "valid":
+    if isinstance(padding, str):
         return None
-    strides, widths = (
-        list(x) * (len(kernel) if len(x) == 1 else 1) for x in (stride, [0] if padding == "valid" else padding)
-    )
+    # A single number is that of all dims.
+    strides, widths = (list(x) * (len(kernel) if len(x) == 1 else 1) for x in (call["stride"], padding))
     if size_product(kernel) == 1:
         return None
     is_filled = None not in [exact_quotient(size, patch) for size, patch in zip(image, kernel)]
@@ -115,17 +121,19 @@ def _find_windows(call: OpCall) -> PatchWindows | None:
 
 
 def _is_image(x: Node) -> bool:
-    """Return True for an input, and for pointwise results and views of one."""
+    """Return True for an input of the program, and for views and pointwise results of one input."""
     while x.op == "call_function" and len(x.all_input_nodes) == 1:
         rule = rule_of(x)
-        if torch.Tag.pointwise not in getattr(x.target, "tags", ()) and (rule is None or not rule.lazy):
+        is_pointwise = torch.Tag.pointwise in getattr(x.target, "tags", ())
+        only_moves_data = rule is not None and rule.lazy
+        if not is_pointwise and not only_moves_data:
             return False
         x = x.all_input_nodes[0]
     return x.op == "placeholder" and not node_info(x).parameter
 
 
 def _is_flat(user: Node, node: Node) -> bool:
-    """Return True if the user reads the convolution's result as (N, D, patches)."""
+    """Return True if the user is a view (N, D, patches) of the convolution's result, such as flatten(y, 2)."""
     rule, (batch, channels, *grid) = rule_of(user), node_shape(node)
     is_view = rule is not None and rule.reshapes and user.args[0] is node
     return is_view and is_same_shape(node_shape(user), (batch, channels, size_product(grid)))

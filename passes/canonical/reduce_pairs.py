@@ -36,15 +36,18 @@ class ReplaceReducePairs(CanonicalPass):
         return sum(self._rewrite(node) for node in functions)
 
     def _rewrite(self, node: Node) -> bool:
-        """Replace one Function that only reduces; return False for others, report those with an all_reduce."""
-        modules = [getattr(self.gm, str(a.target), None) for a in node.args[:2] if isinstance(a, Node)]
-        bodies = [module for module in modules if isinstance(module, GraphModule)]
+        """Replace a call of an autograd.Function that only reduces one tensor; return False for others.
+
+        A Function that contains an all_reduce and is not replaced is reported.
+        """
+        bodies = function_bodies(self.gm, node)
         operands = [a for a in node.args[2:] if is_tensor(a)]
         read_indices = {user.args[1] if user.target is operator.getitem else user for user in node.users}
-        index = read_indices.pop() if len(read_indices) == 1 else None
+        index = read_indices.pop() if len(read_indices) == 1 else None  # of the only result with readers
         if len(bodies) != 2 or len(operands) != 1 or not isinstance(index, int):
             return False
-        # torch 2.11 returns every value of the body, the result last, too
+        # The forward returns (results, saved values). In torch 2.11 the results are all values of the body, so `index`
+        # selects the result of the Function.
         (output, _), gradients = (body.graph.output_node().args[0] for body in bodies)
         results = output if isinstance(output, tuple | list) else (output,)
         forward, backward = _match_reductions(bodies[0], results[index]), _match_reductions(bodies[1], gradients)
@@ -59,16 +62,24 @@ class ReplaceReducePairs(CanonicalPass):
         return True
 
 
+def function_bodies(gm: GraphModule, node: Node) -> list[GraphModule]:
+    """Return the graphs of a call of an autograd.Function, [forward, backward], or fewer if one is no graph."""
+    modules = [getattr(gm, str(x.target), None) for x in node.args[:2] if isinstance(x, Node)]
+    return [module for module in modules if isinstance(module, GraphModule)]
+
+
 def _match_reductions(body: GraphModule, results: Any) -> list[str] | None:
     """Return the all_reduces from the only tensor input of a body to its only tensor result, in order.
 
-    The list is empty for an identity. None if the body does anything else, so that its Function is not replaced.
+    A body is the graph of a forward or backward. Each all_reduce is its op and its group, such as "sum g"; an identity
+    has none. The result is None if the body does anything else, so that its Function is not replaced.
     """
     tensors = [leaf for leaf in pytree.tree_leaves(results) if is_tensor(leaf)]
     if len(tensors) != 1:
         return None
+    # Go back from the result to the input through copies, all_reduces and their waits.
     value = tensors[0]
-    chain: list[Node] = []  # all_reduces, waits and copies from `value` to the result
+    chain: list[Node] = []  # the nodes from `value` (exclusive) to the result
     while (source := skip_widening_cast(value) or value_origin(value)) is not value or value.target in PASSTHROUGH_OPS:
         chain[:0] = steps_between(value, source) or [value]
         value = source if source is not value else value.args[0]

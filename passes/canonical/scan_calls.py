@@ -33,9 +33,9 @@ SP_SCANS = (sp.scan.default, sp.extremes.default, *RECURRENCES)
 
 
 def to_sp_scan(editor: GraphEditor, node: Node) -> Node:
-    """Replace a torch scan by the sp op that takes a frame, and return it; sp ops are unchanged.
+    """Replace a torch scan by the sp op that returns the same, and return the new node.
 
-    A running maximum without readers of its indices becomes an sp::scan.
+    A strategy of scans calls it before it adds a frame, the position of a shard in the sequence, to the op.
 
     Args:
         editor: The editor of the graph.
@@ -48,13 +48,15 @@ def to_sp_scan(editor: GraphEditor, node: Node) -> Node:
         return node
     call, value, op = OpCall(node), node.meta["val"], TORCH_SCANS[node.target]
     x, dim = call.operands[0], call.dim()
-    has_pair, reads_indices = node.target in EXTREME_OPS, has_index_reader(node)
+    has_indices = node.target in EXTREME_OPS  # cummax and cummin return (values, indices)
+    needs_indices = has_indices and has_index_reader(node)
     with editor.graph.inserting_before(node):
-        if has_pair and reads_indices:
+        if needs_indices:
             scan = editor.emit(sp.extremes.default, (x, dim, op), value, node)
         else:
-            scan = emit_scan(editor, x, dim, op, value[0] if has_pair else value, node)
-    editor.replace(node, (scan, scan) if has_pair and not reads_indices else scan)
+            scan = emit_scan(editor, x, dim, op, value[0] if has_indices else value, node)
+    # In place of a pair, `scan` replaces both results, of which only the values are read.
+    editor.replace(node, (scan, scan) if has_indices and not needs_indices else scan)
     return scan
 
 
@@ -68,16 +70,16 @@ def emit_scan(
     exclusive: bool = False,
     reverse: bool = False,
 ) -> Node:
-    """Emit sp.scan of `x`, with an explicit dtype if it differs from the default for `x`.
+    """Emit sp.scan of `x` without a frame: in the global view, on the full dim.
 
     Args:
         editor: The editor of the graph.
         x: Any shape, the operand.
         dim: The dim of the scan.
         op: The operation, such as "sum".
-        value: The fake tensor of the result.
+        value: The fake tensor of the result, which may have another dtype than the default for `x`.
         like: The node whose metadata the scan copies.
-        exclusive: Exclude the element itself.
+        exclusive: Row i of the result leaves out row i of the operand.
         reverse: Scan from the last row to the first.
 
     Returns:
@@ -101,11 +103,14 @@ def flipped_dims(node: Node) -> list[int]:
 
 
 def is_scannable_call(call: OpCall) -> bool:
-    """Return True if sp ops scan the dtypes of the operand and the result; other scans are gathered."""
+    """Return True if sp ops support the dtypes of the operand and the result; other scans run on gathered operands."""
     return all(is_scannable(x.dtype) for x in (call.operands[0].meta["val"], call.results()[0]))
 
 
 def has_index_reader(node: Node) -> bool:
-    """Return True if the indices of torch's cummax or cummin have a reader, which sp.scan does not return."""
-    results = [user for user in node.users if user.target is operator.getitem]
-    return len(results) < len(node.users) or any(user.args[1] != 0 and user.users for user in results)
+    """Return True if a cummax or cummin has a reader of its indices (its second result), which sp.scan lacks.
+
+    Another user than a getitem may read both results.
+    """
+    getitems = [user for user in node.users if user.target is operator.getitem]
+    return len(getitems) < len(node.users) or any(user.args[1] != 0 and user.users for user in getitems)

@@ -49,7 +49,11 @@ SCAN_FORM_OPS = {*CUMULATIVE_OPS, sp.scan.default, sp.linear_scan.default}
 
 
 def match_shift(node: Node) -> PadMatch | None:
-    """Return the shift by one row that computes a value, as a padding of its source, or None."""
+    """Return the shift by one row that computes a value, as a padding of its source, or None.
+
+    A shift adds one row of a constant at one end of a dim and cuts one at the other: a padding of (1, -1) or (-1, 1).
+    It may be written as pad(x, (1, 0))[:-1], as pad(x[:-1], (1, 0)), or with a cat in place of the pad.
+    """
     piece = match_slice(node)
     pad = match_padding(node if piece is None else value_origin(piece.source))
     if piece is not None and pad is not None:
@@ -57,7 +61,7 @@ def match_shift(node: Node) -> PadMatch | None:
             return None
         cut_after = node_shape(piece.source)[pad.dim] - piece.start - piece.length
         pad = replace(pad, before=simplify_size(pad.before - piece.start), after=simplify_size(pad.after - cut_after))
-    while pad is not None and (pad.before, pad.after) not in ((1, -1), (-1, 1)):
+    while pad is not None and (pad.before, pad.after) not in ((1, -1), (-1, 1)):  # go on to the source of a slice
         pad = pad_of_source(pad) if is_only_read_by(pad.source, node) else None
     return pad
 
@@ -75,7 +79,10 @@ class ScanMatch:
 
 
 def match_scan(node: object) -> ScanMatch | None:
-    """Return the scan that computes a value; None for other values, and scans with segments or a frame."""
+    """Return the scan that computes a value, a torch op or an sp.scan of the global view; else None.
+
+    Also None for an sp.scan with other options than a direction and exclusion, which no idiom combines with.
+    """
     node = value_origin(node)
     if not isinstance(node, Node) or node.target not in (*CUMULATIVE_OPS, sp.scan.default):
         return None
@@ -98,7 +105,7 @@ class RewriteScanIdioms(CanonicalPass):
     provides = frozenset({"canonical", "scan idioms"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Replace every idiom by one scan, and report flipped scans that are no reverse scans."""
+        """Replace every idiom by one scan, and report scans between flips that are no reverse scans."""
         changes = 0
         if not any(node.target in SCAN_FORM_OPS for node in self.graph.nodes):
             return changes
@@ -112,7 +119,7 @@ class RewriteScanIdioms(CanonicalPass):
         return changes
 
     def _rewrite(self, node: Node) -> bool:
-        """Replace a value by the scan that it computes as an idiom; return False for other values."""
+        """Replace an idiom, such as cumsum(x) - x, by the scan that it computes; return False for other nodes."""
         scan = _match_idiom(node)
         if scan is None:
             return False
@@ -124,13 +131,14 @@ class RewriteScanIdioms(CanonicalPass):
     def _reverse_recurrence(self, node: Node) -> bool:
         """Rewrite flip(sp.linear_scan(flip(a), flip(b))) as a reverse recurrence, and flip(flip(x)) as a copy.
 
-        A result that is written to later, or a value with a hook, must not become an alias of another one.
+        Returns False for other nodes.
         """
         if node.target is not aten.flip.default:
             return False
         inner = value_origin(node.args[0])
         if inner.target is aten.flip.default and inner.args[1] == node.args[1]:
             with self.graph.inserting_before(node):
+                # a clone, not x itself: a value that is written to later or has a hook must not be an alias of x
                 self.replace(node, self.compute(aten.clone.default, (inner.args[0],), node))
             return True
         if inner.target is not sp.linear_scan.default or not is_only_read_by(inner, node):
@@ -146,9 +154,10 @@ class RewriteScanIdioms(CanonicalPass):
         return True
 
     def _subtract_operand(self, node: Node) -> bool:
-        """Rewrite a shifted sum of integers as the inclusive sum minus x, which reads no row of another rank.
+        """Rewrite a shifted cumsum of integers as cumsum(x) - x, which reads no row of another rank.
 
-        It applies to sums that `_rewrite` leaves unchanged because other nodes read the inclusive scan.
+        It applies where `_rewrite` does not because other nodes read the inclusive cumsum, too. The difference is exact
+        for integers. Returns False for other nodes.
         """
         scan = _match_exclusive(node)
         if scan is None or scan.op != "sum" or node.meta["val"].is_floating_point():
@@ -160,7 +169,7 @@ class RewriteScanIdioms(CanonicalPass):
 
 
 def _match_idiom(node: Node) -> ScanMatch | None:
-    """Return the scan of the same shape and dtype that replaces a value which is an idiom; else None."""
+    """Return the scan that an idiom computes, if the scan has the shape and dtype of the node's value; else None."""
     value = node.meta["val"]
     for match_form in (_match_shifted_scan, _match_scan_of_shift, _match_flipped, _match_combination):
         scan = match_form(node)
@@ -172,31 +181,41 @@ def _match_idiom(node: Node) -> ScanMatch | None:
 
 
 def _match_shifted_scan(node: Node) -> ScanMatch | None:
-    """Match an inclusive scan that is shifted by one row, where only `node` reads the scan."""
+    """Match pad(cumsum(x), (1, 0))[..., :-1], an inclusive scan shifted by one row, as an exclusive scan.
+
+    None if another node reads the inclusive scan, which then remains in any case.
+    """
     scan = _match_exclusive(node)
-    return replace(scan, exclusive=True) if scan is not None and is_only_read_by(scan.node, node) else None
+    if scan is None or not is_only_read_by(scan.node, node):
+        return None
+    return replace(scan, exclusive=True)
 
 
 def _match_exclusive(node: Node) -> ScanMatch | None:
-    """Return the inclusive scan that a value shifts by one row to the exclusive scan, or None."""
+    """Return the inclusive scan of which a value is the shift by one row, so that the value is the exclusive scan."""
     shift = match_shift(node)
-    scan = match_scan(shift.source) if shift is not None else None
-    return scan if shift is not None and scan is not None and _excludes_element(scan, shift) else None
+    if shift is None:
+        return None
+    scan = match_scan(shift.source)
+    return scan if scan is not None and _is_exclusive(scan, shift) else None
 
 
 def _match_scan_of_shift(node: Node) -> ScanMatch | None:
-    """Match an inclusive scan of rows that were shifted by one before, which is an exclusive scan."""
+    """Match cumsum(pad(x, (1, -1))), an inclusive scan of rows shifted by one, as an exclusive scan of x."""
     scan = match_scan(node)
-    shift = match_shift(value_origin(scan.x)) if scan is not None else None
-    if scan is None or shift is None or not _excludes_element(scan, shift):
+    if scan is None:
+        return None
+    shift = match_shift(value_origin(scan.x))
+    if shift is None or not _is_exclusive(scan, shift):
         return None
     return replace(scan, x=shift.source, exclusive=True)
 
 
-def _excludes_element(scan: ScanMatch, shift: PadMatch) -> bool:
-    """Return True if the inclusive scan and the shift, in any order, are the exclusive scan.
+def _is_exclusive(scan: ScanMatch, shift: PadMatch) -> bool:
+    """Return True if a scan and a shift by one row, one applied to the result of the other, are the exclusive scan.
 
-    The rows must move in the direction of the scan, and the constant of the shift must be the op's neutral element.
+    The scan must be inclusive, the rows must move in its direction, and the row that the shift adds must contain the
+    neutral element of the op, such as 0 of a sum.
     """
     neutral = MONOIDS[scan.op].identity(shift.source.meta["val"].dtype)
     same_direction = shift.before == (-1 if scan.reverse else 1)
@@ -204,7 +223,7 @@ def _excludes_element(scan: ScanMatch, shift: PadMatch) -> bool:
 
 
 def _match_flipped(node: Node) -> ScanMatch | None:
-    """Match a scan between two flips of its dim, which is a scan in the other direction."""
+    """Match flip(cumsum(flip(x))), a scan between two flips of its dim, as a scan of x in the other direction."""
     scan = match_scan(node.args[0]) if flipped_dims(node) else None
     if scan is None or not is_only_read_by(scan.node, node):
         return None
@@ -215,7 +234,10 @@ def _match_flipped(node: Node) -> ScanMatch | None:
 
 
 def _reverse_refusal(node: Node) -> str | None:
-    """Return the reason why a scan between two flips is no reverse scan, for the report, else None."""
+    """Return the reason why a flip of a scan of flipped rows is no reverse scan, with a fix, for the report.
+
+    None if the node is no flip of a scan or recurrence along the scan's dim, or if the operands are not flipped.
+    """
     if node.target is not aten.flip.default:
         return None
     inner = value_origin(node.args[0])
@@ -238,7 +260,7 @@ def _reverse_refusal(node: Node) -> str | None:
 
 
 def _pointwise_operands(node: Node) -> list[Node]:
-    """Return the operands of a pointwise op, [] for others, to find flips that pointwise ops follow."""
+    """Return the operands of a pointwise op, or [] for another op, to search for flips before pointwise ops."""
     return node.all_input_nodes if torch.Tag.pointwise in getattr(node.target, "tags", ()) else []
 
 
@@ -250,7 +272,8 @@ class _SumSigns(NamedTuple):
     total: int  # of the sum of all rows of the operand
 
 
-# (True if the scan is exclusive, signs) to (True if the sum is an exclusive scan, True if it has the other direction)
+# (whether the scan is exclusive, signs of the sum) -> (whether the sum is an exclusive scan, whether it is reversed).
+# Example: total - cumsum(x) is the sum of all later rows, an exclusive scan in the other direction.
 _SUM_FORMS = {
     (False, _SumSigns(1, -1, 0)): (True, False),
     (False, _SumSigns(-1, 0, 1)): (True, True),
@@ -262,13 +285,13 @@ _SUM_FORMS = {
 
 
 def _match_combination(node: Node) -> ScanMatch | None:
-    """Match a signed sum of a scan, its operand and its total that is a scan.
+    """Match a signed sum of a cumsum, its operand x and the total of x that equals another scan of x.
 
-    The total is the sum of all rows. `_SUM_FORMS` lists these sums.
+    The total is the sum of all rows. Examples are cumsum(x) - x, and sum(x) - cumsum(x) + x; `_SUM_FORMS` lists all.
     """
     if node.target not in SIGNS:
         return None
-    terms = _signed_terms(node)
+    terms = _signed_terms(node)  # term -> 1 or -1
     scans = [scan for scan in map(match_scan, terms) if scan is not None and scan.op == "sum"]
     if len(scans) != 1 or len(terms) > 3:
         return None
@@ -280,34 +303,37 @@ def _match_combination(node: Node) -> ScanMatch | None:
     signs = _SumSigns(terms[scan.node], sum(terms[x] for x in operands), sum(terms[x] for x in totals))
     if (scan.exclusive, signs) not in _SUM_FORMS:
         return None
-    exclusive, reverses = _SUM_FORMS[scan.exclusive, signs]
-    return replace(scan, exclusive=exclusive, reverse=scan.reverse != reverses)
+    exclusive, is_reversed = _SUM_FORMS[scan.exclusive, signs]
+    return replace(scan, exclusive=exclusive, reverse=scan.reverse != is_reversed)
 
 
 def _signed_terms(root: Node) -> Counter[Node]:
-    """Return the terms of nested additions and subtractions with their signs, added up if a term repeats."""
+    """Return the terms of nested additions and subtractions with their signs: {a: 1, b: -1, c: 1} of a - (b - c).
+
+    The signs of a term that repeats are added.
+    """
     terms: Counter[Node] = Counter()
 
-    def is_inner_sum(node: Node) -> bool:
-        """Return True for the root, and for `a + b` or `a - b` of tensors if all its results lead to the root only."""
+    def is_sum_of_terms(node: Node) -> bool:
+        """Return True for a + b or a - b of tensors that is the root or is read only to compute the root."""
         if node.target not in SIGNS or node.kwargs.get("alpha", 1) != 1:
             return False
         return all(map(is_tensor, node.args)) and (node is root or is_only_read_by(node, root))
 
-    def count(node: Node, sign: int) -> None:
-        """Add the signs of the terms below a node to `terms`."""
-        if is_inner_sum(node):
-            count(value_origin(node.args[0]), sign)
-            count(value_origin(node.args[1]), sign * SIGNS[node.target])
+    def add_terms(node: Node, sign: int) -> None:
+        """Add the terms of `sign * node` to `terms`."""
+        if is_sum_of_terms(node):
+            add_terms(value_origin(node.args[0]), sign)
+            add_terms(value_origin(node.args[1]), sign * SIGNS[node.target])
         else:
             terms[node] += sign
 
-    count(root, 1)
+    add_terms(root, 1)
     return terms
 
 
 def _is_cast_of(term: Node, scan: ScanMatch) -> bool:
-    """Return True if the term is the operand of the scan, or a copy of it in a wider dtype."""
+    """Return True if the term is the operand of the scan, or that operand in a dtype that represents it exactly."""
     x = value_origin(scan.x)
     if value_origin(term) is x or is_same_call(term, x):
         return True
@@ -317,7 +343,10 @@ def _is_cast_of(term: Node, scan: ScanMatch) -> bool:
 
 
 def _is_total_of(term: Node, scan: ScanMatch) -> bool:
-    """Return True if the term is the sum of the operand, or the scan's last result, with a dim of size 1."""
+    """Return True if the term is the sum of all rows of the scan's operand, with a dim of size 1 in place of the rows.
+
+    That is x.sum(dim, keepdim=True), or the last result of the inclusive scan, cumsum(x)[:, -1:].
+    """
     shape = node_shape(scan.node)
     if not is_same_shape(node_shape(term), (*shape[: scan.dim], 1, *shape[scan.dim + 1 :])):
         return False
@@ -329,4 +358,5 @@ def _is_total_of(term: Node, scan: ScanMatch) -> bool:
     piece = match_piece(term)
     if piece is None or value_origin(piece.source) is not scan.node or scan.exclusive or piece.dim != scan.dim:
         return False
-    return is_same_size(piece.length, 1) and is_same_size(piece.start, 0 if scan.reverse else shape[scan.dim] - 1)
+    last_row = 0 if scan.reverse else shape[scan.dim] - 1
+    return is_same_size(piece.length, 1) and is_same_size(piece.start, last_row)

@@ -45,7 +45,10 @@ class MarkScanTrees(CanonicalPass):
     requires = frozenset({"scans"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Mark the scan ops and the nodes of every outermost tree; return the number of trees."""
+        """Mark the remaining scan ops and unrolled trees of scans, so that their operands are gathered once.
+
+        Returns the number of trees. The mark `scanned` is evidence that a dim is a sequence.
+        """
         for node in gm.graph.nodes:
             if node.op == "call_function" and node.target in SCANNED_OPS:
                 set_node_info(node, scanned=(SCANNED_OPS[node.target], 0))
@@ -55,9 +58,13 @@ class MarkScanTrees(CanonicalPass):
         return len(outer)
 
     def _mark(self, join: Node, first_row: SlicePiece) -> None:
-        """Mark the nodes between the leaves and the join of the outermost level, so that leaves are gathered.
+        """Mark the nodes of a tree, from the slices of its leaves to its last node, so that leaves are gathered.
 
-        Leaves are matched by their length, including leaves whose own result has no reader.
+        Leaves are matched by their length, because those whose own result has no reader have no join.
+
+        Args:
+            join: The last node of the tree, which interleaves the results at even and odd rows.
+            first_row: The slice of the first row of a leaf.
         """
         dim, num_rows = first_row.dim, node_shape(first_row.source)[first_row.dim]
 
@@ -66,25 +73,35 @@ class MarkScanTrees(CanonicalPass):
             piece = match_piece(node)
             return piece is not None and piece.dim == dim and is_same_size(node_shape(piece.source)[dim], num_rows)
 
-        before = nodes_before(join, is_leaf_slice)
-        leaf_slices = [node for node in before if is_leaf_slice(node)]
-        inside = before & _nodes_after(leaf_slices, until=join)
+        before_join = nodes_before(join, is_leaf_slice)
+        leaf_slices = [node for node in before_join if is_leaf_slice(node)]
+        inside = before_join & _nodes_after(leaf_slices, until=join)
+        # Slices of the result, such as the one that drops the padding row of an odd length.
         inside |= {user for user in join.users if is_tensor(user) and match_piece(user) is not None}
         for node in inside:
+            # `scanned` makes the dim of its operand a sequence. Each leaf has one slice of its odd rows.
             starts_here = node in leaf_slices and _is_odd_rows(node)
             set_node_info(node, no_rule=NO_SCAN_REASON, scanned=(0, dim) if starts_here else None)
 
 
 def outermost_trees(graph: Graph) -> list[tuple[Node, SlicePiece]]:
-    """Return the join of each tree that is inside of no other tree, and the slice of its leaf's first row."""
+    """Return each unrolled scan of the graph that is not a level of another one.
+
+    A tree computes a scan of a value, its leaf, from a scan of pairs of rows (the inner level), recursively.
+
+    Returns:
+        For each tree, the node that interleaves its results (`match_interleaving`), and the slice of its leaf's first
+        row.
+    """
     first_rows = {node: row for node in graph.nodes if (row := match_interleaving(node)) is not None}
     return [(node, row) for node, row in first_rows.items() if not _is_inner(row, first_rows.values())]
 
 
 def _is_inner(first_row: SlicePiece, first_rows: Iterable[SlicePiece]) -> bool:
-    """Return True if a level is the inner level of another one.
+    """Return True if a level of a tree is the inner level of another one.
 
-    Its leaf then combines that level's rows in pairs.
+    Its leaf (the value that it scans) then has half of the rows, and is computed from the odd rows of that level's
+    leaf, as the pairs combine(x[0::2], x[1::2]).
 
     Args:
         first_row: The slice of the first row of its leaf.
@@ -92,18 +109,19 @@ def _is_inner(first_row: SlicePiece, first_rows: Iterable[SlicePiece]) -> bool:
     """
     leaf, dim = first_row.source, first_row.dim
     num_rows = node_shape(leaf)[dim]
-    starts: list[Node] = []
+    odd_rows: list[Node] = []  # slices of the leaves that may be those of the outer level
     for outer_row in first_rows:
         outer_leaf = outer_row.source
         if outer_row.dim == dim and outer_leaf is not leaf and is_same_size(node_shape(outer_leaf)[dim] // 2, num_rows):
-            starts += [node for node in _leaf_slices(outer_leaf, dim) if _is_odd_rows(node)]
-    return bool(starts) and leaf in _nodes_after(starts, until=leaf)
+            odd_rows += [node for node in _leaf_slices(outer_leaf, dim) if _is_odd_rows(node)]
+    return bool(odd_rows) and leaf in _nodes_after(odd_rows, until=leaf)
 
 
 def match_interleaving(node: Node) -> SlicePiece | None:
-    """Match the join of a level: results at even rows, interleaved with those at odd rows.
+    """Match the last node of a level of an unrolled scan: flatten(stack([even, odd], dim + 1), dim, dim + 1).
 
-    The results at odd rows are the inner scan.
+    It interleaves the results at even rows with those at odd rows. The first even row is that of the scanned value, the
+    leaf; the odd rows are computed from x[1::2] of the leaf x.
 
     Returns:
         The slice of the leaf's first row, or None for another node.
@@ -124,12 +142,12 @@ def match_interleaving(node: Node) -> SlicePiece | None:
         return None
     if not is_same_size(first_row.start, 0) or not is_same_size(first_row.length, 1):
         return None
-    odd_rows = [cut for cut in _leaf_slices(first_row.source, dim) if _is_odd_rows(cut)]
+    odd_rows = [x for x in _leaf_slices(first_row.source, dim) if _is_odd_rows(x)]
     return first_row if odd_rows and odd in _nodes_after(odd_rows, until=odd) else None
 
 
 def _leaf_slices(leaf: Node, dim: int) -> Iterator[Node]:
-    """Yield the slices along the dim, single rows included, that read a leaf or a copy of it."""
+    """Yield the users of a leaf that slice it, or a copy of it, along the dim and keep the dim."""
     for user in leaf.users:
         piece = match_piece(user)
         is_slice = piece is not None and piece.dim == dim and piece.keeps_dim
@@ -144,10 +162,10 @@ def _is_odd_rows(node: Node) -> bool:
 
 
 def _nodes_after(starts: Iterable[Node], until: Node) -> set[Node]:
-    """Return the nodes and everything computed from them, up to the node `until` in graph order."""
+    """Return the nodes `starts` and all nodes computed from them, up to the node `until` in the order of the graph."""
     return reachable_set([n for n in starts if n <= until], lambda n: [user for user in n.users if user <= until])
 
 
 def nodes_before(node: Node, stops: Callable[[Node], bool]) -> set[Node]:
-    """Return the node and everything it is computed from, up to the nodes that stop the search."""
+    """Return the node and all nodes that it is computed from, up to and including nodes where `stops` is True."""
     return reachable_set([node], lambda n: () if stops(n) else n.all_input_nodes)

@@ -71,21 +71,23 @@ class UnrolledScans(RewriteAssociativeScans):
     requires = frozenset({"rolled loops"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Replace every outermost tree whose levels combine by one known function."""
+        """Replace every outermost tree whose levels combine by one known function; return the number of trees."""
         if outermost_trees(gm.graph):
             erase_dead(self.graph)
-        self.levels = {n: level for n in gm.graph.nodes if (level := _match_level(n)) is not None}
+        self.levels = {n: level for n in gm.graph.nodes if (level := _match_level(n)) is not None}  # by join
         outer = [self.levels[join] for join, _ in outermost_trees(gm.graph) if join in self.levels]
-        inner_rows = {level.rows // 2 for level in outer if self._match_tree(level) is None}  # inside of unknown trees
+        # A level with half of the rows of an unknown tree may be a part of that tree, which is gathered as a whole.
+        inner_rows = {level.rows // 2 for level in outer if self._match_tree(level) is None}
         return sum(self._rewrite_tree(level) for level in outer if level.rows not in inner_rows)
 
     def _rewrite_tree(self, level: _Level) -> bool:
-        """Replace one tree; return False if its combine function or its dtypes are not supported."""
+        """Replace the tree of an outermost level; return False if its combine function or dtypes are not supported."""
         combine = self._match_tree(level)
         if combine is None:
             return False
-        results = list(level.join.users) if level.rows % 2 else [level.join]  # slices that drop the padding row
-        leaves = [x for x in (combine.factors, level.leaf) if x is not None]
+        # The result of an odd number of rows has a padding row, which the users of the join slice off.
+        results = list(level.join.users) if level.rows % 2 else [level.join]
+        leaves = [x for x in (combine.factors, level.leaf) if x is not None]  # as sp.linear_scan or sp.scan reads them
         scan = CombineOp(combine.op, tuple(range(len(leaves))))
         has_equal_types = len({(node_shape(x), x.meta["val"].dtype) for x in (*leaves, *results)}) == 1
         if not has_equal_types or not self.supports_dtypes(leaves, scan):
@@ -97,9 +99,14 @@ class UnrolledScans(RewriteAssociativeScans):
         return True
 
     def _match_tree(self, level: _Level) -> _LevelCombine | None:
-        """Return the function by which this level and all inner ones combine rows; None if they differ."""
+        """Return the function by which this level and all inner levels combine rows.
+
+        A level with the leaf x computes pairs = combine(x[0::2], x[1::2]), scans them at the inner level, and computes
+        even = combine(scanned pairs, x[2::2]). The result is None if a step is missing, or if its function is unknown
+        or differs from the others.
+        """
         inner, num_pairs, num_even = self.levels.get(level.odd), level.rows // 2, (level.rows - 1) // 2
-        pairs = inner.leaf if inner is not None else level.odd  # the values that the next level scans
+        pairs = inner.leaf if inner is not None else level.odd  # the last level has one pair and scans nothing
         sides = {_RowSlice(0, 2, num_pairs): "left", _RowSlice(1, 2, num_pairs): "right"}
         combine = _match_combine(pairs, level, level.leaf, sides)
         has_all_levels = node_shape(pairs)[level.dim] == num_pairs and (inner is None) == (num_pairs == 1)
@@ -112,6 +119,7 @@ class UnrolledScans(RewriteAssociativeScans):
         inner_combine = self._match_tree(inner) if inner is not None else _LevelCombine(combine.op)
         if inner_combine is None or inner_combine.op != combine.op:
             return None
+        # The factors of a recurrence of pairs must be the products of the factors of their two rows.
         factors = inner_combine.factors
         if factors is not None and _match_combine(factors, level, combine.factors, sides) != _LevelCombine("prod"):
             return None
@@ -119,13 +127,17 @@ class UnrolledScans(RewriteAssociativeScans):
 
 
 def _match_level(join: Node) -> _Level | None:
-    """Return the level of which a node is the join; None for other nodes, and if rows may be out of order."""
+    """Return the level of a tree of which a node is the join, flatten(stack([even, odd])), else None.
+
+    Also None if the rows of the join may not be those of the result, in order.
+    """
     first_row = match_interleaving(join)
     if first_row is None:
         return None
     leaf, dim = value_origin(first_row.source), first_row.dim
     rows = node_shape(leaf)[dim]
     even, odd = map(value_origin, OpCall(join.args[0]).operands)
+    # [row 0 of the leaf, the results at rows 2, 4, ...], or row 0 alone
     even_parts = OpCall(even).operands if even.target is aten.cat.default and OpCall(even).dim() == dim else [even]
     if not isinstance(rows, int) or len(even_parts) > 2 or node_shape(join)[dim] != rows + rows % 2:
         return None
@@ -136,15 +148,17 @@ def _match_level(join: Node) -> _Level | None:
         if any(_match_rows(user, dim) != (join, (0, 1, rows)) for user in join.users):
             return None
         odd = value_origin(pad.source)
+    # The inner level may itself drop a padding row: `odd` is then the slice of its join.
     source, row_slice = _match_rows(odd, dim)
     odd = source if row_slice == (0, 1, rows // 2) else odd
     return _Level(join, leaf, dim, rows, odd, value_origin(even_parts[1]) if even_parts[1:] else None)
 
 
 def _match_rows(x: Node, dim: int) -> tuple[Node, _RowSlice | None]:
-    """Return the value of which `x` has some rows, and these rows, or None if `x` does not have the dim.
+    """Return the value that `x` is a slice of along the dim, and which rows of that value it has.
 
-    A value that is no slice has all rows of itself. A slice of x[:n] has rows of x.
+    A value that is no slice has all rows of itself; the rows are None if it does not have the dim. For a slice of
+    y[:n], the value is y, in which these rows have the same indices.
     """
     x = value_origin(x)
     piece = match_piece(x)
@@ -152,7 +166,8 @@ def _match_rows(x: Node, dim: int) -> tuple[Node, _RowSlice | None]:
         has_dim = is_tensor(x) and x.meta["val"].ndim > dim
         return x, _RowSlice(0, 1, node_shape(x)[dim]) if has_dim else None
     source, row_slice = _match_rows(piece.source, dim)
-    if row_slice is None or row_slice[:2] != (0, 1):  # a slice of other rows than the first ones
+    is_of_first_rows = row_slice is not None and row_slice[:2] == (0, 1)
+    if not is_of_first_rows:
         source = value_origin(piece.source)
     return source, _RowSlice(piece.start, piece.step, piece.length)
 
@@ -160,31 +175,34 @@ def _match_rows(x: Node, dim: int) -> tuple[Node, _RowSlice | None]:
 def _match_combine(
     value: Node, level: _Level, leaf: Node | None, sides: Mapping[_RowSlice, str], num_results: int = 0
 ) -> _LevelCombine | None:
-    """Return the function by which a value combines left and right rows of a leaf, or None.
+    """Return the function by which a value combines left (earlier) rows and right rows of a leaf, or None.
+
+    The leaf is the value that the level scans. pairs = x[0::2] + x[1::2] of the leaf x, for example, is the expression
+    "left x" + "right x", and thus _LevelCombine("sum").
 
     Args:
         value: The pairs of the level, its results at even rows, or the factors of its pairs.
         level: The level of the tree.
-        leaf: The leaf, or the factors of a recurrence.
+        leaf: The leaf, or the factors of a recurrence; None if there are no factors.
         sides: "left" or "right" for each slice of a leaf that is an operand.
-        num_results: The number of first rows of `level.odd` that are the left operand; 0 if these are rows of a leaf.
+        num_results: If not 0, the left operand is the first `num_results` rows of `level.odd` in place of a leaf.
     """
     if leaf is None:
         return None
     left, right = sympy.Symbol(f"left {leaf.name}"), sympy.Symbol(f"right {leaf.name}")
-    right_leaves: dict[sympy.Symbol, Node] = {}  # leaf of each symbol of right rows
+    right_leaves: dict[sympy.Symbol, Node] = {}  # symbol of right rows -> their leaf
 
     def symbol(x: Node) -> sympy.Symbol | None:
-        """Return the symbol of left or right rows of a leaf; None for values to be computed from others."""
+        """Return the symbol of an operand, left or right rows of a leaf; None for values computed from operands."""
         source, row_slice = _match_rows(x, level.dim)
         if source is level.odd and num_results and row_slice == (0, 1, num_results):
             return left
         if row_slice is None or row_slice not in sides:
             return None
-        name = sympy.Symbol(f"{sides[row_slice]} {source.name}")
+        operand = sympy.Symbol(f"{sides[row_slice]} {source.name}")
         if sides[row_slice] == "right":
-            right_leaves[name] = source
-        return name
+            right_leaves[operand] = source
+        return operand
 
     if any(map(stops_gradient, nodes_before(value, lambda node: symbol(node) is not None))):
         return None
@@ -192,6 +210,7 @@ def _match_combine(
     scan = scan_of_leaf(expression, 0, [left], [right])
     if scan is not None:
         return _LevelCombine(scan.op) if scan.op in KNOWN_OPS else None
+    # A recurrence multiplies the left rows by the right rows of a second leaf, the factors.
     for factor, factors in right_leaves.items():
         if factor != right and expression == sympy.expand(factor * left + right):
             return _LevelCombine("linear", factors)

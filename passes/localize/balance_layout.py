@@ -78,7 +78,7 @@ class BalanceLayout(Pass):
 
     @classmethod
     def of(cls, job: Any) -> Pass | None:
-        """Create the pass for a job, or return None if it does not apply."""
+        """Create the pass for a job with the layout "balanced", or return None."""
         return cls() if row_order(job.folds).is_balanced else None
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
@@ -91,13 +91,23 @@ class BalanceLayout(Pass):
         self._emit_order(gm, calls, job.ranks.n, balanced)
         for call, frames in calls:
             self._rewrite_call(call, frames)
-        self.drop(*self.emitted)
+        self.drop(*self.optional_nodes)
         return len(calls)
 
     def _emit_order(
         self, gm: GraphModule, calls: Sequence[tuple[OpCall, FrameMap]], n: int, shards: Sequence[Shard]
     ) -> None:
-        """Emit the op that balances rows at the start of the graph, or read the order of balanced inputs."""
+        """Emit the op that balances rows before the first call, or read the order of balanced inputs.
+
+        Sets the attributes that `_rewrite_call` reads, among them `order` (positions in the balanced order) and
+        `inverse` (the row of each position).
+
+        Args:
+            gm: The local graph.
+            calls: The calls with balanced frames, in the order of the graph.
+            n: The number of ranks.
+            shards: The placements of balanced inputs; empty if this graph computes the order.
+        """
         inputs = gm.graph.find_nodes(op="placeholder")
         first = calls[0][0].node if calls else inputs[-1].next
         all_frames = [frame for _, frames in calls for frame in frames.values()]
@@ -110,11 +120,11 @@ class BalanceLayout(Pass):
                     f"layout='balanced': expected one sequence, of {length} positions, got {describe_node(call.node)} "
                     f"with rows of {sizes} positions.",
                 )
-        attentions = [call for call, frames in calls if "q_frame" in frames]
+        attentions = [call for call, frames in calls if "q_frame" in frames]  # only attentions have queries
         read_vectors = [v for call in attentions for v in mask_vectors(call.node)]
-        # each vector of the sequence -> the first vector with its values
-        self.known = unique_vectors(v for v in read_vectors if is_same_size(node_shape(v)[1], length))
-        self.vectors = list(dict.fromkeys(self.known.values()))
+        # each mask vector of the sequence's length -> the first vector that is the same computation
+        self.representatives = unique_vectors(v for v in read_vectors if is_same_size(node_shape(v)[1], length))
+        self.vectors = list(dict.fromkeys(self.representatives.values()))
         move_before(first, self.vectors)
         device = next(x.device for node in inputs for x in node_tensors(node))
         orders = self._add_order_inputs(inputs, length, n, device) if shards else []
@@ -125,84 +135,96 @@ class BalanceLayout(Pass):
                 arguments = self._balance_arguments(attentions, all_frames, length, n, device)
                 outputs = self.compute(sp.deal.default, arguments, first)
             results = [self.emit(operator.getitem, (outputs, i), x, first) for i, x in enumerate(outputs.meta["val"])]
-            # The chunks are only needed by another graph. The tables are those of the vectors, then of the moved ones.
+            # The chunks are for other graphs. `tables` are those of the vectors, then those of the reordered vectors.
             self.order, self.inverse, _, positions_table, *tables = *orders, *results
             self.tables = dict(zip(self.vectors, tables))
+            # the position of each row as a vector (1, length), and its table
             self.positions = self.compute(torch.ops.aten.unsqueeze.default, (self.order, 0), first), positions_table
             all_rows = FrameArgument(1, length, 0, length, BALANCED.folds)
-            self.moved = {  # each vector -> the reordered vector and its table
+            self.reordered = {  # each vector -> the reordered vector and its table
                 v: (self._emit_reorder(v, 1, all_rows, first), table)
                 for v, table in zip(self.vectors, tables[len(self.vectors) :], strict=True)
             }
-            self.emitted = [*results, self.positions[0], *(vector for vector, _ in self.moved.values())]
+            # erased at the end if no call reads them
+            self.optional_nodes = [*results, self.positions[0], *(vector for vector, _ in self.reordered.values())]
 
     def _balance_arguments(
         self, attentions: Sequence[OpCall], frames: Iterable[FrameArgument], length: Size, n: int, device: torch.device
     ) -> tuple[Any, ...]:
-        """Return the arguments of the op that balances rows; rows outside of a frame's window are not moved."""
+        """Return the arguments of the op that computes the balanced order.
+
+        The positions before and after a frame's window keep their place. The op receives their numbers for each frame
+        and uses the largest, because symbolic sizes have no order here.
+        """
         work = self._attention_work(attentions)
         self._report_imbalance(work, self.sizes(length), n)
-        fixed = {(frame.start, as_size(frame.size - frame.start - frame.length)) for frame in frames}
-        ends = sorted(fixed | {(self.fixed_ends, self.fixed_ends)}, key=str)
-        front, back = (self.sizes.list(dict.fromkeys(rows)) for rows in zip(*ends))
+        outside_windows = {(frame.start, as_size(frame.size - frame.start - frame.length)) for frame in frames}
+        fixed = sorted(outside_windows | {(self.fixed_ends, self.fixed_ends)}, key=str)
+        front, back = (self.sizes.list(dict.fromkeys(rows)) for rows in zip(*fixed))
+        # Neighboring ranks that split the heads of an attention read the same rows, so the op counts them as one rank.
         strategies = ((op_strategy(call.node.target), call) for call in attentions)
         stride = min((strategy.neighbors(call) if strategy else 1 for strategy, call in strategies), default=1)
         return self.vectors, *work, self.sizes(length), front, back, n, stride, device
 
     def _add_order_inputs(self, inputs: Sequence[Node], length: Size, n: int, device: torch.device) -> list[Node]:
-        """Add the order of the balanced inputs as inputs of the graph, and return them.
-
-        These are the order, its inverse, and the chunks.
-        """
+        """Add three inputs to the graph and return them: the order of the balanced inputs, its inverse, its chunks."""
         self.notes.append(Note(NoteKind.REWRITTEN, BALANCED.name, "reuses the balanced order of the inputs"))
-        extent, orders = self.sizes(length), []
+        size, orders = self.sizes(length), []
         with fake_mode_of([node.meta.get("val") for node in inputs]):
-            values = fake_orders(extent.meta["val"] if isinstance(extent, Node) else extent, n, device)
+            values = fake_orders(size.meta["val"] if isinstance(size, Node) else size, n, device)
         last = inputs[-1]
         with self.graph.inserting_before(last.next):
             for name, value in zip(ORDER_INPUTS, values, strict=True):
                 orders.append(self.graph.placeholder(name))
                 orders[-1].meta["val"] = value
         if self.sizes.last is last:
-            self.sizes.last = orders[-1]
+            self.sizes.last = orders[-1]  # nodes for sizes follow all inputs
         return orders
 
     def _attention_work(self, attentions: Iterable[OpCall]) -> MaskWork:
         """Return the work of all attentions to the sequence, from which the balanced order is computed.
 
-        Their predicates share one numbering of vectors (row0, col0, ...) and of numbers (n0, ...).
+        The predicate of a call numbers the call's own vectors (row0, col0, ...) and numbers (n0, ...). The result
+        numbers those of all calls, so that equal predicates of several calls become one.
         """
         numbers: list[Any] = []
         weights: dict[str, Size] = {}  # by predicate
         for call in attentions:
-            if not all(v in self.known for v in mask_vectors(call.node)):
+            if not all(v in self.representatives for v in mask_vectors(call.node)):
                 continue  # its keys are not the sequence
-            names: dict[str, str] = {}
+            names: dict[str, str] = {}  # symbol in the call's predicate -> symbol in the result
             for kind in ("row", "col"):
-                places = [self.vectors.index(self.known[v]) for v in call[f"{kind}s"]]
-                names |= {f"{kind}{i}": f"{kind}{place}" for i, place in enumerate(places)}
+                indices = [self.vectors.index(self.representatives[v]) for v in call[f"{kind}s"]]
+                names |= {f"{kind}{i}": f"{kind}{index}" for i, index in enumerate(indices)}
             for i, number in enumerate(call["sizes"]):
-                numbers += [] if number in numbers else [number]
+                if number not in numbers:
+                    numbers.append(number)
                 names[f"n{i}"] = f"n{numbers.index(number)}"
             predicate = _rename_symbols(call["predicate"], names)
-            heads, dims = call.shape(0)[1], call.shape(0)[3] + call.shape(2)[3]
-            weights[predicate] = weights.get(predicate, 0) + size_product((heads, dims))
+            heads, head_dims = call.shape(0)[1], call.shape(0)[3] + call.shape(2)[3]  # of queries, and of values
+            weights[predicate] = weights.get(predicate, 0) + size_product((heads, head_dims))
         return MaskWork(list(weights), self.sizes.list(weights.values()), numbers)
 
     def _report_imbalance(self, work: MaskWork, length: Any, n: int) -> None:
-        """Add a note to the report: the imbalance that is known without the values of masks."""
-        known = tuple(map(position_conditions, work.predicates))
+        """Add a note to the report on the imbalance of the ranks' work, computed here from positions alone.
+
+        The values of mask vectors, such as document ids, are only known at run time.
+        """
+        predicates = tuple(map(position_conditions, work.predicates))
         weights, numbers = (tuple(map(_current_size, sizes)) for sizes in (work.weights, work.numbers))
-        chunks = balance_rows(known, weights, numbers, (), _current_size(length), n)
+        chunks = balance_rows(predicates, weights, numbers, (), _current_size(length), n)
         contiguous = f"contiguous {chunks.contiguous_imbalance:.2f}"
-        times = f"{chunks.imbalance:.2f} times the mean of query-key pairs, {contiguous}"
-        text = f"the busiest rank has {times}"
-        if known != tuple(work.predicates):
+        text = f"the busiest rank has {chunks.imbalance:.2f} times the mean of query-key pairs, {contiguous}"
+        if predicates != tuple(work.predicates):
             text = f"chunks are assigned at run time from the data of masks; without masked pairs, {text}"
         self.notes.append(Note(NoteKind.REWRITTEN, BALANCED.name, text))
 
     def _rewrite_call(self, call: OpCall, frames: FrameMap) -> None:
-        """Reorder the operands or results of the call, and declare its frames contiguous (without `folds`)."""
+        """Insert the change of order before or after a call, and declare its frames contiguous (without `folds`).
+
+        Calls that shard a replicated value read it in the balanced order; values that a call gathers are returned to
+        the order of the program.
+        """
         node = call.node
         if "q_frame" in frames:
             self._rewrite_attention(call, frames)
@@ -218,38 +240,45 @@ class BalanceLayout(Pass):
         elif node.target is sp.all_to_all.default:
             for result in list(node.users):
                 self._restore_order(result, call["gather_dim"], frames["gather_frame"])
-        elif node.target not in (sp.mask.default, sp.window.default):
+        elif node.target not in (sp.mask.default, sp.window.default):  # they change padded rows, which are not moved
             raise SpError("SP411", f"layout='balanced': {describe_node(node)} does not support it.")
-        call = OpCall(node)
+        call = OpCall(node)  # its arguments have changed
         contiguous_frames = {name: list(call[name])[:4] for name in frames}
         node.args, node.kwargs = call.with_operands(call.operands, **contiguous_frames)
 
     def _rewrite_attention(self, call: OpCall, frames: FrameMap) -> None:
-        """Replace indices by positions, and reorder vectors and masks.
+        """Reorder the mask vectors and the mask of an attention, and pass the positions of its rows as a vector.
+
+        With causal attention, for example, the predicate k <= q becomes col0 <= row0: the index of a reordered row is
+        not its position any more, so that queries (rows) and keys (cols) read their positions from vectors.
 
         Replicated keys keep their order. An op that gathers keys itself (it has the argument `orders`) receives the
         order and restores the keys' own order, in which each document covers few blocks.
         """
-        node, names = call.node, dict[str, str]()
+        node = call.node
+        names: dict[str, str] = {}  # index symbol, q or k -> the vector of positions that replaces it
         changed: dict[str, Any] = {}
-        if "orders" in call.args and "k_frame" in frames:
-            changed["orders"] = [self.order, self.inverse]
-        moved_frames = frames if "orders" not in call.args else {"q_frame": frames["q_frame"]}
-        mask, tables = call["mask"], list[Node | None]()
+        reordered_frames = frames
+        if "orders" in call.args:
+            reordered_frames = {"q_frame": frames["q_frame"]}
+            if "k_frame" in frames:
+                changed["orders"] = [self.order, self.inverse]
+        mask = call["mask"]
+        tables: list[Node | None] = []  # of all vectors, first those of queries
         with self.graph.inserting_before(node):
             for kind, index, dim in (("row", "q", 2), ("col", "k", 3)):
-                vectors, frame = list(call[f"{kind}s"]), moved_frames.get(f"{index}_frame")
+                vectors, frame = list(call[f"{kind}s"]), reordered_frames.get(f"{index}_frame")
                 if frame is None:  # these rows keep the order of the program
-                    tables += [self.tables[self.known[v]] if v in self.known else None for v in vectors]
+                    tables += [self.tables.get(self.representatives.get(v)) for v in vectors]
                 else:
-                    moved = [self._reorder_vector(v, frame, node) for v in vectors]
+                    reordered = [self._reorder_vector(v, frame, node) for v in vectors]
                     if index in predicate_symbols(call["predicate"]) | score_symbols(call["score"]):
                         names[index] = f"{kind}{len(vectors)}"
-                        moved.append(self._row_positions(frame, node))
-                    vectors = [vector for vector, _ in moved]
-                    tables += [table for _, table in moved]
-                    has_rows = kind == "row" and call.get("mask_rows")  # of this rank's queries, in their order
-                    if mask is not None and not has_rows and not is_same_size(node_shape(mask)[dim], 1):
+                        reordered.append(self._row_positions(frame, node))
+                    vectors = [vector for vector, _ in reordered]
+                    tables += [table for _, table in reordered]
+                    is_local_mask = kind == "row" and call.get("mask_rows")  # has this rank's rows, in their order
+                    if mask is not None and not is_local_mask and not is_same_size(node_shape(mask)[dim], 1):
                         mask = self._emit_reorder(mask, dim, frame, node)
                 changed[f"{kind}s"] = vectors
         if None not in tables:  # else `HoistMaskTables` adds them
@@ -260,7 +289,10 @@ class BalanceLayout(Pass):
         node.args, node.kwargs = call.with_operands(call.operands, predicate=predicate, mask=mask, **changed)
 
     def _row_positions(self, frame: FrameArgument, like: Node) -> tuple[Node, Node | None]:
-        """Return the positions of a frame's rows, relative to its first row, and their table or None."""
+        """Return the vector of the positions of a frame's rows, relative to its first valid row, and its table.
+
+        The table is None if the window does not start at 0: `HoistMaskTables` adds it.
+        """
         if is_same_size(frame.start, 0):
             return self.positions
         aten = torch.ops.aten
@@ -270,43 +302,43 @@ class BalanceLayout(Pass):
         return self.compute(aten.unsqueeze.default, (positions, 0), like), None
 
     def _reorder_vector(self, vector: Node, frame: FrameArgument, like: Node) -> tuple[Node, Node | None]:
-        """Return a vector in the order of the frame's rows, and its table or None."""
-        if vector in self.known:
-            return self.moved[self.known[vector]]
+        """Return a mask vector in the order of the frame's rows, and its table, or None if it is not computed yet."""
+        if vector in self.representatives:
+            return self.reordered[self.representatives[vector]]
         return self._emit_reorder(vector, 1, frame, like), None
 
     def _reorder_operand(self, node: Node, x: Node, dim: int, frame: FrameArgument) -> Node:
-        """Emit the operand x of the node in the balanced order, and return it."""
+        """Emit the operand x of a call in the balanced order before the call, and return it."""
         with self.graph.inserting_before(node):
             return self._emit_reorder(x, dim, frame, node)
 
     def _restore_order(self, node: Node, dim: int, frame: FrameArgument) -> None:
-        """Restore the program's order for all readers of the node."""
+        """Restore the program's order of a gathered value for all its readers."""
         with self.insert_after(node):
             restored = self._emit_reorder(node, dim, frame, node, back=True)
         set_node_info(restored, origin=node_info(node).origin)
         self.insert_between(node, restored)
 
     def _emit_reorder(self, x: Node, dim: int, frame: FrameArgument, like: Node, back: bool = False) -> Node:
-        """Emit the rows of x in the balanced order, or, with `back`, in the order of the program."""
-        orders = (self.inverse, self.order) if back else (self.order, self.inverse)
+        """Emit the rows of x in the balanced order or, with `back`, rows in that order in the order of the program."""
+        orders = (self.inverse, self.order) if back else (self.order, self.inverse)  # (rows to read, its inverse)
         reordered = self.compute(sp.reorder.default, (x, dim, self.sizes.list(frame[:4]), *orders), like)
         set_node_info(reordered, requires_grad=node_info(x).requires_grad)
         return reordered
 
 
 def balanced_inputs(job: PassContext) -> list[Shard]:
-    """Return the placements of the inputs that are balanced already.
-
-    Another graph computed their order.
-    """
+    """Return the placements of the inputs that are in a balanced order already, which another graph has computed."""
     return [p for p in job.inputs.values() if isinstance(p, Shard) and p.frame.order.is_balanced]
 
 
 def _has_sharded_output(gm: GraphModule, job: PassContext) -> bool:
-    """Return True if an output stays sharded for another graph, which may read the neighbors of its rows."""
+    """Return True if an output of the local graph stays sharded.
+
+    Another graph may then read the neighbors of its rows, as for shifted labels, so that the end rows keep their place.
+    """
     assert job.input_placements is not None
-    origins = [node_info(node).origin for node in gm.graph.output_node().all_input_nodes]
+    origins = [node_info(node).origin for node in gm.graph.output_node().all_input_nodes]  # in the global graph
     return any(isinstance(job.input_placements.of(origin), Shard) for origin in origins if origin is not None)
 
 
@@ -316,12 +348,12 @@ def _balanced_frames(node: Node) -> FrameMap:
         return {}
     call = OpCall(node)
     frames = {name: as_sizes(call.get(name) or ()) for name in FRAME_ARGUMENTS}
-    # Only frames in another order than the program's have folds as their fifth number.
+    # A fifth number, `folds`, is present only if the rows are not contiguous.
     return {name: FrameArgument(*x) for name, x in frames.items() if len(x) == 5 and x[4] == BALANCED.folds}
 
 
 def _current_size(value: Any) -> int:
-    """Return a size, or the size of a node, in the call that is being compiled."""
+    """Return the current value of a size or of a node that computes one: that of the call which is being compiled."""
     return size_hint(value.meta["val"] if isinstance(value, Node) else value)
 
 

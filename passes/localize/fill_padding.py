@@ -40,8 +40,12 @@ from sp_compile.passes.sharding.window_rules import SHARD_WINDOWS
 
 
 def find_loose_padding(gm: GraphModule, plan: PlacementPlan, n: int) -> set[Node]:
-    """Return the nodes of a global graph whose local value has loose padded rows that an op may read."""
-    # Nodes with a reader that may depend on padded rows: on those that a window cut off, and on finite loose ones.
+    """Return the nodes of a global graph whose local padded rows `Localize` must restore by sp::window.
+
+    They have loose padded rows (not equal to the nearest valid row), and an op may depend on these.
+    """
+    # Nodes whose padded rows reach an op that depends on them, directly or through other ops: if the rows may be
+    # infinite, as those that a window cuts off, every op but a move depends on them; if they are finite, fewer ops do.
     read_if_cut, read_if_finite = set[Node](), set[Node]()
     for node in reversed(gm.graph.nodes):
         for read_nodes, ignores_padding in ((read_if_cut, is_pure_move), (read_if_finite, is_smooth)):
@@ -60,7 +64,7 @@ def _reaches_reader(
         node: The value.
         user: A user of the value.
         plan: The plan of the graph.
-        read_nodes: Nodes after the value on whose padded rows a reader may depend.
+        read_nodes: The nodes after the value for which this is known to be True.
         ignores_padding: Returns True for ops whose valid rows do not depend on padded rows of this kind.
     """
     if user.op == "output":
@@ -70,7 +74,7 @@ def _reaches_reader(
     if not _is_sharded(node, plan) or user not in plan.wants:
         return False
     if user in read_nodes and not drops_padding(user):
-        return True
+        return True  # the user's result has the same padded rows, and a reader of the result depends on them
     indices = [i for i, x in enumerate(OpCall(user).operands) if x is node]
     return any(_depends_on_padding(user, i, plan, ignores_padding) for i in indices)
 
@@ -80,24 +84,31 @@ def _is_sharded(node: Node, plan: PlacementPlan) -> bool:
 
 
 def _is_cut(node: Node, plan: PlacementPlan) -> bool:
-    """Return True if the node, or the source of its result, is a shorter window of a sharded value."""
+    """Return True if a window cuts off rows of a sharded value at the node, as x[:, :-1] does.
+
+    The local value keeps these rows as padding. For a getitem, its operand is the window.
+    """
     source = node.args[0] if node.target is operator.getitem else node
     return source.op == "call_function" and _is_sharded(source, plan) and is_shorter_window(source, plan)
 
 
 def _is_loose(node: Node, plan: PlacementPlan, n: int) -> bool:
-    """Return True if the node creates finite padded rows that differ from the nearest valid row."""
+    """Return True if the node computes finite padded rows that differ from the nearest valid row."""
     if node.target is operator.getitem:
         return is_tensor(node) and _is_loose(node.args[0], plan, n)
     placements = [p for p in plan.placements.get(node, ()) if isinstance(p, Shard)]
     if node.op != "call_function" or not placements or node not in plan.wants:
         return False
-    is_finite = PADDED.get(node.target) == "finite" or is_random(node)
-    return is_finite and not all(p.frame.is_exact(n) for p in placements)
+    has_own_rows = PADDED.get(node.target) == "finite" or is_random(node)
+    has_padding = not all(p.frame.is_exact(n) for p in placements)  # exact: n divides the sequence
+    return has_own_rows and has_padding
 
 
 def is_shorter_window(node: Node, plan: PlacementPlan) -> bool:
-    """Return True if a result is a shorter window of a sharded operand."""
+    """Return True if the node cuts contiguous pieces out of the sharded dim of its operand, as a slice or split does.
+
+    The ranks run no op for it: the local value of a piece is that of the operand.
+    """
     rule, wants = rule_of(node), plan.wants.get(node, ())
     if rule is None or not rule.spans or not wants:
         return False
@@ -105,16 +116,19 @@ def is_shorter_window(node: Node, plan: PlacementPlan) -> bool:
 
 
 def drops_padding(node: Node) -> bool:
-    """Return True if the node reads only the valid rows of its operands."""
+    """Return True if the node reads only the valid rows of its operands: exchanges, attention, and some sp:: ops.
+
+    Padded rows of its operands then have no effect on its result.
+    """
     if transfer_of(node.target) is not None or op_strategy(node.target) is not None:
         return True
     if node.target in SHARD_WINDOWS:
-        return OpCall(node)["frame"] is not None
+        return OpCall(node)["frame"] is not None  # without a frame, the op runs on a full tensor
     return PADDED.get(node.target) == "nearest"
 
 
 def _depends_on_padding(user: Node, operand: int, plan: PlacementPlan, ignores_padding: Callable[[Node], bool]) -> bool:
-    """Return True if padded rows of an operand may change valid rows or derivatives, or raise.
+    """Return True if padded rows of an operand of `user` may change valid rows or derivatives, or cause an error.
 
     ``operand`` is its index. See `_reaches_reader` for `ignores_padding`.
     """
@@ -123,12 +137,12 @@ def _depends_on_padding(user: Node, operand: int, plan: PlacementPlan, ignores_p
     if any(isinstance(p, Partial) for p in plan.placements.get(user, ())):
         return False  # `Localize` fills the operands of a sum
     if user.target in CLASS_LOSSES and OpCall(user).operands[operand] is OpCall(user)["target"]:
-        return True  # the operand is an index
+        return True  # the operand has the indices of classes, and an invalid index is an error
     return not ignores_padding(user)
 
 
 def _padding_error(reader: str, operand: Node) -> SpError:
-    """Return the error of a reader of loose rows; only a bug of `find_loose_padding` causes it."""
+    """Return the error for a node that reads loose padded rows; only a bug of `find_loose_padding` causes it."""
     return SpError("SP924", f"{reader} reads padded rows of {operand.name} that do not repeat a valid row.")
 
 
@@ -149,10 +163,13 @@ class PaddingProof:
         self.cut: set[Node] = set()  # loose nodes whose padded rows may be infinite or NaN
 
     def check(self, node: Node) -> None:
-        """Raise SpError if the node may depend on padded rows that differ from the nearest valid row."""
+        """Raise SpError if the node may depend on padded rows that differ from the nearest valid row.
+
+        `validate` calls it for each node of the local graph, in order.
+        """
         if node.op == "output":
             self._check_output(node)
-        elif node.target is operator.getitem:
+        elif node.target is operator.getitem:  # its rows are those of its operand
             for nodes in (self.loose, self.cut):
                 if node.args[0] in nodes:
                     nodes.add(node)
@@ -160,14 +177,14 @@ class PaddingProof:
             self._check_call(node)
 
     def _check_output(self, output: Node) -> None:
-        """Raise SpError if a value that another graph may read has loose rows."""
+        """Raise SpError if a sharded output has loose rows, since another graph may read it."""
         for x in output.all_input_nodes:
             origin = node_info(x).origin
             if x in self.loose and origin is not None and isinstance(self.plan.of(origin), Shard):
                 raise _padding_error("the output", x)
 
     def _check_call(self, node: Node) -> None:
-        """Raise SpError if the call may depend on loose rows, and record if its own padded rows are loose."""
+        """Raise SpError if the call may depend on loose rows, and record whether its own padded rows are loose."""
         origin, declared_padding = node_info(node).origin, PADDED.get(node.target)
         if origin is None:
             return
@@ -175,19 +192,19 @@ class PaddingProof:
             raise SpError("SP923", f"{describe_node(node)} returns shards and does not declare its padded rows.")
         if origin not in self.plan.wants or declared_padding == "nearest":
             return
-        operands = list(self._loose_operands(node, origin))
-        for operand in operands:
+        loose_operands = list(self._loose_operands(node, origin))
+        for operand in loose_operands:
             ignores_padding = is_pure_move if operand.is_cut else is_smooth
             if _depends_on_padding(origin, operand.operand_index, self.plan, ignores_padding):
                 raise _padding_error(describe_node(node), operand.node)
-        passes_padding = operands and not drops_padding(origin)
+        passes_padding = loose_operands and not drops_padding(origin)  # its padded rows follow from those it reads
         if passes_padding or _is_loose(origin, self.plan, self.n):
             self.loose.add(node)
-        if passes_padding and any(operand.is_cut for operand in operands):
+        if passes_padding and any(operand.is_cut for operand in loose_operands):
             self.cut.add(node)
 
     def _loose_operands(self, node: Node, origin: Node) -> Iterator[LooseOperand]:
-        """Yield the sharded operands of a local node that have loose rows; `origin` is its global node."""
+        """Yield the sharded operands of a local node that have loose padded rows; `origin` is its global node."""
         for i, (operand, want) in enumerate(zip(OpCall(node).operands, self.plan.wants[origin])):
             if isinstance(want, Shard):
                 is_cut = operand in self.cut or self._is_longer(operand, want)
@@ -195,7 +212,10 @@ class PaddingProof:
                     yield LooseOperand(i, operand, is_cut)
 
     def _is_longer(self, operand: Node, want: Shard) -> bool:
-        """Return True if the operand is the local value of a longer window than the demanded one."""
+        """Return True if the operand has more valid rows than the demanded window.
+
+        The node that cut off the rows has no call in the local graph, so the operand is the uncut value.
+        """
         origin = node_info(operand).origin
         have = None if origin is None else self.plan.of(origin)
         if not isinstance(have, Shard):

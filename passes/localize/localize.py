@@ -50,16 +50,16 @@ COPIED_META = (*INHERITED_META, "original_aten", "seq_nr")
 class Localize(Pass):
     """Pass that creates the program of one rank.
 
-    Raises SpError if a demand is open, that is, if no strategy claimed it.
+    It raises SpError if a demand is open: no strategy has inserted an op for it.
     """
 
     requires = frozenset({"no demands", "checked"})
     provides = frozenset({"local"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Replace the graph, `self.gm`, by the program of one rank.
+        """Replace the graph, `self.gm`, by the program of one rank, and return the number of nodes that run on shards.
 
-        Returns the number of nodes that run on shards.
+        `job.input_placements` is the plan, which later passes need and cannot compute from local values.
         """
         plan = job.input_placements = job.plan(gm)
         if plan.demands:
@@ -77,7 +77,6 @@ class _Localizer(GraphEditor):
     """
 
     def __init__(self, gm: GraphModule, plan: PlacementPlan, job: PassContext) -> None:
-        """Create the builder for a global graph and its plan."""
         self.old, self.plan, self.ranks, self.param_grads = gm, plan, job.ranks, job.options.param_grads
         self.graph = Graph()
         keep_calling_convention(self.graph, gm.graph)
@@ -93,7 +92,10 @@ class _Localizer(GraphEditor):
         self.loose_padding = find_loose_padding(gm, plan, self.ranks.n)
 
     def run(self) -> GraphModule:
-        """Return the local GraphModule. `node_info(node).origin` maps its nodes to nodes of the global graph."""
+        """Return the local GraphModule. `node_info(node).origin` maps its nodes to nodes of the global graph.
+
+        Inputs come first, then their sizes, attributes and the reductions of gradients, which all other nodes may read.
+        """
         sources = [n for n in self.old.graph.nodes if n.op in ("placeholder", "get_attr")]
         for node in sources:
             if node.op == "placeholder":
@@ -103,7 +105,7 @@ class _Localizer(GraphEditor):
         for node in sources:
             if node.op == "get_attr" and is_tensor(node):
                 self._copy(node)
-        sums = self._emit_grad_reductions(sources)
+        reductions = self._emit_grad_reductions(sources)
         for node in self.old.graph.nodes:
             if node.op == "output":
                 self.graph.output(torch.fx.map_arg(node.args[0], self.env.__getitem__)).meta.update(node.meta)
@@ -112,7 +114,7 @@ class _Localizer(GraphEditor):
         local = graph_module(self.old, self.graph)
         local.meta.update(self.old.meta)
         erase_dead(local.graph)
-        move_before_use([node for node in sums if node.users], local.graph)
+        move_before_use([node for node in reductions if node.users], local.graph)
         local.recompile()
         return local
 
@@ -127,7 +129,10 @@ class _Localizer(GraphEditor):
         self.env[old] = self._restore_padding(old, new)
 
     def _restore_padding(self, old: Node, local: Node) -> Node:
-        """Return the local value, with restored padded rows where an op may depend on them."""
+        """Return the local value of the global node `old`, with restored padded rows if an op may depend on them.
+
+        sp::window makes each padded row equal to the nearest valid row.
+        """
         have = self.plan.of(old)
         if old not in self.loose_padding or not isinstance(have, Shard):
             return local
@@ -139,7 +144,8 @@ class _Localizer(GraphEditor):
     def _localize_symbols(self, sources: Iterable[Node]) -> None:
         """Set the values of inputs that are passed as shards (inputs='local'), and emit their global sizes.
 
-        Such an input has the local size S/n, from which the global size S = n * (S/n) is computed (`NodeInfo.scale`).
+        `NodeInfo.local` is the tensor or size that a rank passes. For an input that is a size S of the sequence, a rank
+        passes S/n, `NodeInfo.scale` is n, and S = n * (S/n) is computed.
         """
         for node in sources:
             if node_info(node).local is not None:
@@ -149,9 +155,9 @@ class _Localizer(GraphEditor):
             if scale:
                 self.sizes.known[as_size(node_info(node).local)] = self.env[node]
                 with self.graph.inserting_after(self.sizes.last):
-                    self.sizes.last = self.emit(operator.mul, (self.env[node], scale), node.meta["val"], node)
-                self.env[node] = self.sizes.last
-                self.sizes.known[as_size(node.meta["val"])] = self.sizes.last
+                    global_size = self.emit(operator.mul, (self.env[node], scale), node.meta["val"], node)
+                self.sizes.last = self.env[node] = global_size
+                self.sizes.known[as_size(node.meta["val"])] = global_size
 
     def _emit(self, node: Node) -> None:
         """Append the local form of a node of the global graph, and record it as the node's local value."""
@@ -162,8 +168,9 @@ class _Localizer(GraphEditor):
         elif node in self.plan.wants:
             self._emit_on_shards(node)
         elif isinstance(node.meta.get("val"), torch.SymInt) and any(self._is_local(a) for a in node.all_input_nodes):
-            # sizes keep their global meaning
+            # x.size(1) of a sharded x is the global size, which the local tensor does not have
             size = self.sizes(as_size(node.meta["val"]))
+            # a constant size becomes a node, too, because `env` contains nodes only
             self.env[node] = size if isinstance(size, Node) else self.graph.call_function(operator.add, (size, 0))
         else:  # a replicated node
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda x: self._replicated_operand(x, node))
@@ -172,7 +179,8 @@ class _Localizer(GraphEditor):
     def _replicated_operand(self, source: Node, user: Node) -> Node:
         """Return the local value of an operand of a replicated node.
 
-        If the node is a partial-gradient node, the gradient of its operand is summed in its place.
+        If each rank has only a summand of the user's gradient (see reduce_gradients.py), the gradient of its operand is
+        summed over the ranks in place of that of the user.
         """
         if user in self.partial_grad_nodes and is_tensor(source):
             return self._convert(source, Replicate(partial_grad=True), user)
@@ -183,17 +191,20 @@ class _Localizer(GraphEditor):
         return is_tensor(node) and isinstance(self.plan.of(node), Shard)
 
     def _emit_on_shards(self, node: Node) -> None:
-        """Append the local call of a node that the plan runs on shards, and record it."""
+        """Append the local call of a node that the plan runs on shards, and record it as the node's local value.
+
+        It has the node's op and converted operands, except for ops that move no rows (windows, aliases, reshapes).
+        """
         ruled_call = lookup_rule(node)
         assert ruled_call is not None
         call, rule = ruled_call
         wants = self.plan.wants[node]
         operands = [self._convert(x, want, node) for x, want in zip(call.operands, wants)]
-        if rule is None:  # an exchange
+        if rule is None:  # an exchange between ranks, which has the frame among its arguments
             self._record(node, self._rebuild_call(call, operands))
         elif is_shorter_window(node, self.plan):
             self._cut_window(node, operands[0])
-        elif rule.alias:
+        elif rule.alias:  # the converted operand is the result
             self.env[node] = operands[0]
         elif rule.reshapes:
             args = (operands[0], self._local_shape(node))
@@ -201,28 +212,28 @@ class _Localizer(GraphEditor):
         else:
             operands = self._mask_padding(call, rule, operands, wants)
             changed = {}
-            if rule.sizes and isinstance(self.plan.of(node), Shard):
+            if rule.sizes and isinstance(self.plan.of(node), Shard):  # the name of a size argument, as of `expand`
                 changed[rule.sizes] = self._local_shape(node)
             self._record(node, self._rebuild_call(call, operands, **changed))
 
     def _rebuild_call(self, call: OpCall, operands: list[Node], **changed: Any) -> Node:
         """Append the op of a global call with local operands and the `changed` arguments."""
         args, kwargs = call.with_operands(operands, **changed)
+        # The operands are local nodes already; the other nodes among the arguments are global sizes.
         args, kwargs = torch.fx.map_arg((args, kwargs), lambda x: self.env.get(x, x))
         return self._call(call.node.target, args, call.node, kwargs, call.node.name)
 
     def _cut_window(self, node: Node, local: Node) -> None:
-        """Record the local value of a slice or split of the sequence: that of its source, as no rows move.
+        """Record the local value of a slice or split of the sequence: that of its operand, as no rows move.
 
-        A result is a shorter window of the same frame, so its padded rows are further rows of the source. They are
-        restored where an op may read them.
+        x[:, :-1] only marks the last row of x as padding. Where an op may depend on such rows, they are restored.
 
         Args:
-            node: Node of the global graph.
+            node: The slice or split in the global graph.
             local: Local value of its operand.
         """
         if isinstance(node.meta["val"], (list, tuple)):
-            getitems = read_results(node)
+            getitems = read_results(node)  # by index of the result
             self.aliases[node] = tuple(
                 self._restore_padding(getitems[i], local) if i in getitems else local
                 for i in range(len(self.plan.placements[node]))
@@ -231,7 +242,7 @@ class _Localizer(GraphEditor):
             self.env[node] = self._restore_padding(node, local)
 
     def _local_shape(self, node: Node) -> list[int | Node]:
-        """Return the shape of the node's local value as a size argument, and emit its symbolic sizes."""
+        """Return the shape of the node's local value as an argument of an op, and emit nodes for symbolic sizes."""
         return self.sizes.list(local_shape(self.plan.of(node), node.meta["val"], self.ranks.n))
 
     def _mask_padding(
@@ -239,12 +250,14 @@ class _Localizer(GraphEditor):
     ) -> list[Node]:
         """Return the operands of a sum over the sequence, with padded rows filled such that they add zero.
 
-        Operands of other calls are unchanged. All operands of a product are filled, as 0 * inf is NaN. Filling only one
-        operand requires finite padded rows in the others, and rows that a window cuts off may be infinite.
+        Operands of other calls are unchanged. All operands of a product are filled with 0, as 0 * inf is NaN. A rule
+        may define one fill that removes the padded rows of all operands (`rule.pad`, such as the ignored class of a
+        loss); the padded rows of the others must then be finite, which those that a window cuts off may not be.
         """
-        if not any(isinstance(p, Partial) for p in self.plan.placements[call.node]) or node_info(call.node).combines:
+        sums_over_sequence = any(isinstance(p, Partial) for p in self.plan.placements[call.node])
+        if not sums_over_sequence or node_info(call.node).combines:  # `combines`: adds or scales results of sums
             return operands
-        # With `rule.pad`, filling one operand removes the padded rows of all, except rows that a window cuts off.
+        # index of an operand -> the value for its padded rows
         fills = {i: 0 for i, want in enumerate(wants) if rule.pad is None or _is_sequence_part(want)}
         if rule.pad is not None:
             index, value = rule.pad
@@ -252,14 +265,14 @@ class _Localizer(GraphEditor):
         masked = list(operands)
         for i, value in fills.items():
             want = wants[i]
-            if isinstance(want, Shard) and not want.frame.is_exact(self.ranks.n):
+            if isinstance(want, Shard) and not want.frame.is_exact(self.ranks.n):  # exact: no padding
                 frame = self.sizes.list(want.frame_arg())
                 args = (operands[i], want.dim, frame, value, self.ranks.n, self.ranks.group)
                 masked[i] = self._call(sp.mask.default, args, call.node)
         return masked
 
     def _call(self, target: Any, args: Iterable[Any], like: Node, kwargs: Any = None, name: str | None = None) -> Node:
-        """Append a call without a value, which `ValidateShapes` infers, and with the metadata of `like`."""
+        """Append a call with the metadata of `like`; `ValidateShapes` infers its value later."""
         node = self.graph.create_node("call_function", target, tuple(args), kwargs or {}, name=name)
         node.meta.update({k: like.meta[k] for k in COPIED_META if k in like.meta})
         return node
@@ -277,17 +290,18 @@ class _Localizer(GraphEditor):
         assert not must_gather, f"{source} is {have} where {user} wants {want}: a demand was not claimed"
         if isinstance(want, Shard) and isinstance(have, Replicate):
             return self._convert_once(source, want, user)
+        # The gradient of a partial-gradient node is summed at its operands, see reduce_gradients.py.
         needs_no_sum = have == want or source in self.partial_grad_nodes or source not in self.differentiable
         if isinstance(want, Replicate) and want.partial_grad and not needs_no_sum:
             return self._convert_once(source, want, user)
         return self.env[source]
 
     def _convert_once(self, source: Node, want: Placement, user: Node) -> Node:
-        """Return the converted value that all users share, or a separate one if the source is mutated.
+        """Return the value of `_emit_conversion`, emitted directly after the source at the first call for all users.
 
-        The shared conversion is directly after the source.
+        A source that is mutated in place has other values later, so it is converted for each user, before the user.
         """
-        if is_written(source):  # its value changes: convert it where the user reads it
+        if is_written(source):
             return self._emit_conversion(source, want, user)
         key = (source, want)
         if key not in self.converted:
@@ -296,7 +310,11 @@ class _Localizer(GraphEditor):
         return self.converted[key]
 
     def _emit_conversion(self, source: Node, want: Placement, user: Node) -> Node:
-        """Append the slice of a replicated value, or the identity whose backward sums the gradient."""
+        """Append a conversion and return its result.
+
+        It is the slice of a replicated value if the user demands a shard, or else the identity whose backward sums the
+        gradient over the ranks.
+        """
         local, n, group = self.env[source], self.ranks.n, self.ranks.group
         if isinstance(want, Shard):
             new = self._call(sp.shard.default, (local, want.dim, self.sizes.list(want.frame_arg()), n, group), user)
@@ -307,12 +325,12 @@ class _Localizer(GraphEditor):
         return new
 
     def _emit_grad_reductions(self, sources: Iterable[Node]) -> list[Node]:
-        """Emit and return one sp::reduce_grad per bucket of parameters or of inputs whose gradients need a sum.
+        """Emit one sp::reduce_grad per bucket of parameters or inputs whose gradients need a sum, and return these ops.
 
-        A bucket needs one collective. The results are stored in `self.converted` before any user is emitted, so that
+        One collective reduces a bucket. The results are stored in `self.converted` before any user is emitted, so that
         `_convert` returns them for all users.
         """
-        sums = []
+        reductions = []
         reduced = [
             x for x in sources if x in self.differentiable and needs_grad_sum(x, self.plan, self.partial_grad_nodes)
         ]
@@ -320,28 +338,30 @@ class _Localizer(GraphEditor):
         inputs = [x for x in reduced if not _is_parameter(x)]
         for bucket in make_buckets(parameters) + make_buckets(inputs):
             args = ([self.env[x] for x in bucket], self._grad_conversion(bucket[0]), self.ranks.n, self.ranks.group)
-            sums.append(self.graph.call_function(sp.reduce_grad.default, args))
+            reduction = self.graph.call_function(sp.reduce_grad.default, args)
+            reductions.append(reduction)
             for i, source in enumerate(bucket):
                 key = source, Replicate(partial_grad=True)
-                self.converted[key] = self.graph.call_function(operator.getitem, (sums[-1], i))
-        return sums
+                self.converted[key] = self.graph.call_function(operator.getitem, (reduction, i))
+        return reductions
 
     def _grad_conversion(self, source: Node) -> str:
-        """Return if sp::reduce_grad sums ("reduce") or leaves the gradient partial, an option for parameters."""
+        """Return what sp::reduce_grad does with the partial gradient of an input or parameter.
+
+        "reduce" sums it over the ranks. For parameters, the option `param_grads` may leave the sum to the user's code.
+        """
         return self.param_grads if _is_parameter(source) else "reduce"
 
 
 def _is_sequence_part(want: Placement) -> bool:
-    """Return True if the placement is a window of a longer sequence, whose padded rows may be infinite."""
-    return isinstance(want, Shard) and not (
-        is_same_size(want.frame.start, 0) and is_same_size(want.frame.length, want.frame.size)
-    )
+    """Return True if the placement is a shorter window of the sequence, so that padded rows may be infinite."""
+    if not isinstance(want, Shard):
+        return False
+    frame = want.frame
+    return not (is_same_size(frame.start, 0) and is_same_size(frame.length, frame.size))
 
 
 def _is_parameter(source: Node) -> bool:
-    """Return True for a parameter or buffer.
-
-    It is an attribute or, after lifting, an input of the graph.
-    """
+    """Return True for a parameter or buffer: an attribute of the graph or, after lifting, one of its inputs."""
     info = node_info(source)
     return not info.constant if source.op == "get_attr" else bool(info.parameter)

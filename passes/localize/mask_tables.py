@@ -37,7 +37,11 @@ class HoistMaskTables(Pass):
     provides = frozenset({"mask tables"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Emit sp::pieces for all attentions without tables, in place; return the number of emitted calls."""
+        """Emit sp::pieces, which computes the tables of mask vectors, for all attentions that have none.
+
+        One call serves all attentions, unless a vector depends on the result of an attention. Returns the number of
+        calls.
+        """
         waiting = [n for n in gm.graph.nodes if n.op == "call_function" and _needs_tables(n)]
         calls = 0
         while waiting:
@@ -49,11 +53,14 @@ class HoistMaskTables(Pass):
         return calls
 
     def _emit_tables(self, first: Node, readers: list[Node]) -> None:
-        """Emit one sp::pieces before `first`, the first of the readers, and pass its tables to all readers."""
+        """Emit one sp::pieces before `first`, the first of the readers, and pass its tables to all readers.
+
+        The op returns a table for each mask vector. Vectors that are the same computation share one table.
+        """
         representatives = unique_vectors(v for n in readers for v in mask_vectors(n))
         vectors = list(dict.fromkeys(representatives.values()))
         move_before(first, vectors)
-        last = max(vectors)
+        last = max(vectors)  # fx compares nodes by their position in the graph
         with self.insert_after(last):
             pieces = self.compute(sp.pieces.default, (vectors,), last)
             values = pieces.meta["val"]
@@ -64,7 +71,7 @@ class HoistMaskTables(Pass):
 
 
 def _needs_tables(node: Node) -> bool:
-    """Return True if the node is an attention with vectors and without tables."""
+    """Return True if the node is a sharded attention that reads mask vectors and does not have their tables."""
     if not isinstance(node.target, OpOverload) or node.target.namespace != "sp":
         return False
     call = OpCall(node)
@@ -72,13 +79,13 @@ def _needs_tables(node: Node) -> bool:
 
 
 def mask_vectors(node: Node) -> list[Node]:
-    """Return the vectors that the predicate of a sharded attention reads."""
+    """Return the mask vectors of a sharded attention: those read by query, then those read by key."""
     call = OpCall(node)
     return [*call["rows"], *call["cols"]]
 
 
 def unique_vectors(vectors: Iterable[Node]) -> dict[Node, Node]:
-    """Map each vector to the first one that is the result of the same computation."""
+    """Map each vector to the first vector that is the result of the same computation, which may be itself."""
     representatives: dict[Node, Node] = {}
     for vector in vectors:
         equal_vectors = (v for v in representatives.values() if _is_same_computation(v, vector))
@@ -87,28 +94,33 @@ def unique_vectors(vectors: Iterable[Node]) -> dict[Node, Node]:
 
 
 def _is_same_computation(a: Node, b: Node) -> bool:
-    """Return True if both are the same calls of pure ops, recursively on the same nodes."""
-    if a is b or a.op != "call_function" or a.target != b.target or not (is_pure(a) and is_pure(b)):
-        return a is b
+    """Return True if a and b are one node, or calls of the same pure op on operands that are the same computation."""
+    if a is b:
+        return True
+    if a.op != "call_function" or a.target != b.target or not (is_pure(a) and is_pure(b)):
+        return False
     operands_of_a, operands_of_b = list[Node](), list[Node]()
-    constants_of_a = map_arg((a.args, a.kwargs), operands_of_a.append)  # the arguments, with None for each node
+    # map_arg returns the arguments with None, the result of `append`, in place of each node
+    constants_of_a = map_arg((a.args, a.kwargs), operands_of_a.append)
     constants_of_b = map_arg((b.args, b.kwargs), operands_of_b.append)
     is_same_form = constants_of_a == constants_of_b and len(operands_of_a) == len(operands_of_b)
     return is_same_form and all(map(_is_same_computation, operands_of_a, operands_of_b))
 
 
 def move_before(first: Node, vectors: Sequence[Node]) -> None:
-    """Move the computation of the vectors before the node `first`."""
+    """Move the nodes that compute the vectors before the node `first`, in their order, if they are not already."""
     moved = set[Node]().union(*(_nodes_to_move(v, first) for v in vectors))
     for node in [n for n in first.graph.nodes if n in moved]:
         first.prepend(node)
 
 
 def _nodes_to_move(vector: Node, first: Node) -> set[Node]:
-    """Return the vector and its dependencies that do not precede the node."""
-    return reachable_set([] if vector < first else [vector], lambda n: [x for x in n.all_input_nodes if not x < first])
+    """Return those of the vector and the nodes that it depends on that do not precede `first` in the graph."""
+    if vector < first:
+        return set()
+    return reachable_set([vector], lambda n: [x for x in n.all_input_nodes if not x < first])
 
 
 def can_precede(vector: Node, first: Node) -> bool:
-    """Return True if the vector can be computed before the node."""
+    """Return True if `move_before` can move the computation of the vector before `first`, on which it may depend."""
     return all(n is not first and is_pure(n) for n in _nodes_to_move(vector, first))

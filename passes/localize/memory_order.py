@@ -37,7 +37,7 @@ class RestoreStrides(Pass):
     provides = frozenset({"restored strides"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Add a copy after each gathered value with other strides, in place; return the number of copies."""
+        """Add a copy after each gathered value whose strides differ from its global ones; return their number."""
         copies = 0
         for node in list(gm.graph.nodes):
             origin = node_info(node).origin if node.target in GATHERING_OPS else None
@@ -56,9 +56,10 @@ class KeepDimOrder(Pass):
     requires = frozenset({"validated"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Copy local values with another order of dims, in place; return the number of added nodes.
+        """Copy each local value whose order of dims differs from that of its global value.
 
-        The values of nodes that depend on a copy are inferred again.
+        The values (`meta["val"]`) of nodes that depend on a copy are inferred again, as their strides may change.
+        Returns the number of added nodes.
         """
         nodes, changed = list(gm.graph.nodes), set[Node]()
         for node in nodes:
@@ -81,20 +82,17 @@ def _has_dim_order(x: Tensor, expected: Tensor) -> bool:
     order = order_of_strides(as_sizes(expected.stride()))
     if _is_dense(expected, order):
         return _is_dense(x, order)
-    long_dims = [d for d in order if not is_same_size(as_sizes(x.shape)[d], 1)]
+    long_dims = [d for d in order if not is_same_size(as_sizes(x.shape)[d], 1)]  # the strides of others do not matter
     return long_dims == [d for d in order_of_strides(as_sizes(x.stride())) if d in long_dims]
 
 
 def _is_dense(x: Tensor, order: Sequence[int]) -> bool:
-    """Return True if the elements of x are contiguous in memory with the dims in this order.
-
-    The order starts with the slowest dim.
-    """
+    """Return True if the elements of x are contiguous in memory with the dims in this order, the slowest first."""
     shape, strides = as_sizes(x.shape), as_sizes(x.stride())
-    step: Size = 1
+    expected_stride: Size = 1
     for d in reversed(order):
         if not is_same_size(shape[d], 1):
-            if not is_same_size(strides[d], step):
+            if not is_same_size(strides[d], expected_stride):
                 return False
-            step = step * shape[d]
+            expected_stride = expected_stride * shape[d]
     return True

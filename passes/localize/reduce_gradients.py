@@ -33,7 +33,7 @@ SMALL_BUCKET = 1 << 20
 
 
 def differentiable_nodes(gm: GraphModule) -> set[Node]:
-    """Return floating values that depend on an input or parameter which requires a gradient.
+    """Return the nodes that may have a gradient: they depend on an input or parameter that requires one.
 
     The gradients of all others are never computed, so they need no reduction.
     """
@@ -45,27 +45,29 @@ def differentiable_nodes(gm: GraphModule) -> set[Node]:
         else:
             has_grad = node.op == "call_function" and node.target is not torch.ops.aten.detach.default
             has_grad = has_grad and not differentiable.isdisjoint(node.all_input_nodes)
+        # An op with several results is included for its getitems, which are tensors.
         if has_grad and (not is_tensor(node) or value.is_floating_point() or value.is_complex()):
             differentiable.add(node)
     return differentiable
 
 
 def find_partial_grad_nodes(gm: GraphModule, plan: PlacementPlan, differentiable: set[Node]) -> set[Node]:
-    """Return the partial-gradient nodes: replicated nodes whose every use accepts a partial gradient.
+    """Return the replicated nodes whose gradient may remain partial: each rank has a summand of it.
 
-    `Localize` moves the reduction from such a node to its operands.
+    All their users compute only such summands. In `x @ w.t()` with a sharded x, w.t() is one: `Localize` sums the
+    gradient of w over the ranks in place of that of w.t(), so the reduction moves from such a node to its operands.
     """
     partial_grad_nodes: set[Node] = set()
     for node in reversed(gm.graph.nodes):
         can_be_partial = node in differentiable and node.users and _is_replicated_call(node, plan)
-        if can_be_partial and all(_accepts_partial_grad(node, user, plan, partial_grad_nodes) for user in node.users):
+        if can_be_partial and all(_gives_partial_grad(node, user, plan, partial_grad_nodes) for user in node.users):
             partial_grad_nodes.add(node)
-    # One of several results is included only if all are: operands are converted before the op, or each result after it.
+    # An op with several results is included only with all of them: the reduction is at its operands, or at each result.
     return {n for n in partial_grad_nodes if n.target is not operator.getitem or n.args[0] in partial_grad_nodes}
 
 
 def _is_replicated_call(node: Node, plan: PlacementPlan) -> bool:
-    """Return True if the node computes replicated values from replicated operands, and is no exchange."""
+    """Return True if the node is an op that every rank computes on full values: replicated, and no exchange."""
     if node.op != "call_function" or node in plan.wants or transfer_of(node.target) is not None:
         return False
     if node.target is not operator.getitem and not isinstance(node.target, OpOverload):
@@ -73,16 +75,17 @@ def _is_replicated_call(node: Node, plan: PlacementPlan) -> bool:
     return all(p == REPLICATE for p in plan.placements.get(node, ()))
 
 
-def _accepts_partial_grad(node: Node, user: Node, plan: PlacementPlan, partial_grad_nodes: set[Node]) -> bool:
-    """Return True if the user reads the node only where it demands a partial gradient, or has one itself."""
+def _gives_partial_grad(node: Node, user: Node, plan: PlacementPlan, partial_grad_nodes: set[Node]) -> bool:
+    """Return True if each rank's gradient of the node from this user is a summand, to be added over the ranks.
+
+    Then the gradient of the user is partial itself, or it runs on shards and demands `Replicate(partial_grad=True)`.
+    """
     wants = demanded_placements(node, user, plan)
     return user in partial_grad_nodes or (bool(wants) and all(map(_is_partial_grad_demand, wants)))
 
 
 def needs_grad_sum(node: Node, plan: PlacementPlan, partial_grad_nodes: set[Node]) -> bool:
-    """Return True if the gradient of a value must be reduced over the ranks.
-
-    It must if a user computes only a summand of it on each rank.
+    """Return True if the gradient of a value must be summed over the ranks: a user computes a summand on each rank.
 
     Args:
         node: The replicated value, an input or parameter.
@@ -94,15 +97,15 @@ def needs_grad_sum(node: Node, plan: PlacementPlan, partial_grad_nodes: set[Node
 
 
 def _is_partial_grad_demand(want: Placement) -> bool:
-    """Return True if a demanded placement is a replicated value with a partial gradient."""
+    """Return True if a user demands a replicated value, and computes a summand of its gradient on each rank."""
     return isinstance(want, Replicate) and want.partial_grad
 
 
 def make_buckets(sources: list[Node]) -> list[list[Node]]:
-    """Return runs of parameters of a limited number of bytes each; one collective reduces each run.
+    """Group parameters or inputs into buckets: runs in their order, with a limited number of bytes each.
 
-    The sources are in the order of the graph. The limit is a share of all bytes, between SMALL_BUCKET and BUCKET_BYTES.
-    A parameter that exceeds it has its own bucket.
+    One collective reduces the gradients of a bucket. The limit is a share of all bytes, between SMALL_BUCKET and
+    BUCKET_BYTES. A parameter that exceeds it has its own bucket.
     """
     buckets: list[list[Node]] = []
     limit = min(BUCKET_BYTES, max(SMALL_BUCKET, int(sum(map(_static_bytes, sources)) * BUCKET_SHARE)))
@@ -124,21 +127,26 @@ def _static_bytes(source: Node) -> int:
     return numel * value.element_size() if isinstance(numel, int) else 0
 
 
-def move_before_use(sums: list[Node], graph: Graph) -> None:
-    """Move reductions of inputs and parameters before the first reader of their results.
+def move_before_use(reductions: list[Node], graph: Graph) -> None:
+    """Move reductions of gradients, with their getitems, before the first reader of their results.
 
-    Their getitems move with them. `sums` are the sp::reduce_grad calls of the local graph. A reader in a no_grad region
-    counts as the start of that region. Autograd runs in reverse order, so that the gradients of a layer are summed as
-    soon as they are complete.
+    Autograd runs in reverse order, so it then sums the gradients of a layer as soon as they are complete.
+
+    Args:
+        reductions: Calls of sp::reduce_grad on inputs and parameters.
+        graph: The local graph.
     """
-    no_grad_start: Node | None = None  # call that starts the no_grad region of the node
-    first_readers: dict[Node, Node] = {}  # by op with several results
+    no_grad_start: Node | None = None  # the call that starts the no_grad region which the loop is in
+    # op with several results -> their first reader; for a reader in a no_grad region, the start of that region, because
+    # autograd ignores an op inside of it
+    first_readers: dict[Node, Node] = {}
     for node in graph.nodes:
         if node.target is set_grad_enabled:
-            no_grad_start = None if node.args[0] else no_grad_start or node
+            enables_grad = node.args[0]
+            no_grad_start = None if enables_grad else no_grad_start or node
         elif node.target is not operator.getitem:
             for read_op in [x.args[0] for x in node.all_input_nodes if x.target is operator.getitem]:
                 first_readers.setdefault(read_op, no_grad_start or node)
-    for reduction in sums:
+    for reduction in reductions:
         for node in (reduction, *reduction.users):
             first_readers[reduction].prepend(node)

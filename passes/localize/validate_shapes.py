@@ -65,11 +65,12 @@ def validate(local: GraphModule, plan: PlacementPlan, n: int) -> None:
     Raises:
         SpError: A node has another shape than its placement requires, fails on local operands, or reads invalid rows.
     """
-    fakes = [node.meta.get("val") for node in local.graph.nodes]
-    mode = detect_fake_mode([v for v in fakes if isinstance(v, torch.Tensor)])
+    values = [node.meta.get("val") for node in local.graph.nodes]
+    mode = detect_fake_mode([v for v in values if isinstance(v, torch.Tensor)])
     sorted_rows: set[Node] = set()  # nodes with rows that each rank has sorted by a key
     padding = PaddingProof(plan, n)
-    with mode or torch.no_grad(), enable_python_dispatcher(), torch.no_grad():  # required for symbolic sizes
+    # Symbolic sizes require the Python dispatcher. Without a fake mode, no_grad takes the place of its context.
+    with mode or torch.no_grad(), enable_python_dispatcher(), torch.no_grad():
         for node in local.graph.nodes:
             if node.op == "call_function":
                 _check_target(node)
@@ -81,14 +82,14 @@ def validate(local: GraphModule, plan: PlacementPlan, n: int) -> None:
 
 
 def _check_target(node: Node) -> None:
-    """Raise SpError if the call is no op and no function of a known module."""
+    """Raise SpError if the call's target is neither an op overload nor a function of the modules PYTHON_FUNCTIONS."""
     is_op = isinstance(node.target, (OpOverload, HigherOrderOperator))
     if not is_op and getattr(node.target, "__module__", "") not in PYTHON_FUNCTIONS:
         raise SpError("SP921", f"{describe_node(node)} is neither an op overload nor an operator.")
 
 
 def _check_wait(node: Node) -> None:
-    """Raise SpError if an sp op reads the result of an exchange before its wait.
+    """Raise SpError if an sp:: op reads the result of a collective that no wait_tensor has completed.
 
     The operands called `after`, such as those of `sp::attend`, only order the op after the start of an exchange.
     """
@@ -103,9 +104,12 @@ def _check_wait(node: Node) -> None:
 def _check_sorted(node: Node, sorted_rows: set[Node]) -> None:
     """Raise SpError if an op reads rows by position that each rank has sorted by a key.
 
+    Tokens sorted by expert are an example: token-wise ops may read them in any order, but sp:: ops such as attention
+    compute with positions. `sp::from_sorted` restores the order.
+
     Args:
         node: Node to check.
-        sorted_rows: Nodes that contain sorted rows; the node is added if it does, too.
+        sorted_rows: Nodes before it that contain sorted rows; the node is added if it does, too.
     """
     is_sort = node.target in (sp.sort_rows.default, sp.to_sorted.default)
     if not is_sort and sorted_rows.isdisjoint(node.all_input_nodes):
@@ -118,25 +122,26 @@ def _check_sorted(node: Node, sorted_rows: set[Node]) -> None:
 
 
 def _infer_local(node: Node, plan: PlacementPlan) -> None:
-    """Set `meta["val"]` to the node's local value; a replicated node keeps its global value.
+    """Set `meta["val"]` to the node's local value, by running the op on the local values of its operands.
+
+    A replicated node keeps its global value, which is equal.
 
     Raises:
         SpError: If the op fails on local operands.
     """
     origin = node_info(node).origin
-    is_exchange = namespace_of(node.target) == sp.name or node.target is operator.getitem
-    if origin is not None and origin not in plan.wants and not is_exchange:
-        return
+    may_exchange = namespace_of(node.target) == sp.name or node.target is operator.getitem
+    if origin is not None and origin not in plan.wants and not may_exchange:
+        return  # replicated
     if not isinstance(node.target, OpOverload) and "val" in node.meta and origin is None:
-        return
+        return  # arithmetic on sizes, which `Localize` emitted with its value
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
     try:
         node.meta["val"] = node.target(*args, **kwargs)
     except Exception as e:
         shapes = [list(x.meta["val"].shape) for x in node.all_input_nodes if is_tensor(x)]
-        raise SpError(
-            "SP925", f"{describe_node(node)} fails on local operands of shapes {shapes}: {str(e).rstrip('.')}."
-        ) from e
+        cause = f"{describe_node(node)} fails on local operands of shapes {shapes}: {str(e).rstrip('.')}."
+        raise SpError("SP925", cause) from e
 
 
 def _check_shape(node: Node, plan: PlacementPlan, n: int, mode: Any) -> None:
@@ -164,7 +169,10 @@ def _check_shape(node: Node, plan: PlacementPlan, n: int, mode: Any) -> None:
 
 
 def _is_equal_size(expected: Size, actual: Size, mode: Any) -> bool:
-    """Return True if the sizes are equal for all values of the symbols that the program's guards admit."""
+    """Return True if the sizes are equal for all values of their symbols that the program's guards admit.
+
+    `mode` is the fake mode, or None.
+    """
     return is_same_size(expected, actual) or follows_from_guards(mode, sympy.Eq(expected, actual))
 
 

@@ -50,9 +50,9 @@ _BIAS_OPS: dict[Any, Callable[..., Any]] = {
 class BiasElement:
     """Element of a bias: the term that it adds to the score of a query and a key."""
 
-    value: sympy.Expr  # term, where attention is allowed
-    allowed: Boolean = sympy.true  # condition for attention
-    finite: bool = False  # True if masked scores get a large negative number, not -inf
+    value: sympy.Expr  # term that is added where attention is allowed, an expression of q, k and head0, head1, ...
+    allowed: Boolean = sympy.true  # condition under which the query attends to the key
+    finite: bool = False  # True if the other scores get a large negative number, not -inf
 
 
 class BiasReader:
@@ -74,14 +74,16 @@ class BiasReader:
         self.heads: list[Node] = []
 
     def at(self, x: Any, coords: Sequence[Any]) -> BiasElement:
-        """Return the element of a value at the coordinates.
+        """Return the element of a value at the coordinates, as an expression.
+
+        slopes * (arange(S) - arange(S)[:, None]) at (h, q, k), for example, is head0*(k - q).
 
         Args:
-            x: A node or a Python scalar.
+            x: A node of the graph, a bias or an operand of one; or a Python scalar.
             coords: One expression per dim of `x`.
 
         Returns:
-            The term and its condition.
+            The term that is added to the score, and the condition under which it is no fill.
 
         Raises:
             NotSymbolic: No expression describes the element.
@@ -92,6 +94,7 @@ class BiasReader:
         constant = constant_value(node)
         if constant is not None:
             return BiasElement(_parse_number(constant))
+        # Tried in this order: a function of positions, a number per head, an op on such values.
         try:
             return self._position_element(node, exact_coords)
         except NotSymbolic:
@@ -100,8 +103,11 @@ class BiasReader:
         return self._computed_element(node, exact_coords)
 
     def _position_element(self, node: Node, coords: Coords) -> BiasElement:
-        """Return the element of a value that positions determine: an integer, or zeros and fills (a mask)."""
-        cases = as_cases(self.positions.at(node, coords))
+        """Return the element of a value that positions determine: an integer, or zeros and fills (a mask).
+
+        Raises NotSymbolic for other values.
+        """
+        cases = as_cases(self.positions.at(node, coords))  # pairs (condition, number)
         if len(cases) == 1 and cases[0][1].is_integer:
             value = cases[0][1]
             if value.has(AppliedUndef) or value.free_symbols - {QUERY_INDEX, KEY_INDEX}:
@@ -113,17 +119,25 @@ class BiasReader:
         return BiasElement(sympy.Integer(0), allowed, any(v.is_finite for _, v in cases if v != 0))
 
     def _is_fill(self, value: sympy.Expr) -> bool:
-        """Return True for a number that removes the weight of a key."""
+        """Return True for a number that removes the weight of a key when it is added to the score, such as -inf."""
         return bool(value.is_number and value <= self.max_fill)
 
     def _has_number_per_head(self, node: Node, coords: Coords) -> bool:
-        """Return True if the value has one number per head at these coordinates, or one for all heads."""
+        """Return True if the value has one number per head, or one for all heads.
+
+        Then each of its dims has the size 1, or is the dim of heads (its coordinate is the index of the head).
+        """
         num_heads = self.positions.sizes[HEAD_INDEX]
-        extents = zip(coords, node_shape(node))
-        return all(is_same_size(n, 1) or (c == HEAD_INDEX and is_same_size(n, num_heads)) for c, n in extents)
+        dims = zip(coords, node_shape(node))
+        return all(
+            is_same_size(size, 1) or (coord == HEAD_INDEX and is_same_size(size, num_heads)) for coord, size in dims
+        )
 
     def _head_element(self, node: Node) -> sympy.Expr:
-        """Return the symbol head0, head1, ... of a per-head value, which is added to `heads`."""
+        """Return the symbol head0, head1, ... that stands for a number per head, and add the value to `heads`.
+
+        Equal values have one symbol. Raises NotSymbolic for a value with a gradient, which an expression would lose.
+        """
         if carries_gradient(node):
             raise NotSymbolic("may need a gradient, which an expression does not support", node)
         if node not in self.heads:
@@ -131,18 +145,21 @@ class BiasReader:
         return head_symbol(self.heads.index(node))
 
     def _computed_element(self, node: Node, coords: Coords) -> BiasElement:
-        """Return the element of an op, from those of its operands."""
+        """Return the element of the result of an op, from the elements of its operands.
+
+        Raises NotSymbolic for an op that is not supported, and for a result that is rounded to another dtype.
+        """
         if node.op != "call_function" or not isinstance(node.target, OpOverload):
             raise NotSymbolic("does not depend on positions and heads only", node)
         if node.meta["val"].dtype != self.dtype or self.dtype in HALF:
             raise NotSymbolic(f"is rounded to {node.meta['val'].dtype}", node)
-        moved = map_coordinates(node, coords)
+        moved = map_coordinates(node, coords)  # (operand, its coordinates) of an op that only moves elements
         if moved is not None:
             return self.at(*moved)
         call, op = OpCall(node), node_packet(node)
 
         def operand(name: str) -> BiasElement:
-            """Return the element of an operand, at its broadcast coordinates."""
+            """Return the element of an operand at the coordinates of the result, to which it broadcasts."""
             x = call[name]
             if not is_tensor(x):
                 return self.at(x, ())
@@ -163,43 +180,52 @@ class BiasReader:
         return _apply_op(op, [operand(name) for name in ("self", "other") if name in call.args], node)
 
     def _sum(self, x: BiasElement, y: BiasElement, alpha: sympy.Expr, node: Node) -> BiasElement:
-        """Return the element of x + alpha * y."""
+        """Return the element of x + alpha * y, of which a key is masked if either operand masks it."""
         if y.allowed != sympy.true and alpha != 1:
             raise NotSymbolic("subtracts fills", node)
         return BiasElement(x.value + alpha * y.value, And(x.allowed, y.allowed), x.finite or y.finite)
 
     def _select(self, mask: Node, coords: Coords, yes: BiasElement, no: BiasElement, node: Node) -> BiasElement:
-        """Return the element of where(mask, yes, no): the one that is no fill, allowed where it is selected."""
+        """Return the element of where(mask, yes, no), where `yes` or `no` is a fill.
+
+        Its value is the other operand, and attention is allowed where the mask selects that one.
+        """
         condition = as_truth(self.positions.operand(mask, coords))
-        for fill, term, allowed in ((yes, no, Not(condition)), (no, yes, condition)):
+        for fill, term, selects_term in ((yes, no, Not(condition)), (no, yes, condition)):
             if self._is_fill(fill.value):
-                return BiasElement(term.value, And(term.allowed, allowed), term.finite or bool(fill.value.is_finite))
+                is_finite = term.finite or bool(fill.value.is_finite)
+                return BiasElement(term.value, And(term.allowed, selects_term), is_finite)
         raise NotSymbolic("selects one of two biases", node)
 
 
 def _apply_op(op: Any, operands: list[BiasElement], node: Node) -> BiasElement:
-    """Return the element of an op of `_BIAS_OPS`. Raises NotSymbolic for fills and rounded expressions."""
+    """Return the element of an op of `_BIAS_OPS`, such as a product, from the elements of its operands.
+
+    Raises NotSymbolic for operands with fills, and for a value that is not exactly the op's result.
+    """
     if any(x.allowed != sympy.true for x in operands):
         raise NotSymbolic("computes with fills", node)
     if op is aten.div and operands[1].value.has(QUERY_INDEX, KEY_INDEX):
         raise NotSymbolic("divides by a position", node)
     value = _BIAS_OPS[op](*(x.value for x in operands))
+    # sympy distributes numbers over sums: (k - q) / 7 becomes k / 7 - q / 7.
     if any(_may_round(term) for terms in value.atoms(sympy.Add) for term in terms.args):
         raise NotSymbolic("would be rounded differently as an expression", node)
     return BiasElement(value)
 
 
 def _may_round(term: sympy.Expr) -> bool:
-    """Return True if a position is scaled by a fraction with another denominator than a power of two.
+    """Return True for a term like k / 7: a position times a fraction whose denominator is no power of two.
 
-    The scaled term and the scaled sum that it belongs to are then rounded differently.
+    In floats, k / 7 - q / 7 is rounded differently than (k - q) / 7.
     """
     factor, position = term.as_coeff_Mul()
-    return position in (QUERY_INDEX, KEY_INDEX) and int(factor.q).bit_count() != 1
+    is_power_of_two = int(factor.q).bit_count() == 1  # `q` is the denominator
+    return position in (QUERY_INDEX, KEY_INDEX) and not is_power_of_two
 
 
 def _parse_number(x: Any) -> sympy.Expr:
-    """Convert a Python scalar to an expression. Raises NotSymbolic for NaN and other types."""
+    """Convert an int or float to an exact expression. Raises NotSymbolic for NaN, bools and other types."""
     if isinstance(x, bool) or not isinstance(x, int | float) or math.isnan(x):
         raise NotSymbolic(f"a bias has the operand {x!r}")
     if math.isinf(x):

@@ -48,7 +48,7 @@ from sp_compile.passes.sharding.products import ProductMatch, ProductOperand, ma
 from .lse_sinks import match_lse_sinks
 from .parse_masks import has_key_per_query, keeps_a_key, parse_bias, try_parse_mask
 from .score_functions import SCORE, register_expression
-from .scores import ScoreChain, is_between_products, is_neutral_op, match_scores, order_before, scores_refusal
+from .scores import ScoreChain, is_between_products, is_neutral_op, match_scores, order_after, scores_refusal
 from .sinks import SinkValue, SoftmaxSource, match_softmax_source
 from .softmaxes import SoftmaxMatch, match_softmax
 
@@ -88,7 +88,7 @@ class FuseEagerAttention(CanonicalPass):
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Replace every eager attention, and report why each other softmax between two products remains."""
         self._may_contain_fills = fill_nodes(gm)
-        reasons: dict[Node, str | None] = {}  # why a softmax remains, None for a replaced one
+        reasons: dict[Node, str | None] = {}  # result of a softmax -> why it remains, None for a replaced one
         for node in [node for node in self.graph.nodes if match_softmax(node) is not None]:
             softmax = match_softmax(node)  # again, since the replacement of another attention may change its operands
             if softmax is not None:
@@ -99,7 +99,7 @@ class FuseEagerAttention(CanonicalPass):
         return list(reasons.values()).count(None)
 
     def _rewrite(self, softmax: SoftmaxMatch) -> str | None:
-        """Replace one attention and return None, or return the reason why it is not replaced."""
+        """Replace the attention around a softmax and return None, or return the reason why it is not replaced."""
         attention = _softmax_refusal(softmax) or _match_attention(softmax)
         if isinstance(attention, str):
             return attention
@@ -114,12 +114,19 @@ class FuseEagerAttention(CanonicalPass):
         return None
 
     def _emit_attention(self, attention: EagerAttention) -> Node | None:
-        """Emit the fused attention and return its result, or None if its mask is not equivalent."""
+        """Emit the fused attention and return its result, or None if no attention mask is equivalent to its masks.
+
+        The result has the shape and the order of dims of `attention.last`.
+        """
         scores, sinks, last, operands = attention.scores, attention.sinks, attention.last, attention.operands
-        # q, k and v have the leading dims (batch, heads) of the masks or sinks, if they are grouped differently.
+        # The program may merge (batch, heads) to (batch * heads,) for its products, while masks and sinks apply to
+        # separate dims. All operands are reshaped to the leading dims of the sinks, or else of the masks.
         value_leading, order = operands[2].shape[:-2], attention.values.order
-        leading = value_leading if scores.masked_shape is None else scores.masked_shape[:-2]
-        leading = leading if sinks is None else sinks.batch_and_heads
+        leading: tuple[Size, ...] = value_leading
+        if sinks is not None:
+            leading = sinks.batch_and_heads
+        elif scores.masked_shape is not None:
+            leading = scores.masked_shape[:-2]
         shape = (*leading, operands[0].shape[-2], operands[1].shape[-2])
         # Sinks without fills keep some weight in every row, so that fills remove all weight of their keys.
         absorbs_fills = sinks is not None and sinks.value not in self._may_contain_fills
@@ -138,7 +145,10 @@ class FuseEagerAttention(CanonicalPass):
         return self.compute(aten.permute.default, (out, inverse_permutation(order)), last)
 
     def _emit_op(self, attention: EagerAttention, qkv: Sequence[Node], mask: Node | None) -> Node:
-        """Emit torch's op on q, k, v and the mask, or sp.masked_attention for sinks or a score function."""
+        """Emit torch's op on q, k, v and the mask, or sp.masked_attention if there are sinks or a score function.
+
+        A score function, such as a soft cap, applies to the scaled score of each pair of query and key.
+        """
         scores, sinks, like = attention.scores, attention.sinks, attention.last
         if sinks is None and scores.score == SCORE:
             args: tuple[Any, ...] = (*qkv, mask, attention.dropout)
@@ -155,6 +165,9 @@ class FuseEagerAttention(CanonicalPass):
         self, scores: ScoreChain, shape: tuple[Size, ...], dtype: torch.dtype, absorbs_fills: bool, like: Node
     ) -> tuple[Node | None, bool]:
         """Emit the mask that combines biases and fills, as attention ops take it.
+
+        A bias is added to scores; a fill replaces masked scores by a number such as -inf. A finite fill differs from a
+        mask in a row of fills, which attends to all keys equally.
 
         Args:
             scores: The scores.
@@ -179,11 +192,11 @@ class FuseEagerAttention(CanonicalPass):
             has_no_fills = absorbs_fills or operand.node not in self._may_contain_fills
             is_equivalent = is_equivalent and (has_no_fills or _has_known_fills(term, shape, dtype))
             bias = term if bias is None else self.compute(aten.add.Tensor, (bias, term), like)
-        for condition, filled, _ in scores.fills:
+        for condition, filled_value, _ in scores.fills:  # `filled_value`: the condition where scores are filled
             node = condition.materialize(self, like)
             if condition.dtype != torch.bool:
                 node = self.compute(aten.ne.Scalar, (node, 0), like)
-            if filled:
+            if filled_value:
                 node = self.compute(aten.logical_not.default, (node,), like)
             allowed = self._intersect(allowed, node, like)
         if not absorbs_fills and allowed is not None and any(math.isfinite(fill) for *_, fill in scores.fills):
@@ -192,16 +205,17 @@ class FuseEagerAttention(CanonicalPass):
         mask = bias if allowed is None else allowed
         if bias is not None and allowed is not None:
             mask = self.compute(aten.where.ScalarOther, (allowed, bias, -math.inf), like)
-        while mask is not None and mask.meta["val"].ndim < 2:
+        while mask is not None and mask.meta["val"].ndim < 2:  # attention ops need the dims of queries and keys
             mask = self.compute(aten.unsqueeze.default, (mask, 0), like)
         return mask, is_equivalent
 
     def _emit_gated_mask(
         self, scores: ScoreChain, gate: Node, shape: tuple[Size, ...], like: Node
     ) -> tuple[Node, bool]:
-        """Emit the mask of scores * gate + fill, and return whether it is equivalent; see `_emit_mask`.
+        """Emit the mask of scores * gate + (1 - gate) * fill, where the gate is a tensor of 0 and 1.
 
-        The gate must provably be 0 or 1, and the only bias must be 0 where the gate is 1 and a fill elsewhere.
+        Returns the mask, and whether it is equivalent, as `_emit_mask` does. The gate must provably be 0 or 1, and the
+        only bias must be 0 where the gate is 1 and a fill elsewhere.
         """
         allowed = self.compute(aten.ne.Scalar, (gate, 0), like)
         if len(scores.biases) != 1 or scores.fills:
@@ -210,6 +224,7 @@ class FuseEagerAttention(CanonicalPass):
         bias = self._scale(operand.materialize(self, like), factor, like)
         is_one, is_zero = (self.compute(aten.eq.Scalar, (gate, number), like) for number in (1, 0))
         is_binary = self.compute(aten.logical_or.default, (is_zero, is_one), like)
+        # Proven by parsing: each becomes a condition over the indices of queries and keys.
         gate_form, bias_form, binary_form = (try_parse_mask(x, shape) for x in (allowed, bias, is_binary))
         self.drop(is_binary, bias)
         if gate_form is None or bias_form is None or binary_form is None or binary_form.allowed != sympy.true:
@@ -217,7 +232,7 @@ class FuseEagerAttention(CanonicalPass):
         return allowed, gate_form.allowed == bias_form.allowed and has_key_per_query(gate_form)
 
     def _scale(self, x: Node, factor: float, like: Node) -> Node:
-        """Return x * factor; no op is emitted for a factor of 1."""
+        """Return x * factor, the bias of scores as they add it; no op is emitted for a factor of 1."""
         if factor == 1:
             return x
         if factor == -1:
@@ -225,12 +240,12 @@ class FuseEagerAttention(CanonicalPass):
         return self.compute(aten.mul.Tensor, (x, factor), like)
 
     def _intersect(self, a: Node | None, b: Node, like: Node) -> Node:
-        """Return the conjunction of two conditions, of which the first may be missing."""
+        """Return the conjunction of two conditions, or `b` if the first one is None."""
         return b if a is None else self.compute(aten.logical_and.default, (a, b), like)
 
 
 def _softmax_refusal(softmax: SoftmaxMatch) -> str | None:
-    """Return a reason why a softmax is not that of an attention, before its operands are matched, or None."""
+    """Return the reason why a softmax is not that of an attention, from the softmax alone, or None."""
     ndim = softmax.source.meta["val"].ndim
     if softmax.refusal is not None:
         return softmax.refusal
@@ -241,7 +256,7 @@ def _softmax_refusal(softmax: SoftmaxMatch) -> str | None:
 
 def _match_attention(softmax: SoftmaxMatch) -> EagerAttention | str:
     """Return the attention around a softmax, or the reason why it is not replaced."""
-    # Backward from the softmax: its log-sum-exp, sinks, then the scores down to the product of queries and keys.
+    # Backward from the softmax: its log-sum-exp, sinks (logits without a key), then the scores down to q @ k.mT.
     x, keys_dim = softmax.source, softmax.dim
     lse = _match_lse(x, softmax.result) if keys_dim == x.meta["val"].ndim - 1 else None
     source = match_softmax_source(x, keys_dim, *([lse] if lse is not None else []), *softmax.readers)
@@ -276,7 +291,10 @@ def _match_attention(softmax: SoftmaxMatch) -> EagerAttention | str:
 
 
 def _match_weights(softmax: Node, source: SoftmaxSource, order: tuple[int, ...]) -> WeightChain:
-    """Match the ops from the softmax to the product with the values, one reader after the other.
+    """Match the ops from the softmax to the product with the values, each the only user of the one before.
+
+    These are a slice that drops sinks, a dropout, and casts, permutations and ops that change no weight. The chain ends
+    without a product at any other op.
 
     Args:
         softmax: The probabilities.
@@ -290,26 +308,30 @@ def _match_weights(softmax: Node, source: SoftmaxSource, order: tuple[int, ...])
             break
         product = match_product(user)
         if product is not None:
-            weights.product, weights.last = _match_values_product(product, node, order) if sinks is None else None, user
+            weights.last = user
+            if sinks is None:  # there were none, or a slice has dropped them
+                weights.product = _match_values_product(product, node, order)
             break
-        canceling_ops, permuted_order = steps_from(node), order_before(user, order)
+        canceling_ops = steps_from(node)  # several ops after which the value is the same, or []
+        matched_ops = canceling_ops or [user]
         if sinks is not None and is_identity(order) and source.drops_sinks(user):
-            sinks, canceling_ops = None, [user]
+            sinks, matched_ops = None, [user]
         elif user.target is aten.dropout.default and not weights.dropout:
             weights.dropout = user.args[1] if user.args[2] else 0.0
         elif not canceling_ops and not is_cast_op(user) and not _keeps_weights(user, node):
+            permuted_order = order_after(user, order)
             if permuted_order is None:
                 break
             order = permuted_order
-        weights.chain.extend(canceling_ops or [user])
+        weights.chain.extend(matched_ops)
         node = weights.chain[-1]
     return weights
 
 
 def _keeps_weights(user: Node, weights: Node) -> bool:
-    """Return True if an op keeps the weights: x * 1, x + 0, ..., or nan_to_num to 0.
+    """Return True if an op does not change the weights: x * 1, x + 0, ..., or nan_to_num to 0.
 
-    For a query without keys, a softmax gives NaN and torch's attention 0.
+    nan_to_num changes the rows of queries without keys, for which torch's attention op returns 0, too.
     """
     if user.target is aten.nan_to_num.default:
         return OpCall(user)["nan"] in (None, 0)
@@ -317,7 +339,10 @@ def _keeps_weights(user: Node, weights: Node) -> bool:
 
 
 def _match_values_product(product: ProductMatch, weights: Node, order: tuple[int, ...]) -> ProductMatch | None:
-    """Return the product of weights and values with the weights on the left and in order, else None."""
+    """Return a product with the weights as its left operand, or None if it is no unscaled product weights @ values.
+
+    The dims of the weights, (leading dims, queries, keys), must have the given order.
+    """
     for candidate in (product, transpose_product(product)):
         left, right = candidate.left, candidate.right
         if left.node is weights and left.order == order and right.node is not weights:
@@ -326,9 +351,9 @@ def _match_values_product(product: ProductMatch, weights: Node, order: tuple[int
 
 
 def _values_refusal(last: Node | None, keys_dim: int) -> str:
-    """Return the reason why `last`, the reader of the probabilities, is not a product with values.
+    """Return the reason why `last`, the reader of the probabilities or None, is not their product with the values.
 
-    `keys_dim` is the dim of the probabilities along which they sum to 1.
+    `keys_dim` is the dim along which the probabilities sum to 1.
     """
     product = match_product(last) if last is not None else None
     if product is not None:
@@ -340,9 +365,18 @@ def _values_refusal(last: Node | None, keys_dim: int) -> str:
 
 
 def _attention_operands(scores: ProductMatch, values: ProductMatch, chain: list[Node]) -> list[ProductOperand] | None:
-    """Return q, k (..., n, d) and v (..., n, e) of one dtype, or None if SDPA would be more precise."""
+    """Return q, k (..., n, d) and v (..., n, e) of one dtype, or None.
+
+    None if they broadcast, or if the program computes its softmax in another precision than an attention op does.
+
+    Args:
+        scores: The product of queries and keys.
+        values: The product of the weights and the values.
+        chain: The nodes between and around the two products.
+    """
     dtype = values.right.node.meta["val"].dtype
     chain_dtypes = {n.meta["val"].dtype for n in chain if is_tensor(n) and n.meta["val"].is_floating_point()}
+    # For half precision, attention ops compute the softmax in float32, and a program may, too.
     if not chain_dtypes <= ({dtype, torch.float32} if dtype in HALF else {dtype}):
         return None
     query, key = (_uncast_operand(x.simplify(), dtype) for x in (scores.left, scores.right))
@@ -354,20 +388,27 @@ def _attention_operands(scores: ProductMatch, values: ProductMatch, chain: list[
 
 
 def _has_sink_per_head(sinks: SinkValue | None, source: SoftmaxSource, scores: ScoreChain) -> bool:
-    """Return True if there are no sinks, or one per head that masks and biases agree with."""
+    """Return True if there are no sinks, or one per head, with leading dims that fit those of masks and biases.
+
+    Args:
+        sinks: The matched sinks; None if there are none, or if they are not one per head.
+        source: The input of the softmax, with the sinks as the program concatenates them.
+        scores: The scores with their masks and biases.
+    """
     if sinks is None:
         return source.sinks is None
     masks = [mask for mask, _ in scores.biases] + [condition for condition, *_ in scores.fills]
     masks += [scores.gate] if scores.gate is not None else []
+    # If both leading dims are heads of one sequence, only masks that are equal for all heads fit.
     if sinks.groups and any(not is_same_size(size_product(mask.shape[:-2]), 1) for mask in masks):
         return False
     return scores.masked_shape is None or is_same_shape(scores.masked_shape[:-2], sinks.leading)
 
 
 def _has_known_fills(bias: Node, shape: tuple[Size, ...], dtype: torch.dtype) -> bool:
-    """Return True if a bias with fills is equivalent to a mask.
+    """Return True if a bias that may contain finite fills has the same effect as a mask of -inf.
 
-    It is if it has a known form, or if it keeps a key for every query.
+    It has if every query provably keeps a key, or if later passes replace the bias by a predicate or score function.
     """
     if keeps_a_key(bias, shape) or try_parse_mask(bias, shape) is not None:
         return True
@@ -375,7 +416,10 @@ def _has_known_fills(bias: Node, shape: tuple[Size, ...], dtype: torch.dtype) ->
 
 
 def _match_lse(scores: Any, softmax: Node) -> Node | None:
-    """Return the log-sum-exp of the scores if only it and the softmax read them (for sinks), else None."""
+    """Return the log-sum-exp of the scores along their last dim, from which a program may compute sinks, or None.
+
+    Only the softmax and the log-sum-exp may read the scores.
+    """
     readers = [n for n in scores.users if n is not softmax] if is_tensor(scores) else []
     if len(readers) != 1 or readers[0].target is not aten.logsumexp.default:
         return None
@@ -384,7 +428,10 @@ def _match_lse(scores: Any, softmax: Node) -> Node | None:
 
 
 def _uncast_operand(operand: ProductOperand, dtype: torch.dtype) -> ProductOperand | None:
-    """Return q or k in the dtype of v, without a cast to a wider one; None if it has another dtype."""
+    """Return q or k in the dtype of v, before a cast to float32 if there is one; None if it has another dtype.
+
+    Eager code may cast half-precision q and k for their product, which an attention op need not do.
+    """
     if operand.node.meta["val"].dtype == dtype:
         return operand
     cast = value_origin(operand.node)

@@ -40,20 +40,20 @@ from .proofs import IndexBox
 
 @element_handler("arange")
 def _arange_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
-    """Return start + step * i."""
+    """Return the element of arange(start, end, step) at the coordinate i: start + step * i."""
     start, step = (reader.integer(as_number(call.get(name, value))) for name, value in (("start", 0), ("step", 1)))
     return ((sympy.true, sympy.expand(start + step * coords[0])),)
 
 
 @element_handler("full", "new_full", "full_like", "scalar_tensor")
 def _full_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
-    """Return the fill value, which is independent of the coordinates."""
+    """Return the element of full(size, fill_value): the fill value, at any coordinates."""
     return as_number(call["fill_value"] if "fill_value" in call.args else call["s"])
 
 
 @element_handler("eye")
 def _eye_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
-    """Return the condition that row and column are equal."""
+    """Return the element of an identity matrix: the condition that row and column are equal."""
     return reader.box.equals_zero(coords[0] - coords[1])
 
 
@@ -62,7 +62,7 @@ def _eye_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element
 
 @element_handler("slice", "narrow")
 def _slice_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
-    """Return the element of the operand at start + step * coordinate."""
+    """Return the element of a slice: that of the operand at start + step * coordinate along the sliced dim."""
     dim, step = call.dim(), call.get("step", 1)
     start = _normalize_index(reader, call["start"] if call["start"] is not None else 0, call.shape()[dim])
     return reader.at(call.operands[0], (*coords[:dim], start + step * coords[dim], *coords[dim + 1 :]))
@@ -70,7 +70,7 @@ def _slice_element(reader: ElementReader, call: OpCall, coords: Coords) -> Eleme
 
 @element_handler("select")
 def _select_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
-    """Return the element of the operand at the selected index."""
+    """Return the element of x.select(dim, index): that of the operand at the index along the removed dim."""
     dim = call.dim()
     index = _normalize_index(reader, call["index"], call.shape()[dim])
     return reader.at(call.operands[0], (*coords[:dim], index, *coords[dim:]))
@@ -78,67 +78,74 @@ def _select_element(reader: ElementReader, call: OpCall, coords: Coords) -> Elem
 
 @element_handler("flip")
 def _flip_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
-    """Return the element of the operand at the mirrored coordinates."""
+    """Return the element of a flip: that of the operand at coordinates counted from the end of the flipped dims."""
     dims = {d % len(coords) for d in call["dims"]}
-    mirrored = [n - 1 - c if d in dims else c for d, (n, c) in enumerate(zip(call.shape(), coords))]
-    return reader.at(call.operands[0], mirrored)
+    x_coords = [size - 1 - coord if d in dims else coord for d, (size, coord) in enumerate(zip(call.shape(), coords))]
+    return reader.at(call.operands[0], x_coords)
 
 
 def _normalize_index(reader: ElementReader, index: Any, extent: Size) -> sympy.Expr:
-    """Return a non-negative index or bound of a dim; raise NotSymbolic if it may be out of range."""
+    """Return an index or slice bound of a dim of size `extent` as a non-negative expression.
+
+    Raises NotSymbolic if it may be out of range: torch clamps such a bound, which the expression does not.
+    """
     position = reader.integer(as_number(index))
-    if reader.box.is_nonnegative(-position - 1):
+    if reader.box.is_nonnegative(-position - 1):  # negative: counted from the end
         position = position + extent
-    if not reader.box.is_nonnegative(position) or not reader.box.is_nonnegative(extent - position):  # torch clamps it
+    if not reader.box.is_nonnegative(position) or not reader.box.is_nonnegative(extent - position):
         raise NotSymbolic(f"cuts at {position}, which may be out of range for its {extent} rows")
     return position
 
 
 @element_handler("cat")
 def _cat_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
-    """Return the element of the operand that contains the coordinate."""
+    """Return the element of a cat: that of the operand which contains the coordinate along the joined dim."""
     return _joined_element(reader, call.operands, coords, int(call["dim"]) % len(coords))
 
 
 @element_handler("stack")
 def _stack_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
-    """Return the element of operand number i, where i is the coordinate along the new dim."""
+    """Return the element of a stack: that of operand number i, where i is the coordinate along the new dim."""
     dim = int(call["dim"]) % len(coords)
     pieces = [reader.at(x, (*coords[:dim], *coords[dim + 1 :])) for x in call.operands]
     return _first_match([(reader.box.at_least_zero(i - coords[dim]), piece) for i, piece in enumerate(pieces)])
 
 
 def _joined_element(reader: ElementReader, parts: list[Any], coords: Coords, dim: int) -> Element:
-    """Return the element of tensors that are joined along `dim`.
+    """Return the element of the tensors `parts` joined along `dim`, such as by cat.
 
-    Parts that the coordinate cannot reach are omitted.
+    For two parts, of which the first has 3 rows, and the coordinate k, it is the element of the first part at k where
+    k <= 2, else that of the second part at k - 3.
     """
-    start: Size = 0
-    pieces: list[tuple[Any, Element]] = []
+    start: Size = 0  # first row of the part in the result
+    pieces: list[tuple[Any, Element]] = []  # (condition that the row is in the part or before it, element)
     for part in parts:
         extent = node_shape(part)[dim]
-        before_end = reader.box.at_least_zero(start + extent - 1 - coords[dim])
-        after_start = reader.box.at_least_zero(coords[dim] - start)
-        if And(before_end, after_start) != sympy.false:
-            offset = 0 if is_same_size(extent, 1) else coords[dim] - start
-            pieces.append((before_end, reader.at(part, (*coords[:dim], offset, *coords[dim + 1 :]))))
+        is_before_end = reader.box.at_least_zero(start + extent - 1 - coords[dim])
+        is_after_start = reader.box.at_least_zero(coords[dim] - start)
+        if And(is_before_end, is_after_start) != sympy.false:  # else the coordinate is never in the part
+            row = 0 if is_same_size(extent, 1) else coords[dim] - start
+            pieces.append((is_before_end, reader.at(part, (*coords[:dim], row, *coords[dim + 1 :]))))
         start = start + extent
     return _first_match(pieces)
 
 
 def _first_match(pieces: list[tuple[Any, Element]]) -> Element:
-    """Return the element of the first pair (condition, element) whose condition holds, else the last one."""
+    """Return the element of the first pair (condition, element) whose condition holds, else that of the last pair."""
     if not pieces:
         raise NotSymbolic("is read after its last piece")
-    value = pieces[-1][1]
+    element = pieces[-1][1]
     for condition, piece in reversed(pieces[:-1]):
-        value = select_element(condition, piece, value)
-    return value
+        element = select_element(condition, piece, element)
+    return element
 
 
 @element_handler("index")
 def _index_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
-    """Return an element of x[i, j, ...] for index tensors that broadcast together; None keeps a dim."""
+    """Return the element of x[i, j, ...]: that of x at the elements of the index tensors, which broadcast together.
+
+    A dim without an index tensor (None) keeps its coordinate.
+    """
     indices = list(call["indices"]) + [None] * (call.ndim("self") - len(call["indices"]))
     if any(not is_tensor(i) or i.meta["val"].dtype == torch.bool for i in indices if i is not None):
         raise NotSymbolic("is indexed by a bool mask")
@@ -162,15 +169,15 @@ def _index_element(reader: ElementReader, call: OpCall, coords: Coords) -> Eleme
 
 @element_handler("tril", "triu")
 def _triangle_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
-    """Return the operand's element on one side of a diagonal, else 0."""
-    below = coords[-2] + reader.integer(as_number(call["diagonal"])) - coords[-1]
-    side = below if "tril" in schema_of(call.node.target).name else -below
-    return select_element(reader.box.at_least_zero(side), reader.at(call.operands[0], coords), as_number(0))
+    """Return the element of tril or triu: that of the operand on one side of a diagonal, else 0."""
+    distance_below = coords[-2] + reader.integer(as_number(call["diagonal"])) - coords[-1]  # row + diagonal - column
+    distance = distance_below if "tril" in schema_of(call.node.target).name else -distance_below
+    return select_element(reader.box.at_least_zero(distance), reader.at(call.operands[0], coords), as_number(0))
 
 
 @element_handler("diff")
 def _diff_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
-    """Return x[i + 1] - x[i], of the operand joined with its prepended and appended rows."""
+    """Return the element of a diff: x[i + 1] - x[i], where x is the operand with its prepended and appended rows."""
     dim = call.dim()
     if call["n"] != 1 or (call["append"] is not None and call["prepend"] is None):
         raise NotSymbolic("computes differences of differences, or only with appended rows")
@@ -183,7 +190,7 @@ def _diff_element(reader: ElementReader, call: OpCall, coords: Coords) -> Elemen
 
 @element_handler("cumsum")
 def _cumsum_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
-    """Return an element of the cumulative sum of a constant."""
+    """Return the element of the cumulative sum of a constant c: c * (i + 1) at row i."""
     cases = as_cases(reader.at(call.operands[0], coords))
     if len(cases) != 1 or not cases[0][1].is_number:
         raise NotSymbolic("sums a value that is not constant")
@@ -191,15 +198,18 @@ def _cumsum_element(reader: ElementReader, call: OpCall, coords: Coords) -> Elem
 
 
 def _operands(reader: ElementReader, call: OpCall, coords: Coords) -> list[Element]:
-    """Return the elements of the operands of a unary or binary pointwise op."""
+    """Return the elements of the operands (`self` and `other`) of a unary or binary pointwise op."""
     return [reader.operand(call[name], coords) for name in ("self", "other") if name in call.args]
 
 
 def _pointwise_element(function: Callable[..., Any], *names: str) -> None:
-    """Register a handler of pointwise ops that applies `function` to the numbers of the operands."""
+    """Register a handler for the pointwise ops with these names: `function` computes their result from numbers.
+
+    A handler returns the element of a result at coordinates, from the elements of the operands.
+    """
 
     def handler(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
-        """Return one element of a pointwise operation."""
+        """Return the element of the result of the pointwise op."""
         return apply_by_cases(function, *_operands(reader, call, coords))
 
     element_handler(*names)(handler)
@@ -207,12 +217,13 @@ def _pointwise_element(function: Callable[..., Any], *names: str) -> None:
 
 @element_handler("add", "sub", "rsub")
 def _add_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
-    """Return a + alpha * b or a - alpha * b; rsub subtracts its first operand."""
+    """Return the element of add, a + alpha * b; of sub, a - alpha * b; or of rsub, b - alpha * a."""
     a, b = _operands(reader, call, coords)
     alpha, name = reader.integer(as_number(call["alpha"])), schema_of(call.node.target).name
     if "rsub" in name:
         return apply_by_cases(lambda x, y: y - alpha * x, a, b)
-    return apply_by_cases(lambda x, y: x + (-alpha if "sub" in name else alpha) * y, a, b)
+    factor = -alpha if "sub" in name else alpha
+    return apply_by_cases(lambda x, y: x + factor * y, a, b)
 
 
 _pointwise_element(lambda a, b: a * b, "mul")
@@ -224,28 +235,37 @@ _pointwise_element(sympy.Min, "minimum")
 
 @element_handler("floor_divide", "div", "remainder")
 def _divide_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
-    """Return the rounded quotient of integers, or the remainder, for positive constant divisors."""
+    """Return the element of an integer division, rounded down, or of a remainder, for positive constant divisors."""
     a, b = _operands(reader, call, coords)
     name, rounding = schema_of(call.node.target).name, call.get("rounding_mode")
     if call.node.meta["val"].dtype.is_floating_point or not all(v.is_Integer and v > 0 for _, v in as_cases(b)):
         raise NotSymbolic("divides floats, or by a value that is not a positive constant")
-    is_floor = rounding == "floor" or "div" not in name or "floor" in name
-    if not is_floor and not (rounding == "trunc" and all(reader.box.is_nonnegative(v) for _, v in as_cases(a))):
+    if "remainder" in name:
+        return apply_by_cases(sympy.Mod, a, b)
+    rounds_down = rounding == "floor" or "floor" in name
+    # Truncation rounds down, too, where the dividend is not negative.
+    if not rounds_down and not (rounding == "trunc" and all(reader.box.is_nonnegative(v) for _, v in as_cases(a))):
         raise NotSymbolic("truncates a value that may be negative")
-    return apply_by_cases(lambda x, y: sympy.Mod(x, y) if "rem" in name else sympy.floor(x / y), a, b)
+    return apply_by_cases(lambda x, y: sympy.floor(x / y), a, b)
 
 
 Compare = Callable[[IndexBox, sympy.Expr], Any]
 
 
 def _compare_element(compare: Compare, *names: str) -> None:
-    """Register a handler of comparisons; `compare` returns the condition on the difference x - y."""
+    """Register a handler for the comparisons with these names.
+
+    Args:
+        compare: Returns the condition under which the comparison holds, from the extents of the indices and the
+            difference x - y of the operands.
+        names: The names of the ops.
+    """
 
     def handler(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
-        """Return one element of a comparison, as a condition."""
+        """Return the element of the comparison, as a condition: it holds for one of the combinations of cases."""
         conditions = []
-        a, b = map(as_cases, _operands(reader, call, coords))
-        for (x_condition, x), (y_condition, y) in itertools.product(a, b):
+        x_cases, y_cases = map(as_cases, _operands(reader, call, coords))
+        for (x_condition, x), (y_condition, y) in itertools.product(x_cases, y_cases):
             if And(x_condition, y_condition) != sympy.false:
                 conditions.append(And(x_condition, y_condition, compare(reader.box, _difference(x, y))))
         return Or(*conditions)
@@ -254,12 +274,13 @@ def _compare_element(compare: Compare, *names: str) -> None:
 
 
 def _difference(x: sympy.Expr, y: sympy.Expr) -> sympy.Expr:
-    """Return x - y to be compared with 0, or its sign if a number is infinite."""
+    """Return x - y, of which callers use the sign; if x or y is infinite, return 1, 0 or -1 of the same sign."""
     if not x.is_infinite and not y.is_infinite:
         return x - y
     if x == y:
         return sympy.Integer(0)
-    return sympy.Integer(1 if x == sympy.oo or y == -sympy.oo else -1)
+    is_greater = x == sympy.oo or y == -sympy.oo
+    return sympy.Integer(1 if is_greater else -1)
 
 
 _compare_element(lambda box, d: box.equals_zero(d), "eq")
@@ -271,10 +292,10 @@ _compare_element(lambda box, d: box.at_least_zero(d - 1), "gt")
 
 
 def _logical_element(function: Callable[..., Any], *names: str) -> None:
-    """Register a handler of logical ops that applies `function` to the conditions of the operands."""
+    """Register a handler for the logical ops with these names: `function` combines the conditions of the operands."""
 
     def handler(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
-        """Return one element of a logical operation, as a condition."""
+        """Return the element of the logical op, as a condition."""
         is_bitwise = not schema_of(call.node.target).name.startswith("aten::logical")
         if is_bitwise and call.node.meta["val"].dtype != torch.bool:
             raise NotSymbolic("is a bitwise op on integers")
@@ -291,7 +312,7 @@ _logical_element(Not, "bitwise_not", "logical_not")
 
 @element_handler("where")
 def _where_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
-    """Return the element of one operand where the condition holds, else that of the other."""
+    """Return the element of where(condition, a, b): that of a where the condition holds, else that of b."""
     if "self" not in call.args:
         raise NotSymbolic("returns the indices of a condition")
     yes, no = _operands(reader, call, coords)
@@ -300,6 +321,6 @@ def _where_element(reader: ElementReader, call: OpCall, coords: Coords) -> Eleme
 
 @element_handler("masked_fill")
 def _masked_fill_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
-    """Return the fill where the mask holds, else the operand's element."""
+    """Return the element of x.masked_fill(mask, value): the value where the mask holds, else the element of x."""
     fill = reader.operand(call["value"], ())
     return select_element(as_truth(reader.operand(call["mask"], coords)), fill, reader.operand(call["self"], coords))

@@ -55,15 +55,18 @@ class NotSymbolic(Exception):
         self.node = node
 
     def of(self, node: Node) -> NotSymbolic:
-        """Return the same error for `node`, unless it names a node already.
+        """Return the error with the name of `node`, or unchanged if it names a node.
 
-        So the innermost node is reported.
+        A reader calls it at each level of its recursion, from the innermost one on, whose node the error thus names.
         """
         return self if self.node is not None else NotSymbolic(str(self), node)
 
 
 def element_handler(*names: str) -> Callable[[Handler], Handler]:
-    """Return a decorator that registers a handler for the aten ops with these names (every overload)."""
+    """Return a decorator that registers a handler for the aten ops with these names (every overload).
+
+    A handler returns the element of a call's result from those of its operands, as `ElementReader.at` needs it.
+    """
     return HANDLERS.of(*names)
 
 
@@ -86,14 +89,16 @@ class ElementReader:
         self._elements: dict[tuple[Node, Coords], Element] = {}
 
     def at(self, node: Node, coords: Sequence[Any]) -> Element:
-        """Return the element of a tensor at the coordinates.
+        """Return the element of a tensor at the coordinates, as a function of these.
+
+        arange(S)[:, None] >= arange(S) at (q, k), for example, is the condition k <= q.
 
         Args:
             node: A tensor of the graph.
             coords: One expression per dim of the tensor.
 
         Returns:
-            The element.
+            A condition, or pairs (condition, number) of which exactly one holds.
 
         Raises:
             NotSymbolic: No expression describes the element.
@@ -104,7 +109,10 @@ class ElementReader:
         return self._elements[key]
 
     def _element(self, node: Node, coords: Coords) -> Element:
-        """Return the element that the op computes, or else a constant or a leaf; `at` caches it."""
+        """Return the element that the op computes, or else that of a constant or of a leaf.
+
+        A leaf is a tensor without an expression, such as a padding mask: its element is a function leaf(b, k).
+        """
         op_error: NotSymbolic | None = None
         try:
             computed = self._computed_element(node, coords)
@@ -113,15 +121,17 @@ class ElementReader:
         except NotSymbolic as error:  # the result may still be a leaf
             op_error = error
         try:
-            const = constant_value(node)
-            return self._leaf(node, coords) if const is None else cast_element(as_number(const), node.meta["val"].dtype)
+            constant = constant_value(node)
+            if constant is None:
+                return self._leaf(node, coords)
+            return cast_element(as_number(constant), node.meta["val"].dtype)
         except NotSymbolic as error:
             raise (op_error or error).of(node) from None
         finally:
             del op_error  # avoids a reference cycle between the error and this frame
 
     def _computed_element(self, node: Node, coords: Coords) -> Element | None:
-        """Return the element that an op computes from its operands, or None for an unknown op."""
+        """Return the element that an op computes from its operands, or None for an unknown op or an input."""
         if node.target is operator.getitem:
             piece = match_piece(node)
             return self._piece_element(piece, coords) if piece is not None else None
@@ -130,11 +140,11 @@ class ElementReader:
         handler = HANDLERS.get(str(schema_of(node.target).name).removeprefix("aten::"))
         if handler is not None:
             return handler(self, OpCall(node), coords)
-        moved = map_coordinates(node, coords)  # by the op's rule, for ops that only move or cast
+        moved = map_coordinates(node, coords)  # (operand, its coordinates) of an op that only moves or casts elements
         return None if moved is None else self.at(*moved)
 
     def _piece_element(self, piece: SlicePiece, coords: Coords) -> Element:
-        """Return an element of one result of a split, a chunk or an unbind."""
+        """Return the element of one result of a split, chunk or unbind: that of the source, shifted by its start."""
         dim, start = piece.dim, piece.start
         if not isinstance(start, int):
             raise NotSymbolic(f"starts at {start}")
@@ -143,7 +153,11 @@ class ElementReader:
         return self.at(piece.source, (*coords[:dim], start, *coords[dim:]))
 
     def _leaf(self, node: Node, coords: Coords) -> Element:
-        """Return the element as a function of its coordinates, and add the node to `leaves`."""
+        """Return the element of a tensor of data as an unknown function of its coordinates, and add it to `leaves`.
+
+        An attention op reads a leaf as a vector over queries or over keys, so that its coordinates must be the index of
+        a query or that of a key, besides batch entries and constants. Raises NotSymbolic for others.
+        """
         value, name = node.meta["val"], f"leaf_{node.name}"
         if value.dtype not in LEAF_DTYPES:
             raise NotSymbolic(f"contains {value.dtype} values that do not depend on a position")
@@ -156,9 +170,13 @@ class ElementReader:
         return Ne(element, 0) if value.dtype == torch.bool else ((sympy.true, element),)
 
     def _index(self, coord: sympy.Expr, extent: Any) -> sympy.Symbol | None:
-        """Return the index that a coordinate of a leaf runs over, or None if the coordinate is constant.
+        """Return the index (b, q or k) that a coordinate of a leaf consists of, or None if it is constant.
 
-        Raises NotSymbolic if it may be outside of the extent of its dim.
+        A coordinate may be a query or key index plus an offset, such as q + 1.
+
+        Args:
+            coord: The coordinate.
+            extent: The size of the leaf's dim. Raises NotSymbolic if the coordinate may be outside of it.
         """
         error = NotSymbolic(f"is read at {coord} of {extent}, which is not the index of a query, a key or a batch")
         for index in (QUERY_INDEX, KEY_INDEX):
@@ -173,22 +191,32 @@ class ElementReader:
         return None
 
     def operand(self, x: Any, coords: Coords) -> Element:
-        """Return the element of an operand of a pointwise op; it may broadcast or be a Python scalar."""
+        """Return the element of an operand of a pointwise op at coordinates of the result.
+
+        The operand may broadcast to the result, or be a Python scalar.
+        """
         if not is_tensor(x):
             return as_number(x)
         shape = node_shape(x)
-        return self.at(x, tuple(0 if s == 1 else c for s, c in zip(shape, coords[len(coords) - len(shape) :])))
+        dims = zip(shape, coords[len(coords) - len(shape) :])
+        return self.at(x, tuple(0 if size == 1 else coord for size, coord in dims))
 
     def integer(self, value: Element) -> sympy.Expr:
-        """Return an element as one integer expression. Raises NotSymbolic if it has cases or is no integer."""
-        cases = as_cases(value)
+        """Return an element as one integer expression, such as q + 1, for use as a coordinate.
+
+        Raises NotSymbolic if it has several cases or is no integer.
+        """
+        cases = as_cases(value)  # pairs (condition, number)
         if len(cases) != 1 or not cases[0][1].is_integer:
             raise NotSymbolic("has an operand that is not an integer, or an integer with cases")
         return cases[0][1]
 
 
 def as_number(x: Any) -> Element:
-    """Convert a Python scalar, or the node or symbol of a size, to an element. Raises NotSymbolic for NaN."""
+    """Convert a Python scalar, or the node or symbol of a size, to an element: one case that always holds.
+
+    A bool becomes a condition. Raises NotSymbolic for NaN and other types.
+    """
     if isinstance(x, bool):
         return sympy.true if x else sympy.false
     if isinstance(x, float):
@@ -205,18 +233,18 @@ def as_number(x: Any) -> Element:
 
 
 def as_cases(value: Element) -> Cases:
-    """Return an element as cases of numbers; a condition becomes 1 and 0."""
+    """Return an element as cases, pairs (condition, number); a condition becomes 1 where it holds, else 0."""
     if isinstance(value, tuple):
         return value
     cases = ((value, sympy.Integer(1)), (Not(value), sympy.Integer(0)))
-    return tuple((condition, v) for condition, v in cases if condition != sympy.false)
+    return tuple((condition, number) for condition, number in cases if condition != sympy.false)
 
 
 def as_truth(value: Element) -> Boolean:
     """Return an element as a condition; numbers are true unless they are 0."""
     if not isinstance(value, tuple):
         return value
-    return Or(*(And(condition, Ne(v, 0)) for condition, v in value))
+    return Or(*(And(condition, Ne(number, 0)) for condition, number in value))
 
 
 def cast_element(value: Element, dtype: torch.dtype) -> Element:
@@ -224,27 +252,37 @@ def cast_element(value: Element, dtype: torch.dtype) -> Element:
     if dtype == torch.bool:
         return as_truth(value)
     cases = as_cases(value)
-    for _, v in cases:
-        is_exact_constant = v.is_infinite or (v.is_Integer and (dtype.is_floating_point or abs(v) < 128))
-        # float32 represents every position, but not every value of an integer leaf.
-        may_round = dtype == torch.float32 and v.has(AppliedUndef)
-        if not is_exact_constant and not (v.is_integer and dtype in POSITION_DTYPES and not may_round):
+    for _, number in cases:
+        is_exact_constant = number.is_infinite or (
+            number.is_Integer and (dtype.is_floating_point or abs(number) < 128)  # int8 has numbers up to 127
+        )
+        # float32 represents every position, but not every value of an integer leaf (an applied function).
+        may_round = dtype == torch.float32 and number.has(AppliedUndef)
+        is_exact_position = number.is_integer and dtype in POSITION_DTYPES and not may_round
+        if not is_exact_constant and not is_exact_position:
             raise NotSymbolic(f"may round or overflow in {dtype}")
     return cases
 
 
 def apply_by_cases(function: Callable[..., Any], *values: Element) -> Cases:
-    """Apply a function of numbers to every combination of cases and merge equal results.
+    """Apply a function of numbers to elements: to each combination of their cases.
+
+    Args:
+        function: A function of one number per element.
+        values: The elements.
+
+    Returns:
+        The cases of the result, pairs (condition, number) with distinct numbers.
 
     Raises:
         NotSymbolic: There are more than MAX_CASES results, or a result is NaN.
     """
     conditions: dict[sympy.Expr, Boolean] = {}  # by result
     for combination in itertools.product(*map(as_cases, values)):
-        condition = And(*(c for c, _ in combination))
+        condition = And(*(case_condition for case_condition, _ in combination))
         if condition == sympy.false:
             continue
-        result = sympy.expand(function(*(v for _, v in combination))).subs(_fixed_indices(condition))
+        result = sympy.expand(function(*(number for _, number in combination))).subs(_fixed_indices(condition))
         if result is sympy.nan:
             raise NotSymbolic("contains NaN")
         conditions[result] = Or(conditions.get(result, sympy.false), condition)
@@ -256,15 +294,18 @@ def apply_by_cases(function: Callable[..., Any], *values: Element) -> Cases:
 
 
 def _fixed_indices(condition: Boolean) -> dict[sympy.Symbol, int]:
-    """Return the indices that a condition fixes to one value, as q < 1 does.
+    """Return {index: 0} for the indices that a condition requires to be 0, written as q < 1.
 
-    The caller simplifies the result under the condition with them.
+    The caller substitutes them in the result, which is needed only under the condition.
     """
-    return {i: 0 for i in INDICES if any(term == (i < 1) for term in And.make_args(condition))}
+    return {index: 0 for index in INDICES if any(term == (index < 1) for term in And.make_args(condition))}
 
 
 def select_element(condition: Boolean, yes: Element, no: Element) -> Element:
-    """Return `yes` where the condition holds, else `no`: a condition if both are, else cases."""
+    """Return the element that is `yes` where the condition holds, else `no`.
+
+    It is a condition if `yes` and `no` are conditions, else cases of numbers.
+    """
     if condition in (sympy.true, sympy.false):
         return yes if condition == sympy.true else no
     if not isinstance(yes, tuple) and not isinstance(no, tuple):

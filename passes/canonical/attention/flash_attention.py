@@ -71,15 +71,19 @@ class ReplaceFlashFunctions(RewriteVarlenAttention):
     provides = frozenset({"canonical", "mask predicates"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Replace every Function around flash kernels and every bare kernel, or report why it remains."""
+        """Replace every flash kernel, alone or in an autograd.Function, or report why it remains."""
         calls = [n for n in gm.graph.nodes if n.target is autograd_function_apply or _kernel_name(n) in FLASH_KERNELS]
         return sum(self._rewrite_call(node) for node in calls)
 
     def _rewrite_call(self, node: Node) -> bool:
-        """Replace a Function or a bare kernel; return False for other Functions, and for unsupported ones."""
+        """Replace one call, of a Function around a flash kernel or of a kernel itself.
+
+        Returns False for other Functions and, with a note, for calls that are not supported.
+        """
         bodies = _function_bodies(node)
         if not bodies:
-            kernel, reason = node, None if set(read_results(node)) == {0} else "its log-sum-exp is read"
+            kernel = node
+            reason = None if set(read_results(node)) == {0} else "its log-sum-exp is read"
         else:
             kernels = [n for n in bodies[0].graph.nodes if _kernel_name(n) in FLASH_KERNELS]
             if not kernels:
@@ -101,27 +105,33 @@ class ReplaceFlashFunctions(RewriteVarlenAttention):
     def _inline_forward(self, body: GraphModule, operands: Sequence[Any], kernel: Node, index: int, like: Node) -> Node:
         """Inline the forward of a Function, with attention in place of its kernel, and return one result.
 
+        Autograd then derives the backward from the inlined ops.
+
         Args:
-            body: The forward.
+            body: The graph of the forward.
             operands: The operands of the Function.
             kernel: The kernel in the body.
-            index: The index of the result.
+            index: The index of the result that is read.
             like: The node whose metadata new nodes copy.
         """
         needed = _ancestors(_result_at(body.graph.output_node().args[0], index))
 
         def inline_node(node: Node, values: Mapping[Node, Any]) -> Any:
-            """Copy a node of the body, with attention in place of the kernel; None if the result does not need it."""
+            """Return the value of a node of the body in this graph; None if the result does not need it."""
             if node not in needed or node is kernel:
                 return None
             if node.target is operator.getitem and node.args[0] is kernel:
                 return self._emit_kernel(kernel, values.__getitem__, like)
-            return values[node.args[0]] if node.target in NON_DIFFERENTIABLE else self.copy_call(node, values, like)
+            if node.target in NON_DIFFERENTIABLE:  # a detach in the body must not detach in this graph
+                return values[node.args[0]]
+            return self.copy_call(node, values, like)
 
         return _result_at(interpret_graph(body, operands, inline_node), index)
 
     def _emit_kernel(self, kernel: Node, value_of: Callable[[Node], Any], like: Node) -> Node:
-        """Emit attention with the arguments and the layout of a kernel.
+        """Emit attention with the arguments and the layout of a flash kernel.
+
+        The layout is (B, S, H, D) or, for packed documents, (T, H, D).
 
         Args:
             kernel: The call of the kernel, in this graph or in the body of a Function.
@@ -137,7 +147,7 @@ class ReplaceFlashFunctions(RewriteVarlenAttention):
         if _document_ends(arguments)[0] is not None:
             ends = value_of(arguments["cu_seqlens_q"]), value_of(arguments["cu_seqlens_k"])
             return self.emit_attention((q, k, v), ends, window, scale, like, dropout_p, **options)
-        # Windows are aligned to the last query and the last key, n0 = keys - queries.
+        # Windows are aligned to the last query and the last key: query q is at key n0 + q, where n0 = keys - queries.
         queries, keys = node_shape(q)[1], node_shape(k)[1]
         position, sizes = ("q", []) if is_same_size(queries, keys) else ("(n0 + q)", [self.sizes(keys - queries)])
         predicate = " & ".join(window_predicate(position, *window))
@@ -152,8 +162,13 @@ class ReplaceFlashFunctions(RewriteVarlenAttention):
         return self.compute(aten.transpose.int, (self.compute(target, args, like, options), 1, 2), like)
 
     def _score_options(self, arguments: Mapping[str, Any], value_of: Callable[[Node], Any]) -> dict[str, Any]:
-        """Return the arguments of `sp.masked_attention` for the soft cap and the ALiBi slopes of a kernel."""
-        cap, slopes, options = arguments.get("softcap", 0.0), arguments.get("alibi_slopes"), dict[str, Any]()
+        """Return the arguments of `sp.masked_attention` for the soft cap and the ALiBi slopes of a kernel.
+
+        These are the name of a score function of each pair of query and key, and the slopes, one for each head. The
+        result is {} if the kernel has neither.
+        """
+        cap, slopes = arguments.get("softcap", 0.0), arguments.get("alibi_slopes")
+        options: dict[str, Any] = {}
         score = cap * sympy.tanh(SCORE / cap) if cap else SCORE
         if slopes is not None:
             score -= head_symbol(0) * sympy.Abs(QUERY_INDEX - KEY_INDEX)
@@ -162,9 +177,9 @@ class ReplaceFlashFunctions(RewriteVarlenAttention):
 
 
 def _function_bodies(node: Node) -> list[GraphModule]:
-    """Return the forward and the backward of a Function; no bodies for an operator."""
-    refs = node.args[:2] if node.target is autograd_function_apply else ()
-    modules = [node.graph.owning_module.get_submodule(str(ref.target)) for ref in refs if isinstance(ref, Node)]
+    """Return the graphs of the forward and the backward of an autograd.Function; [] for an operator."""
+    body_nodes = node.args[:2] if node.target is autograd_function_apply else ()
+    modules = [node.graph.owning_module.get_submodule(str(x.target)) for x in body_nodes if isinstance(x, Node)]
     return [module for module in modules if isinstance(module, GraphModule)]
 
 
@@ -174,19 +189,25 @@ def _kernel_name(node: Node) -> str:
 
 
 def _kernel_arguments(kernel: Node) -> Mapping[str, Any]:
-    """Return all arguments of a kernel by name, with the defaults of the others."""
+    """Return all arguments of a kernel by name; arguments that are not passed have their defaults."""
     return OpCall(kernel).args
 
 
 def _document_ends(args: Mapping[str, Any]) -> list[Any]:
-    """Return the ends of query and key documents, or None; FlashAttention-3 has one kernel for both."""
+    """Return the cumulative ends of packed documents, [those of queries, those of keys]; None for no documents.
+
+    They are arguments of the varlen kernel, and of the only kernel of FlashAttention-3.
+    """
     return [args.get(f"cu_seqlens_{x}") for x in "qk"]
 
 
 def _kernel_refusal(kernel: Node) -> str | None:
-    """Return the reason why attention cannot replace a kernel with these arguments, or None."""
+    """Return the reason why attention cannot replace a flash kernel with these arguments, or None.
+
+    READ_ARGUMENTS are supported, IGNORED_ARGUMENTS have no effect on the result, and others must be disabled.
+    """
     args = _kernel_arguments(kernel)
-    q_ends, k_ends = _document_ends(args)
+    q_ends, k_ends = _document_ends(args)  # None without packed documents
     if (q_ends is None) != (k_ends is None):
         return "only one of queries and keys has documents"
     other_args = [name for name in args if name not in READ_ARGUMENTS | IGNORED_ARGUMENTS]
@@ -196,19 +217,23 @@ def _kernel_refusal(kernel: Node) -> str | None:
     slopes = args.get("alibi_slopes")
     if slopes is not None:
         queries, keys = (node_shape(args[name])[1] for name in "qk")
-        has_equal_lengths = q_ends is k_ends if q_ends is not None else is_same_size(queries, keys)
+        has_equal_lengths = is_same_size(queries, keys) if q_ends is None else q_ends is k_ends
         if len(node_shape(slopes)) != 1 or not has_equal_lengths:
             return "its slopes differ between batch entries, or the numbers of keys and queries differ"
     return None
 
 
-def _function_refusal(kernels: Sequence[Node], bodies: Sequence[GraphModule], read: Collection[int]) -> str | None:
-    """Return the reason why a Function is not one kernel and its derivative, or None if it is.
+def _function_refusal(
+    kernels: Sequence[Node], bodies: Sequence[GraphModule], read_indices: Collection[int]
+) -> str | None:
+    """Return the reason why a Function is not one flash kernel and its derivative, or None if it is.
+
+    Attention with autograd's derivative can replace only such a Function.
 
     Args:
-        kernels: The forward kernels.
+        kernels: The flash kernels in its forward.
         bodies: The forward and the backward of the Function.
-        read: The indices of the results that are read.
+        read_indices: The indices of the results that are read.
     """
     forward, backward = bodies
     # One forward kernel and the backward kernel of the same name, with the same options.
@@ -228,7 +253,7 @@ def _function_refusal(kernels: Sequence[Node], bodies: Sequence[GraphModule], re
         if node.op == "call_function" and not is_kernel_part and node_packet(node) not in MOVE_TARGETS:
             return f"it contains another op ({node.target})"
     # Only the first result of the kernel is read, and all inputs that it is computed from have a gradient.
-    results = [_result_at(forward.graph.output_node().args[0], index) for index in read]
+    results = [_result_at(forward.graph.output_node().args[0], index) for index in read_indices]
     if len(results) != 1 or any(n.args[1] != 0 for n in _ancestors(results[0]) & set(kernel.users)):
         return "its log-sum-exp is read"
     gradients = zip(forward.graph.find_nodes(op="placeholder"), backward.graph.output_node().args[0])
@@ -239,7 +264,11 @@ def _function_refusal(kernels: Sequence[Node], bodies: Sequence[GraphModule], re
 
 
 def _result_at(output: Any, index: int) -> Any:
-    """Return one result of the forward of a Function; torch 2.11 also returns all values of the body."""
+    """Return the result of the Function at an index, as a node of its forward.
+
+    `output` is what the forward returns: (results, saved values). In torch 2.11, the results are all values of the
+    body, so that `index` selects the right one.
+    """
     results = output[0]
     return results[index] if isinstance(results, tuple | list) else results
 

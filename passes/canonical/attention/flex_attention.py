@@ -87,9 +87,9 @@ class RewriteFlexAttention(RewriteMasks):
     provides = frozenset({"canonical", "fused attention"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Replace every call of flex_attention whose mask_mod and score_mod are functions of single pairs."""
+        """Replace every call of flex_attention whose mask_mod and score_mod are functions of one query and one key."""
         self.mask_nodes: list[Node] = []  # inlined masks, which are erased at the end
-        self._nodes_with_fills: set[Node] | None = None  # nodes that may contain fills, if computed
+        self._nodes_with_fills: set[Node] | None = None  # nodes that may contain fills, computed at the first use
         calls = self.graph.find_nodes(op="call_function", target=flex_attention_op)
         for node in calls:
             _inline_numbers(_FlexCall(*node.args).score_body)
@@ -99,7 +99,7 @@ class RewriteFlexAttention(RewriteMasks):
         return changes
 
     def _rewrite_call(self, node: Node) -> bool:
-        """Replace one call; return False, and report the reason, if it remains."""
+        """Replace one call of flex_attention; return False, and report the reason, if it remains."""
         try:
             reason = self._refusal(node)
             if reason is None:
@@ -111,12 +111,18 @@ class RewriteFlexAttention(RewriteMasks):
         return reason is None
 
     def _parse_conditions(self, node: Node) -> tuple[AttentionMask, list[GraphModule]]:
-        """Return the mask of the conditions that have a predicate, and the bodies of the other conditions."""
-        body, masks, other_conditions = _FlexCall(*node.args).mask_body, list[AttentionMask](), list[GraphModule]()
+        """Return the mask of the conditions that have a predicate, and the graphs of the other conditions.
+
+        A mask_mod is an `and` of conditions. One without a predicate, such as a lookup in a table of pairs, becomes a
+        part of the score function.
+        """
+        body = _FlexCall(*node.args).mask_body
         try:
             return self._parse_mask_body(node, body), []
         except NotSymbolic:
             pass
+        masks: list[AttentionMask] = []
+        other_conditions: list[GraphModule] = []
         for condition in split_conditions(body):
             try:
                 masks.append(self._parse_mask_body(node, condition))
@@ -125,25 +131,30 @@ class RewriteFlexAttention(RewriteMasks):
         return intersect_masks(masks, _scores_shape(node)), other_conditions
 
     def _write_score(self, node: Node, conditions: list[GraphModule]) -> ScoreOperands:
-        """Return the score function of the score_mod, -inf where a condition without a predicate fails.
+        """Register the score function of the score_mod, which is -inf where one of the conditions fails.
 
-        Raises NotSymbolic or SpError if there is none.
+        Returns its name and the vectors and tables that it reads. Raises NotSymbolic or SpError if there is none.
         """
-        # Sinks take their share of a row's weights; fills take none.
-        is_fill = self._may_contain_fills if _match_sinks(node) is None else None
         call = _FlexCall(*node.args)
+        # A row of finite fills attends to all keys equally, unless sinks take all of its weight.
+        is_fill = self._may_contain_fills if _match_sinks(node) is None else None
         return write_score(call.score_body, call.score_captured, conditions, call.mask_captured, self, node, is_fill)
 
     def _may_contain_fills(self, value: Node) -> bool:
-        """Return True if a value that a score function reads may contain fills; those nodes are found once."""
+        """Return True if a value that a score function reads may contain fills, large negative finite numbers."""
         if self._nodes_with_fills is None:
             self._nodes_with_fills = fill_nodes(self.graph.owning_module)
         return value.meta["val"].is_floating_point() and value in self._nodes_with_fills
 
     def _replace_call(self, node: Node, mask: AttentionMask, conditions: list[GraphModule]) -> None:
-        """Replace a call by attention with a mask and a score function for the other conditions.
+        """Replace a call by attention with a mask and a score function.
 
         Raises NotSymbolic or SpError, and leaves the graph unchanged, if no predicate describes the mask.
+
+        Args:
+            node: The call of flex_attention.
+            mask: The mask of the conditions that have a predicate.
+            conditions: The graphs of the other conditions, which become a part of the score function.
         """
         q, k, v, *_ = node.args
         sink_attention, results = _match_sinks(node), read_results(node)
@@ -151,7 +162,7 @@ class RewriteFlexAttention(RewriteMasks):
         options = {"scale": _FlexCall(*node.args).scale, "enable_gqa": not is_same_size(query_heads, key_heads)}
         with self.graph.inserting_before(node):
             score = self._write_score(node, conditions)
-        # Emit attention without a mask, in one of three forms, and let the readers of the call's results read it.
+        # Emit attention without a mask, in one of three forms, and map each result of the call to its replacement.
         masked_call = torch.ops.sp.masked_attention.default, (q, k, v, [], [], [], "", 0.0, *options.values())
         with self.graph.inserting_before(node if sink_attention is None else sink_attention.result):
             if sink_attention is not None:
@@ -164,25 +175,29 @@ class RewriteFlexAttention(RewriteMasks):
             else:
                 attention = self.compute(aten.scaled_dot_product_attention.default, (q, k, v, None), node, options)
                 replacements = {results[0]: attention}
-        for result, fresh in replacements.items():
-            fresh.meta["val"] = result.meta["val"]
-            result.replace_all_uses_with(fresh)
+        for result, replacement in replacements.items():
+            replacement.meta["val"] = result.meta["val"]
+            result.replace_all_uses_with(replacement)
         # Set its mask, or restore the graph if no predicate describes it.
         try:
             self.set_mask(attention, mask, score)
         except (NotSymbolic, SpError):
-            for result, fresh in replacements.items():
-                fresh.replace_all_uses_with(result)
+            for result, replacement in replacements.items():
+                replacement.replace_all_uses_with(result)
             self.drop(*(x for x in replacements.values() if x is not attention))
             self.erase([attention])
             self.drop(*score.heads, *score.tables)
             raise
-        self.erase([node, *results.values(), *([] if sink_attention is None else sink_attention.chain[1:])])
+        sink_nodes = [] if sink_attention is None else sink_attention.chain[1:]  # chain[0] is among the results
+        self.erase([node, *results.values(), *sink_nodes])
 
     def _split_lse(self, attention: Node, results: dict[int, Node], node: Node) -> dict[Node, Node]:
-        """Map each result that is read to its part of attention with lse=True, (B, H, Q, E + 1).
+        """Map each result of the call that is read, the output and the log-sum-exp, to its replacement.
 
-        torch's log-sum-exps are in base 2.
+        Args:
+            attention: sp.masked_attention with lse=True, (B, H, Q, E + 1): the last column is the log-sum-exp.
+            results: The results of the call by index; 1, the log-sum-exp, is among them.
+            node: The call of flex_attention.
         """
         replacements: dict[Node, Node] = {}
         width, dim = node_shape(_FlexCall(*node.args).v)[3], attention.meta["val"].ndim - 1
@@ -190,15 +205,25 @@ class RewriteFlexAttention(RewriteMasks):
             out = self.compute(aten.slice.Tensor, (attention, dim, 0, self.sizes(width)), node)
             replacements[results[0]] = self.cast(out, results[0].meta["val"].dtype, node)
         lse = self.compute(aten.select.int, (attention, dim, self.sizes(width)), node)
+        # flex_attention's log-sum-exps are in base 2
         replacements[results[1]] = self.compute(aten.mul.Tensor, (lse, 1 / math.log(2)), node)
         return replacements
 
     def _parse_mask_body(self, node: Node, body: GraphModule) -> AttentionMask:
-        """Return the mask of a mask_mod, or of a part of one, for all indices. Raises NotSymbolic or SpError."""
+        """Return the mask that a mask_mod computes, or one condition of it.
+
+        Args:
+            node: The call of flex_attention.
+            body: The graph of the function of b, h, q, k and captured values.
+
+        Raises:
+            NotSymbolic: No predicate describes the mask.
+            SpError: The graph cannot compute a size.
+        """
         shape, captured = _scores_shape(node), _FlexCall(*node.args).mask_captured
 
         def parse() -> AttentionMask:
-            """Inline the mask function and parse its result."""
+            """Emit the function's result for all indices at once, and parse it as a mask tensor."""
             options = {"dtype": torch.int64, "device": node.args[0].meta["val"].device}
             with self.graph.inserting_before(node):
                 indices = [self.compute(aten.arange.default, (self.sizes(n),), node, options) for n in shape]
@@ -209,7 +234,7 @@ class RewriteFlexAttention(RewriteMasks):
         return self.share_mask((body.code, *captured, shape), parse)
 
     def _refusal(self, node: Node) -> str | None:
-        """Return a reason against the rewrite that needs no analysis of the mask, or None."""
+        """Return the reason why attention cannot replace a call, from its arguments and readers, or None."""
         call = _FlexCall(*node.args)
         qkv = (call.q, call.k, call.v)
         if 2 in read_results(node):
@@ -217,18 +242,22 @@ class RewriteFlexAttention(RewriteMasks):
         dtypes = {x.meta["val"].dtype for x in qkv}
         if len(dtypes) > 1 or not has_same_leading_dims([node_shape(x) for x in qkv], grouped=True):
             return "q, k and v have different dtypes or batch sizes"
-        mask_result = call.mask_body.graph.output_node().args[0]
-        if constant_value(mask_result) is not None and call.block_mask[-2] != NO_MASK_BLOCK_SIZE:
+        mask_result, block_size = call.mask_body.graph.output_node().args[0], call.block_mask[-2]
+        # A constant mask_mod with tables of blocks, which are not those that torch builds without a BlockMask.
+        if constant_value(mask_result) is not None and block_size != NO_MASK_BLOCK_SIZE:
             return "its BlockMask has tables in place of a mask_mod, which no predicate expresses"
         return None
 
     def _inline_body(self, body: GraphModule, operands: list[Any], like: Node) -> Node:
-        """Emit the result of a mask body for all indices b, h, q and k at once.
+        """Emit the result of a mask function for all indices b, h, q and k at once, a tensor (B, H, Q, K).
 
-        It is a tensor (B, H, Q, K), which the caller parses.
+        Args:
+            body: The graph of the function.
+            operands: The vectors of all indices b, h, q and k, and captured values.
+            like: The node whose metadata new nodes copy.
         """
         function: Any = body
-        for dim in reversed(range(4)):
+        for dim in reversed(range(4)):  # map over one vector of indices after the other, b outermost
             function = torch.vmap(function, in_dims=tuple(0 if i == dim else None for i in range(len(operands))))
         values = [x.meta["val"] if isinstance(x, Node) else x for x in operands]
         batched_body = trace_function(function, values)
@@ -238,15 +267,16 @@ class RewriteFlexAttention(RewriteMasks):
 
 
 def _match_sinks(node: Node) -> SinkAttention | None:
-    """Return the attention with sinks if only sinks read the log-sum-exp, else None.
+    """Return the attention with sinks that a call of flex_attention and its readers compute, or None.
 
-    The log-sum-exp of torch's op has base 2.
+    It is out * sigmoid(lse - sinks), as `match_lse_sinks` describes, and nothing else reads the log-sum-exp.
     """
     results = read_results(node)
-    (natural_lse,) = results[1].users if set(results) == {0, 1} and len(results[1].users) == 1 else (None,)
-    if natural_lse is None or natural_lse.target is not aten.mul.Tensor:
+    if set(results) != {0, 1} or len(results[1].users) != 1:
         return None
-    if natural_lse.args != (results[1], math.log(2)):
+    # The log-sum-exp of torch's op has base 2; FlexAttention multiplies it by ln(2).
+    (natural_lse,) = results[1].users
+    if natural_lse.target is not aten.mul.Tensor or natural_lse.args != (results[1], math.log(2)):
         return None
     attention = match_lse_sinks(results[0], natural_lse)
     return None if attention is None else replace(attention, chain=(results[1], *attention.chain))
@@ -259,16 +289,16 @@ def _scores_shape(node: Node) -> tuple[Size, ...]:
 
 
 def _graph_body(ref: Node) -> GraphModule:
-    """Return the module of a get_attr node: the body of a mask_mod or a score_mod."""
+    """Return the graph of a mask_mod or a score_mod, to which a get_attr node refers."""
     module = ref.graph.owning_module.get_submodule(ref.target)
     assert isinstance(module, GraphModule), ref
     return module
 
 
 def _inline_numbers(body: GraphModule) -> None:
-    """Replace constant 0-dim tensors of a body by aten.full, in place.
+    """Replace constant 0-dim tensors in the graph of a mask_mod or score_mod by aten.full, in place.
 
-    For example, documents[0] is traced as the row with the index tensor(0).
+    Such a tensor is the index in documents[0], for example. Passes read the value of aten.full from the graph.
     """
     for node in body.graph.find_nodes(op="get_attr"):
         constant = operator.attrgetter(node.target)(body)

@@ -45,15 +45,15 @@ class GroupKeyHeads(CanonicalPass):
         return changes
 
     def _group(self, node: Node) -> bool:
-        """Let an attention read the heads before the repetition, with enable_gqa.
+        """Replace the keys and values of an attention by those before each head was repeated, with enable_gqa.
 
-        Returns False if no repetition can be removed.
+        Returns False if they are not repeated, or not in the order that enable_gqa repeats them.
         """
         call = OpCall(node)
         if call["enable_gqa"] or call.ndim() != 4:
             return False
         key, value = (_unrepeated_heads(operand) or self._undo_repeat(operand) for operand in call.operands[1:3])
-        tiled = [x for x in call.operands[1:3] if _is_tiled(x)]
+        tiled = [x for x in call.operands[1:3] if _is_tiled(x)]  # repeated as a list: h0, h1, h0, h1
         if tiled:
             reason = "it repeats the list of heads, and grouped heads need repeat_interleave"
             self.note_refusal(tiled[0], f"keys or values are sent with every copy of a head: {reason}")
@@ -68,10 +68,11 @@ class GroupKeyHeads(CanonicalPass):
         return True
 
     def _undo_repeat(self, node: Node) -> Node | None:
-        """Emit the heads of one sequence before a program repeated each of them, from any order of its dims.
+        """Emit the keys or values (1, heads, S, D) of one sequence before a program repeated each head of them.
 
-        The node is reshape(permute(expand(x))): x has a dim of size 1 that is expanded and moved after the heads. The
-        result is (1, heads, S, D), or None for any other node.
+        The node must be reshape(permute(expand(x))), where x has a dim of size 1 that is expanded and moved after the
+        heads, for example (S, h, 1, D) -> (S, h, r, D) -> (h, r, S, D) -> (1, h * r, S, D). For other nodes, the result
+        is None.
         """
         permuted = skip_reshapes(node)
         expanded = value_origin(permuted.args[0]) if permuted.target is aten.permute.default else None
@@ -81,16 +82,16 @@ class GroupKeyHeads(CanonicalPass):
         before, after = node_shape(x), node_shape(expanded)
         if len(before) != len(after):
             return None
-        repeated_dims = [d for d, (a, b) in enumerate(zip(before, after)) if not is_same_size(a, b)]
+        expanded_dims = [d for d, (a, b) in enumerate(zip(before, after)) if not is_same_size(a, b)]
         batch, heads, length, width = node_shape(node)
-        if len(repeated_dims) != 1 or not is_same_size(batch, 1):
+        if len(expanded_dims) != 1 or not is_same_size(batch, 1):
             return None
-        # Permuted: (heads of x, times, S, D)
-        shape, times_dim = node_shape(permuted), order.index(repeated_dims[0])
-        num_heads = size_product(shape[:times_dim])
-        if not is_same_shape(shape[times_dim + 1 :], (length, width)):
+        # The permuted shape must be (dims of the heads of x, r, S, D).
+        shape, repeats_dim = node_shape(permuted), order.index(expanded_dims[0])
+        num_heads = size_product(shape[:repeats_dim])
+        if not is_same_shape(shape[repeats_dim + 1 :], (length, width)):
             return None
-        if not is_same_size(num_heads * shape[times_dim], heads):
+        if not is_same_size(num_heads * shape[repeats_dim], heads):
             return None
         with self.graph.inserting_before(permuted):
             unrepeated = self.compute(aten.permute.default, (x, list(order)), permuted)
@@ -98,11 +99,15 @@ class GroupKeyHeads(CanonicalPass):
 
 
 def _unrepeated_heads(node: Node) -> Node | None:
-    """Return x if the node repeats every head of x r times in place: (B, h, S, D) -> (B, h*r, S, D)."""
+    """Return x if the node repeats every head of x r times in place: (B, h, S, D) -> (B, h*r, S, D); else None.
+
+    It is a repeat_interleave, or reshape(expand(x[:, :, None], (B, h, r, S, D))).
+    """
     node = value_origin(node)
     if node.target is aten.repeat_interleave.self_int:
         call = OpCall(node)
-        return call.operands[0] if call["dim"] is not None and call.dim() == call.ndim() + HEADS_DIM else None
+        repeats_heads = call["dim"] is not None and call.dim() == call.ndim() + HEADS_DIM
+        return call.operands[0] if repeats_heads else None
     expanded = skip_reshapes(node)
     if expanded.target is not aten.expand.default or expanded.meta["val"].ndim != 5:
         return None
@@ -113,7 +118,7 @@ def _unrepeated_heads(node: Node) -> Node | None:
     if not is_same_shape(node_shape(node), (batch, heads * repeats, length, width)):
         return None
     source = value_origin(source)
-    while not is_same_shape(node_shape(source), (batch, heads, length, width)):
+    while not is_same_shape(node_shape(source), (batch, heads, length, width)):  # go back through unsqueeze or views
         if not keeps_order(source):
             return None
         source = value_origin(move_source(source))
@@ -121,7 +126,10 @@ def _unrepeated_heads(node: Node) -> Node | None:
 
 
 def _is_tiled(node: Node) -> bool:
-    """Return True for tiled heads, which cannot be grouped, so that the caller reports them."""
+    """Return True if the node repeats several heads as a list, h0, h1, h0, h1, as `x.repeat(1, 2, 1, 1)` does.
+
+    enable_gqa repeats each head in place, h0, h0, h1, h1, so that such heads cannot be grouped.
+    """
     node = value_origin(node)
     if node.target is not aten.repeat.default or node.meta["val"].ndim != 4:
         return False

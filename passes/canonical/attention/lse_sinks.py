@@ -39,20 +39,23 @@ class SinkAttention:
 
 
 def match_lse_sinks(out: Node, lse: Node) -> SinkAttention | None:
-    """Match sinks on the output of an attention, so that one op with sinks can replace both.
+    """Match out * sigmoid(lse - sinks), and its other forms, so that one attention with sinks can replace it.
+
+    A sink is a learned logit per head that takes a share of the weights of each query and has no value. The factor of
+    `out` is the share that the keys have.
 
     Args:
-        out: (B, H, Q, E), the result of the attention.
-        lse: (B, H, Q), its log-sum-exp, without other readers.
+        out: (B, H, Q, E), the result of an attention.
+        lse: (B, H, Q), its log-sum-exp.
 
     Returns:
-        The attention with sinks, or None.
+        The attention with sinks; None for another use of `out`, or if the log-sum-exp has another reader.
     """
     (result,) = out.users if len(out.users) == 1 else (None,)
     if result is None or result.target is not aten.mul.Tensor or not is_only_read_by(lse, result):
         return None
     share = next((x for x in OpCall(result).operands if x is not out), None)
-    rows = node_shape(out)[:-1]
+    rows = node_shape(out)[:-1]  # (B, H, Q)
     if share is None or len(rows) != 3 or not is_same_shape(node_shape(share), (*rows, 1)):
         return None
     sinks = _match_share_sinks(_strip_moves(share), lse, rows)
@@ -61,17 +64,17 @@ def match_lse_sinks(out: Node, lse: Node) -> SinkAttention | None:
 
 
 def _strip_moves(x: Node) -> Node:
-    """Return the value before casts, copies and changes of shape, which do not matter to the sinks."""
+    """Return the value before casts, copies and changes of shape, in any number."""
     return skip_ops(x, lambda n: is_cast_op(n) or is_copy(n) or keeps_order(n))
 
 
 def _match_share_sinks(share: Node, lse: Node, rows: tuple[Size, ...]) -> SinkValue | None:
-    """Return the sinks s in a share sigmoid(lse - s) or exp(lse - logsumexp([lse, s])), or None.
+    """Return the sinks s in sigmoid(lse - s) or exp(lse - logsumexp([lse, s])), or None for another value.
 
     Args:
-        share: The factor of the attention.
+        share: The factor of the attention's result: the share of the weights that the keys have.
         lse: The log-sum-exp of the attention.
-        rows: The shape (B, H, Q) of the rows.
+        rows: The shape (B, H, Q) of the queries.
     """
     difference = _strip_moves(share.args[0]) if share.target in (aten.sigmoid.default, aten.exp.default) else None
     if difference is None or difference.target is not aten.sub.Tensor or OpCall(difference)["alpha"] != 1:
@@ -80,18 +83,25 @@ def _match_share_sinks(share: Node, lse: Node, rows: tuple[Size, ...]) -> SinkVa
     if _strip_moves(row_lse) is not lse or not is_tensor(sinks):
         return None
     shape = node_shape(row_lse)
-    if not is_same_shape(shape, rows) and not is_same_shape(shape, (*rows, 1)):  # regrouping may mix dims
+    if not is_same_shape(shape, rows) and not is_same_shape(shape, (*rows, 1)):  # another shape may mix the dims
         return None
     if share.target is aten.exp.default:
         sinks = _match_joined_sinks(sinks, lse, len(shape))
         if sinks is None:
             return None
+    # The sinks broadcast to `shape`, so that they may lack its first dims.
     coords = (BATCH_INDEX, HEAD_INDEX, QUERY_INDEX, 0)[: len(shape)]
     return match_sink_value(sinks, coords[len(shape) - sinks.meta["val"].ndim :], rows[:2])
 
 
 def _match_joined_sinks(total: Node, lse: Node, ndim: int) -> Node | None:
-    """Return s if the total is logsumexp(cat([lse, s], -1), -1, keepdim=True) of two columns, else None."""
+    """Return s if the total is logsumexp(cat([lse, s], -1), -1, keepdim=True), else None.
+
+    Args:
+        total: The value that may have this form.
+        lse: The log-sum-exp of the attention.
+        ndim: The number of dims of the value from which the total is subtracted, of which the last one has size 1.
+    """
     if total.target is not aten.logsumexp.default or not OpCall(total)["keepdim"]:
         return None
     joined = OpCall(total).operands[0]
@@ -101,6 +111,6 @@ def _match_joined_sinks(total: Node, lse: Node, ndim: int) -> Node | None:
     parts = OpCall(joined).operands
     if len(parts) != 2 or [d % ndim for d in OpCall(total)["dim"]] != [last_dim]:
         return None
-    if not all(is_same_size(node_shape(x)[-1], 1) for x in parts):
+    if not all(is_same_size(node_shape(x)[-1], 1) for x in parts):  # one column each
         return None
     return next((x for x in parts if _strip_moves(x) is not lse), None)

@@ -46,7 +46,10 @@ CAUSAL_CONDITION = sympy.Le(KEY_INDEX, QUERY_INDEX)
 
 @dataclass
 class AttentionMask:
-    """Mask as a condition over the indices; functions of coordinates represent the leaves."""
+    """Mask as a condition over the indices b, h, q and k, such as (k <= q) & Ne(leaf_padding(b, k), 0).
+
+    A leaf is a tensor of data, here `padding`, which the condition reads as a function of indices.
+    """
 
     allowed: Boolean  # condition under which a query attends to a key
     box: IndexBox  # extents of the indices, for proofs
@@ -55,7 +58,7 @@ class AttentionMask:
 
 
 def try_parse_mask(node: Node, shape: tuple[Size, ...], absorbs_fills: bool = False) -> AttentionMask | None:
-    """Parse a mask, or return None if it has no predicate. See `parse_mask`."""
+    """Return the result of `parse_mask`, or None if no predicate describes the mask."""
     try:
         return parse_mask(node, shape, absorbs_fills)
     except NotSymbolic:
@@ -63,12 +66,15 @@ def try_parse_mask(node: Node, shape: tuple[Size, ...], absorbs_fills: bool = Fa
 
 
 def parse_mask(node: Node, shape: tuple[Size, ...], absorbs_fills: bool = False) -> AttentionMask:
-    """Parse a mask into a condition over its indices.
+    """Parse a mask tensor into the condition under which a query attends to a key.
+
+    arange(S)[:, None] >= arange(S), for example, is the condition k <= q.
 
     Args:
         node: The mask, broadcastable to `shape`; bool, or floats that are added to the scores.
         shape: The shape of the scores, (B, H, Q, K) or (B, Q, K).
-        absorbs_fills: True if finite fills remove all weight even from rows of fills; see `masks_all_weight`.
+        absorbs_fills: True if fills, large negative numbers, have the effect of -inf even in a row of fills only; see
+            `masks_all_weight`.
 
     Returns:
         The mask.
@@ -95,6 +101,7 @@ def parse_bias(
     Returns:
         The mask, and the score function with its per-head vectors; or None.
     """
+    # A bias with one row or column is no larger than the vectors that would replace it.
     if len(shape) != 4 or len(node_shape(node)) < 2 or any(s == 1 for s in node_shape(node)[-2:]):
         return None
     try:
@@ -108,28 +115,33 @@ def parse_bias(
 
 
 def _mask_coordinates(node: Node, shape: tuple[Size, ...]) -> tuple[ElementReader, list[Any]]:
-    """Return a reader of elements, and the coordinates of a mask's element for the indices of the scores."""
+    """Return a reader of elements, and the coordinates at which the scores read a mask that broadcasts to them.
+
+    For a mask (B, 1, 1, K), the coordinates are (b, 0, 0, k).
+    """
     mask_shape = node_shape(node)
     if len(shape) not in (3, 4) or len(mask_shape) > len(shape):
         raise NotSymbolic(f"scores of {len(shape)} dims, a mask of {len(mask_shape)}")
-    indices = [i for i in INDICES if i != HEAD_INDEX or len(shape) == 4]
+    indices = [index for index in INDICES if index != HEAD_INDEX or len(shape) == 4]  # one for each dim of the scores
     extent: dict[sympy.Symbol, Size] = {**dict.fromkeys(INDICES, 1), **dict(zip(indices, shape))}
-    coords = [0 if s == 1 else i for s, i in zip(mask_shape, indices[len(shape) - len(mask_shape) :])]
+    mask_indices = indices[len(shape) - len(mask_shape) :]
+    coords = [0 if size == 1 else index for size, index in zip(mask_shape, mask_indices)]
     return ElementReader(IndexBox(extent), extent), coords
 
 
 def _checked_mask(positions: ElementReader, allowed: Boolean, needs_key_per_query: bool) -> AttentionMask:
-    """Return a simplified condition as a mask. Raises NotSymbolic if a predicate cannot express it.
+    """Simplify a condition, and return it as a mask. Raises NotSymbolic if a predicate cannot express it.
 
     Args:
-        positions: The reader of the condition's leaves.
-        allowed: The condition.
+        positions: The reader that has derived the condition and knows its leaves, the tensors of data in it.
+        allowed: The condition under which a query attends to a key.
         needs_key_per_query: True if every query must provably attend to some key, since fills are finite.
     """
     allowed = positions.box.simplify(sympy.to_nnf(allowed, simplify=False))
     mask = AttentionMask(allowed, positions.box, positions.leaves, positions.sizes)
     if allowed == sympy.false:
         raise NotSymbolic("no query attends to any key")
+    # Leaves may have a batch dim; the condition itself may not depend on b and h.
     without_leaves = allowed.xreplace({leaf: sympy.Integer(0) for leaf in allowed.atoms(AppliedUndef)})
     if without_leaves.free_symbols & {BATCH_INDEX, HEAD_INDEX}:
         raise NotSymbolic("it differs between heads or batches")
@@ -139,7 +151,15 @@ def _checked_mask(positions: ElementReader, allowed: Boolean, needs_key_per_quer
 
 
 def intersect_masks(masks: Sequence[AttentionMask], shape: tuple[Size, ...]) -> AttentionMask:
-    """Return the intersection of masks of scores (B, H, Q, K); without masks, all pairs are allowed."""
+    """Return the mask that allows what all masks allow; without masks, it allows all pairs of query and key.
+
+    Args:
+        masks: The masks.
+        shape: The shape (B, H, Q, K) of the scores.
+
+    Raises:
+        NotSymbolic: It allows no pair.
+    """
     extent = dict(zip(INDICES, shape))
     positions = ElementReader(IndexBox(extent), extent)
     positions.leaves = {name: leaf for mask in masks for name, leaf in mask.leaves.items()}
@@ -147,18 +167,19 @@ def intersect_masks(masks: Sequence[AttentionMask], shape: tuple[Size, ...]) -> 
 
 
 def require_all_heads(mask: AttentionMask) -> AttentionMask:
-    """Return the mask if it holds for all heads and batch entries, else raise NotSymbolic.
-
-    The error is that of printing the mask.
-    """
+    """Return the mask unchanged, or raise NotSymbolic if its condition differs between heads or batch entries."""
     _print_predicate(MaskPrinter(), mask)
     return mask
 
 
 def _print_predicate(printer: MaskPrinter, mask: AttentionMask) -> Boolean:
-    """Return the predicate of a mask in the symbols of a printer, which records its leaves and sizes.
+    """Return the condition of a mask with a symbol row0, col0 or n0, ... for each leaf and size.
 
     Raises NotSymbolic if it needs the index of a head or a batch entry.
+
+    Args:
+        printer: An empty printer, which records the leaves and sizes.
+        mask: The mask.
     """
     predicate = printer.rename_symbols(mask.allowed)
     if predicate.free_symbols & {BATCH_INDEX, HEAD_INDEX}:
@@ -167,7 +188,10 @@ def _print_predicate(printer: MaskPrinter, mask: AttentionMask) -> Boolean:
 
 
 def keeps_a_key(node: Node, shape: tuple[Size, ...]) -> bool:
-    """Return True if a bias provably adds 0 to some key of every query and at most 0 to the others."""
+    """Return True if a bias provably adds 0 to some score of every query, and 0 or a negative number to the others.
+
+    Its fills then remove weight as a mask of -inf does, because no row consists of fills only.
+    """
     try:
         positions, coords = _mask_coordinates(node, shape)
         allowed, _ = _allowed_condition(positions.at(node, coords), max_fill=0)
@@ -178,23 +202,28 @@ def keeps_a_key(node: Node, shape: tuple[Size, ...]) -> bool:
 
 
 def _allowed_condition(value: Element, max_fill: float = MAX_FILL) -> tuple[Boolean, bool]:
-    """Return (condition for attention, True if the other scores get a finite fill) of a mask's element.
+    """Return the condition under which attention is allowed, and whether the other scores get a finite fill.
 
-    Raises NotSymbolic for other numbers than 0 and fills, which are at most `max_fill`.
+    Args:
+        value: The element of a mask: a condition, or pairs (condition, number that is added to the score).
+        max_fill: The greatest number that is a fill. Raises NotSymbolic for other numbers than 0 and fills.
     """
     if not isinstance(value, tuple):
         return value, False
-    if not all(v == 0 or (v.is_number and v <= max_fill) for _, v in value):
+    if not all(number == 0 or (number.is_number and number <= max_fill) for _, number in value):
         raise NotSymbolic(f"a bias of other numbers than 0 and fills from {MAX_FILL:g} down, such as -inf")
-    allowed = next((condition for condition, v in value if v == 0), sympy.false)
-    return allowed, any(v.is_finite for _, v in value if v != 0)
+    allowed = next((condition for condition, number in value if number == 0), sympy.false)
+    return allowed, any(number.is_finite for _, number in value if number != 0)
 
 
 def has_key_per_query(mask: AttentionMask) -> bool:
-    """Return True if every query provably attends to its own, the first or the last key."""
-    queries, keys = (sympy.sympify(mask.extent[index]) for index in (QUERY_INDEX, KEY_INDEX))
-    candidates = [sympy.Integer(0), keys - 1]
-    if mask.box.is_nonnegative(keys - queries):  # every query has a key at its own position
+    """Return True if every query provably attends to some key: the one at its position, the first, or the last one.
+
+    Then no row consists of fills only, so that finite fills have the effect of -inf.
+    """
+    num_queries, num_keys = (sympy.sympify(mask.extent[index]) for index in (QUERY_INDEX, KEY_INDEX))
+    candidates = [sympy.Integer(0), num_keys - 1]
+    if mask.box.is_nonnegative(num_keys - num_queries):  # every query has a key at its own position
         candidates.insert(0, QUERY_INDEX)
     return any(mask.box.simplify(mask.allowed.subs(KEY_INDEX, key)) == sympy.true for key in candidates)
 
@@ -208,11 +237,15 @@ class MaskPrinter:
     sizes: list[sympy.Expr] = field(default_factory=list)  # sizes, named n0, n1, ...
 
     def rename_symbols(self, e: Any) -> Any:
-        """Return the expression with a symbol row0, col0 or n0, ... for each leaf and size."""
-        if isinstance(e, AppliedUndef):
+        """Return the expression with a symbol row0, col0 or n0, ... for each leaf and size.
+
+        leaf_doc(b, k) + S, for example, becomes col0 + n0.
+        """
+        if isinstance(e, AppliedUndef):  # a leaf
             leaves, prefix = (self.rows, "row") if e.has(QUERY_INDEX) else (self.cols, "col")
             return self._symbol(leaves, e, prefix)
-        if e in INDICES or not (e.args or e.is_Symbol):
+        is_number_or_constant = not (e.args or e.is_Symbol)
+        if e in INDICES or is_number_or_constant:
             return e
         # The terms without an index or a leaf, if they are not only a number, become one size: S + 3 -> n0.
         terms = sympy.Add.make_args(e) if isinstance(e, sympy.Expr) else ()
@@ -223,7 +256,7 @@ class MaskPrinter:
         return e.func(*(self.rename_symbols(a) for a in e.args))
 
     def _symbol(self, values: list[Any], e: Any, prefix: str) -> sympy.Symbol:
-        """Return the symbol of an expression, a prefix and its index in `values`; it is added if it is new."""
+        """Return the symbol for an expression: a prefix and its index in the list `values`, to which it is added."""
         if e not in values:
             values.append(e)
         return sympy.Symbol(f"{prefix}{values.index(e)}", integer=True)
@@ -237,9 +270,10 @@ class RewriteMasks(base.CanonicalPass):
     provides = frozenset({"canonical", "mask predicates"})
 
     def edit(self, graph: Graph) -> Self:
-        """Bind the pass to a graph, with empty caches that share work between layers with equal masks."""
-        self.vectors: dict[tuple[Any, ...], Node] = {}  # of leaves, by (leaf, index, length)
-        self.masks: dict[tuple[Any, ...], AttentionMask | str] = {}  # by key: the mask, or why there is none
+        """Bind the pass to a graph, with empty caches, so that layers with equal masks share work."""
+        self.vectors: dict[tuple[Any, ...], Node] = {}  # (leaf, index, length) -> its vector
+        self.masks: dict[tuple[Any, ...], AttentionMask | str] = {}  # key of `share_mask` -> mask, or why there is none
+        # (bias, shape, absorbs_fills) -> result of `parse_bias`
         self.biases: dict[tuple[Any, ...], tuple[AttentionMask, ScoreOperands] | None] = {}
         return super().edit(graph)
 
@@ -250,58 +284,68 @@ class RewriteMasks(base.CanonicalPass):
         return sum(self._rewrite(node) for node in masked)
 
     def _rewrite(self, node: Node) -> bool:
-        """Replace the mask if possible; report the reason against it for computed masks."""
-        data = OpCall(node)["attn_mask"]
+        """Replace the mask tensor of an attention; return False if it remains, and report why if it is computed."""
+        mask_tensor = OpCall(node)["attn_mask"]
         try:
-            self._replace_mask(data, node)
+            self._replace_mask(mask_tensor, node)
         except (NotSymbolic, SpError) as error:  # SpError: a size that the graph cannot compute from its inputs
-            if data.op == "call_function":
-                self.note_refusal(data, f"the mask remains a tensor: {error.cause}")
+            if mask_tensor.op == "call_function":
+                self.note_refusal(mask_tensor, f"the mask remains a tensor: {error.cause}")
             return False
         return True
 
-    def _replace_mask(self, data: Node, node: Node) -> None:
-        """Replace the mask tensor `data` of an attention. Raises NotSymbolic or SpError if the mask remains."""
+    def _replace_mask(self, mask_tensor: Node, node: Node) -> None:
+        """Replace the mask tensor of an attention by a predicate, or by a score function if it is a bias.
+
+        Raises NotSymbolic or SpError if the tensor remains.
+        """
         call = OpCall(node)
         shapes = [call.shape(i) for i in range(3)]
         if call.get("is_causal") or not has_same_leading_dims(shapes, call["enable_gqa"]):
             raise NotSymbolic("q, k and v have different batch sizes or heads, or is_causal is also set")
         shape, absorbs_fills = (*shapes[0][:-1], shapes[1][-2]), masks_all_weight(call)
-        key = (data, shape, absorbs_fills)
+        key = (mask_tensor, shape, absorbs_fills)
         try:
             self.set_mask(node, self.share_mask(key, lambda: parse_mask(*key)))
         except NotSymbolic as error:
-            if not self._replace_bias(data, shape, absorbs_fills, node):
+            if not self._replace_bias(mask_tensor, shape, absorbs_fills, node):
                 raise error from None
 
-    def _replace_bias(self, data: Node, shape: tuple[Size, ...], absorbs_fills: bool, node: Node) -> bool:
-        """Replace a bias of positions and heads by a score function, and return True if that is possible."""
-        dtype, key = node.meta["val"].dtype, (data, shape, absorbs_fills)
+    def _replace_bias(self, bias: Node, shape: tuple[Size, ...], absorbs_fills: bool, node: Node) -> bool:
+        """Replace a bias of positions and heads by a score function; return False if that is not possible.
+
+        Args:
+            bias: The mask tensor of the attention.
+            shape: The shape of the scores.
+            absorbs_fills: As in `parse_mask`.
+            node: The attention.
+        """
+        dtype, key = node.meta["val"].dtype, (bias, shape, absorbs_fills)
         if key not in self.biases:
-            self.biases[key] = parse_bias(data, shape, dtype, absorbs_fills)
-        bias = self.biases[key]
-        if bias is None or OpCall(node).get("score"):
+            self.biases[key] = parse_bias(bias, shape, dtype, absorbs_fills)
+        parsed_bias = self.biases[key]
+        if parsed_bias is None or OpCall(node).get("score"):
             return False
-        mask, score = bias
+        mask, score = parsed_bias
         with self.graph.inserting_before(node):
             heads = [self._per_head_vector(self.cast(x, dtype, node), shape[1], node) for x in score.heads]
         self.set_mask(node, mask, replace(score, heads=heads))
         return True
 
-    def _per_head_vector(self, x: Node, count: Size, like: Node) -> Node:
-        """Return the number of each head, (count,), from one number per head or for all heads."""
+    def _per_head_vector(self, x: Node, num_heads: Size, like: Node) -> Node:
+        """Emit a vector with the number of each head, from one number per head or one for all heads, of any shape."""
         flat = self.reshape(x, (size_product(node_shape(x)),), like)
-        if is_same_shape(node_shape(flat), (count,)):
+        if is_same_shape(node_shape(flat), (num_heads,)):
             return flat
-        return self.compute(aten.expand.default, (flat, [self.sizes(count)]), like)
+        return self.compute(aten.expand.default, (flat, [self.sizes(num_heads)]), like)
 
     def set_mask(self, node: Node, mask: AttentionMask, score: ScoreOperands | None = None) -> None:
-        """Replace the mask of an attention by a predicate.
+        """Replace the mask tensor of an attention by a parsed mask: is_causal, no mask, or a predicate.
 
         Args:
-            node: The attention.
-            mask: The mask.
-            score: The new score function and its values; by default those of the call.
+            node: The attention: torch's op or sp.masked_attention.
+            mask: The parsed mask.
+            score: The new score function and the values that it reads; by default those of the call.
 
         Raises:
             NotSymbolic: No predicate describes the mask.
@@ -327,7 +371,10 @@ class RewriteMasks(base.CanonicalPass):
         self.drop(call["attn_mask"])
 
     def share_mask(self, key: tuple[Any, ...], parse: Callable[[], AttentionMask]) -> AttentionMask:
-        """Return the mask with this key, parsed once for all layers. Raises NotSymbolic if parsing failed."""
+        """Return the result of `parse`, cached by the key, so that a mask is parsed once for all layers.
+
+        Raises NotSymbolic, at each call, if parsing failed.
+        """
         if key not in self.masks:
             try:
                 self.masks[key] = parse()
@@ -339,7 +386,14 @@ class RewriteMasks(base.CanonicalPass):
         return mask
 
     def _replace_by_predicate(self, node: Node, call: OpCall, mask: AttentionMask, options: dict[str, Any]) -> None:
-        """Replace an attention by sp.masked_attention with the mask as text and its leaves as vectors."""
+        """Replace an attention by sp.masked_attention with the mask as text, and its tensors of data as vectors.
+
+        Args:
+            node: The attention.
+            call: Its arguments.
+            mask: The mask.
+            options: Keyword arguments of the new call.
+        """
         printer = MaskPrinter()
         predicate = _print_predicate(printer, mask)
         rows = [self._leaf_vector(mask, leaf, QUERY_INDEX, node) for leaf in printer.rows]
@@ -351,7 +405,14 @@ class RewriteMasks(base.CanonicalPass):
             self.replace(node, self.emit(sp.masked_attention.default, args, node.meta["val"], node, options))
 
     def _leaf_vector(self, mask: AttentionMask, leaf: AppliedUndef, index: sympy.Symbol, like: Node) -> Node:
-        """Return the values of a leaf at every index (and batch entry), as (B or 1, Q) or (B or 1, K)."""
+        """Return the values of a leaf for all queries or keys, a vector (B or 1, Q) or (B or 1, K).
+
+        Args:
+            mask: The mask.
+            leaf: The leaf in the condition of the mask, such as leaf_padding(b, k + 1).
+            index: q or k, over which the vector runs.
+            like: The node whose metadata new nodes copy.
+        """
         key = (leaf, index, mask.extent[index])
         if key not in self.vectors:
             source = mask.leaves[leaf.func.__name__]
@@ -361,6 +422,8 @@ class RewriteMasks(base.CanonicalPass):
 
     def _slice_vector(self, source: Node, coords: Any, index: sympy.Symbol, length: Size, like: Node) -> Node:
         """Emit the elements of a tensor at coordinates for every value of an index.
+
+        source[:, 2:K + 2] for the coordinates (b, k + 2), for example, if the index is k.
 
         Args:
             source: The tensor.
@@ -373,6 +436,7 @@ class RewriteMasks(base.CanonicalPass):
             (B or 1, length).
         """
         x = source
+        # The last dim first, because a select removes its dim.
         for dim, (coord, extent) in reversed(list(enumerate(zip(coords, node_shape(source))))):
             if coord.has(index):
                 if not is_same_size(length, extent):
@@ -382,10 +446,10 @@ class RewriteMasks(base.CanonicalPass):
                     )
             elif coord != BATCH_INDEX:
                 x = self.compute(aten.select.int, (x, dim, self.sizes(as_size(coord))), like)
-        dims = [BATCH_INDEX if c == BATCH_INDEX else index for c in coords if c.has(BATCH_INDEX, index)]
+        dims = [BATCH_INDEX if c == BATCH_INDEX else index for c in coords if c.has(BATCH_INDEX, index)]  # of x
         if dims == [index, BATCH_INDEX]:
             return self.compute(aten.transpose.int, (x, 0, 1), like)
-        if index not in dims:
+        if index not in dims:  # the values are equal for the whole index
             shape = [self.sizes(extent) for extent in node_shape(x)] or [1]
             x = self.compute(aten.reshape.default, (x, [*shape, 1]), like)
             return self.compute(aten.expand.default, (x, [*shape, self.sizes(length)]), like)
@@ -393,8 +457,13 @@ class RewriteMasks(base.CanonicalPass):
 
 
 def has_same_leading_dims(shapes: Sequence[tuple[Size, ...]], grouped: bool) -> bool:
-    """Return True if q, k and v have equal leading dims, except for grouped heads."""
-    if len({len(s) for s in shapes}) != 1 or len(shapes[0]) not in (3, 4):
+    """Return True if q, k and v, of these shapes, have equal leading dims (batch, heads).
+
+    With grouped heads, queries may have another number of heads than keys and values.
+    """
+    if len({len(shape) for shape in shapes}) != 1 or len(shapes[0]) not in (3, 4):
         return False
-    q, k, v = (s[:-2] for s in shapes)
-    return k == v and (q[:-1] == k[:-1] if grouped else q == k)
+    q_leading, k_leading, v_leading = (shape[:-2] for shape in shapes)
+    if k_leading != v_leading:
+        return False
+    return q_leading[:-1] == k_leading[:-1] if grouped else q_leading == k_leading

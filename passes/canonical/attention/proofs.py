@@ -35,12 +35,15 @@ class IndexBox:
         self.last = {index: sympy.sympify(size) - 1 for index, size in sizes.items()}
 
     def is_nonnegative(self, e: sympy.Expr) -> bool:
-        """Return True if e >= 0 provably for all indices and sizes."""
+        """Return True if e >= 0 provably for all indices and sizes.
+
+        The proof is the minimum of e over the indices, an expression of sizes. It exists if e is linear in the indices.
+        """
         minimum = sympy.Integer(0)
         for term, factor in sympy.expand(e).as_coefficients_dict().items():
             if term in self.last:  # an index: its least value is 0, its greatest one `last`
                 minimum += factor * self.last[term] if factor < 0 else 0
-            elif term.has(*self.last, AppliedUndef):
+            elif term.has(*self.last, AppliedUndef):  # another function of an index, or data
                 return False
             else:
                 minimum += factor * term
@@ -51,24 +54,27 @@ class IndexBox:
         return self.is_nonnegative(e) and self.is_nonnegative(extent - 1 - e)
 
     def at_least_zero(self, e: sympy.Expr) -> Boolean:
-        """Return e >= 0 as true or false if that is proven, else as a relation in normal form."""
+        """Return the condition e >= 0: true or false if that is proven, else a relation in normal form, as k <= q."""
         e = sympy.expand(e)
         if self.is_nonnegative(e):
             return sympy.true
         return sympy.false if self.is_nonnegative(-e - 1) else _normalize_inequality(e)
 
     def equals_zero(self, e: sympy.Expr) -> Boolean:
-        """Return e == 0 as true or false if that is proven, else as an equation in normal form."""
+        """Return the condition e == 0: true or false if that is proven, else an equation in normal form."""
         e = sympy.expand(e)
         if e == 0:
             return sympy.true
         if self.is_nonnegative(e - 1) or self.is_nonnegative(-e - 1):
             return sympy.false
-        added, subtracted, number = _split_terms(e)
+        added, subtracted, number = _split_terms(e)  # e = added - subtracted + number
         return Eq(subtracted - number, added) if subtracted != 0 else Eq(added, -number)
 
     def simplify(self, p: Boolean) -> Boolean:
-        """Return the predicate with its relations decided or normalized and implied terms removed."""
+        """Return an equivalent predicate in which each relation is proven (true or false) or in normal form.
+
+        Conditions of an And or Or that others make redundant are removed.
+        """
         if isinstance(p, (Eq, Ne)):
             is_equal = self.equals_zero(p.lhs - p.rhs)
             return is_equal if isinstance(p, Eq) else Not(is_equal)
@@ -84,7 +90,7 @@ class IndexBox:
     def _drop_implied(self, conditions: list[Boolean], conjunction: bool) -> list[Boolean]:
         """Return the conditions of an And or Or without the redundant ones.
 
-        In an And these are conditions that others imply, in an Or conditions that imply others.
+        k <= q is redundant in (k <= q) & (k < q), because k < q implies it; in an Or, k < q is redundant.
 
         Args:
             conditions: The simplified conditions.
@@ -101,26 +107,29 @@ class IndexBox:
         return needed
 
     def _implies(self, a: Boolean, b: Boolean) -> bool:
-        """Return True if inequality `a` provably implies inequality `b`."""
+        """Return True if inequality `a` provably implies inequality `b`; False for other conditions."""
         if not all(isinstance(p, Relational) and not isinstance(p, (Eq, Ne)) for p in (a, b)):
             return False
-        return self.is_nonnegative(_margin(b) - _margin(a))
+        return self.is_nonnegative(_margin(b) - _margin(a))  # margin(a) >= 0 is `a`, so margin(b) >= margin(a) >= 0
 
 
 def _is_nonnegative_size(e: sympy.Expr) -> bool:
-    """Return True if an expression of sizes, which are at least 1, is never negative."""
-    shifted = sympy.expand(e.subs({s: s + 1 for s in e.free_symbols}))
-    return all(c >= 0 and t.is_nonnegative for t, c in shifted.as_coefficients_dict().items() if c != 0)
+    """Return True if an expression of sizes, which are at least 1, is provably never negative."""
+    # With each size s written as s + 1, s >= 0 suffices: no term may be negative then.
+    shifted = sympy.expand(e.subs({size: size + 1 for size in e.free_symbols}))
+    terms = shifted.as_coefficients_dict().items()
+    return all(factor >= 0 and term.is_nonnegative for term, factor in terms if factor != 0)
 
 
 def _margin(p: Relational) -> sympy.Expr:
-    """Return e such that an inequality of integers is equivalent to e >= 0, the form that proofs take."""
+    """Return e such that an inequality of integers is equivalent to e >= 0: q - k - 1 for k < q."""
     greater, smaller = (p.lhs, p.rhs) if p.rel_op in (">", ">=") else (p.rhs, p.lhs)
-    return sympy.expand(greater - smaller - (0 if p.rel_op in (">=", "<=") else 1))
+    is_strict = p.rel_op not in (">=", "<=")
+    return sympy.expand(greater - smaller - (1 if is_strict else 0))
 
 
 def _split_terms(e: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:
-    """Return (added, subtracted, number) with e = added - subtracted + number.
+    """Return (added, subtracted, number) with e = added - subtracted + number: (q, 2*k, S) for q - 2*k + S.
 
     `added` and `subtracted` are terms of indices and leaves with positive factors; `number` is an expression of sizes.
     """
@@ -136,8 +145,11 @@ def _split_terms(e: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:
 
 
 def _normalize_inequality(e: sympy.Expr) -> Boolean:
-    """Return e >= 0 with indices on the left and numbers on the right, or an index on each side."""
-    added, subtracted, number = _split_terms(e)
+    """Return the inequality e >= 0 in a form that depends only on e, so that equal predicates have equal text.
+
+    It is k <= q or k < q, or else has indices on the left and a number on the right, as -k + q < 4.
+    """
+    added, subtracted, number = _split_terms(e)  # e = added - subtracted + number
     if added != 0 and subtracted != 0 and number in (0, -1):
         return Le(subtracted, added) if number == 0 else Lt(subtracted, added)
     if subtracted == 0 or (number.is_number and number < 0):

@@ -60,24 +60,30 @@ _EXPRESSION_OPS: dict[Any, Any] = {
 
 
 def head_symbol(index: int) -> sympy.Symbol:
-    """Return the symbol, for expressions, of the element of per-head vector `index` at the query head."""
+    """Return the symbol head0, head1, ... for the element of a per-head vector at the head of the query.
+
+    An expression of a score function reads it; `index` is the number of the vector among those of the function.
+    """
     return sympy.Symbol(f"head{index}", real=True)
 
 
 def register_expression(expr: sympy.Expr) -> str:
     """Register an expression as a score function and return its name.
 
-    Its symbols are `SCORE`, `head_symbol` and the indices of query and key.
+    A score function changes the score s of one query and one key, as 30*tanh(s/30) does.
+
+    Args:
+        expr: An expression of `SCORE`, `head_symbol(0)`, ... and the indices of query and key.
 
     Raises:
         NotSymbolic: The expression has another function than sums, products, powers, tanh, exp and Abs.
     """
     graph = Graph()
     inputs = {x: graph.placeholder(str(x)) for x in sorted(expr.free_symbols | {SCORE}, key=str)}
-    heads = [x for x in inputs if not x.is_integer and x != SCORE]
+    heads = [x for x in inputs if not x.is_integer and x != SCORE]  # the other symbols are indices
 
     def write(e: sympy.Expr) -> Any:
-        """Return a number, or the node of the score function that computes an expression."""
+        """Append the nodes that compute an expression to `graph`, and return its node, or a number for a constant."""
         if e.is_number:
             return int(e) if e.is_Integer else float(e)
         if e.is_Symbol:
@@ -86,14 +92,14 @@ def register_expression(expr: sympy.Expr) -> str:
         if op is None or (e.is_Pow and not e.exp.is_number):
             raise NotSymbolic(f"no score function has {e.func}")
         args = []
-        for x in sorted(e.args, key=lambda x: bool(x.is_number)):  # a number cannot be the first operand
+        for x in sorted(e.args, key=lambda x: bool(x.is_number)):  # numbers last: the first operand must be a tensor
             arg = write(x)
             if isinstance(arg, Node) and not e.is_integer and (x.is_integer or x in heads):
                 arg = graph.call_function(aten.type_as.default, (arg, inputs[SCORE]))
             args.append(arg)
         if len(args) == 1:
             return graph.call_function(op, (args[0],))
-        return reduce(lambda a, b: graph.call_function(op, (a, b)), args)
+        return reduce(lambda a, b: graph.call_function(op, (a, b)), args)  # sums and products have binary ops
 
     graph.output(write(expr))
     return register_score(graph)
@@ -114,6 +120,9 @@ def write_score(
 ) -> ScoreOperands:  # fmt: skip
     """Register the score function of a score_mod and of conditions.
 
+    A score function computes the score of one pair of query and key. Values that depend on no pair, such as a table,
+    are computed in the graph that contains the attention, the outer graph.
+
     Args:
         body: The score_mod, a function of the score, b, h, q, k and captured values.
         captured: The captured values of `body`.
@@ -121,7 +130,8 @@ def write_score(
         mask_captured: The captured values of the conditions.
         editor: The editor of the outer graph, at the insertion point of values that do not depend on a pair.
         like: The attention, for metadata of new nodes.
-        is_fill: Function that returns True if a value of the outer graph may contain fills; None if fills are exact.
+        is_fill: Function that returns True if a value of the outer graph may contain fills, large negative finite
+            numbers; None if fills have the effect of -inf.
 
     Returns:
         The score function, and the vectors and tables that it reads.
@@ -142,14 +152,14 @@ def write_score(
     if result is score:
         return ScoreOperands("")
     writer.graph.output(result)
-    has_fills = False
+    has_fills = False  # arithmetic alone cannot select a fill for some pairs
     if is_fill is not None and not all(_is_arithmetic(n) for n in writer.graph.nodes):
         has_fills = _adds_fills(writer.graph) or any(map(is_fill, [*writer.heads, *writer.tables]))
     return ScoreOperands(register_score(writer.graph, has_fills), writer.heads, writer.tables)
 
 
 def _is_arithmetic(node: Node) -> bool:
-    """Return True for an input, the output, and an op that selects nothing, so that it cannot add a fill."""
+    """Return True for an input, the output, and an op like a sum or tanh, which does not select between values."""
     return node.op != "call_function" or node_packet(node) in _ARITHMETIC
 
 
@@ -176,27 +186,35 @@ class _ScoreWriter:
         self.heads: list[Node] = []  # per-head vectors that it reads, inputs head0, head1, ...
         self.tables: list[Node] = []  # other tensors that it reads, inputs table0, table1, ...
         self.head_numbers: Node | None = None  # the vector 0, 1, ..., H - 1, if it is read
+        # the arguments b, h, q and k of a score_mod or mask_mod
         self.indices = [self.read_input("b"), _HEAD, self.read_input("q"), self.read_input("k")]
 
     def read_input(self, name: str) -> Node:
-        """Return an input of the score function, which is added if it is new."""
+        """Return the input of the score function with this name, which is added if it is new."""
         if name not in self.known:
             self.known[name] = self.graph.placeholder(name)
         return self.known[name]
 
     def call(self, op: Any, args: list[Any], kwargs: dict[str, Any]) -> Node:
-        """Return a call in the score function, which is appended if it is new."""
+        """Return a call in the score function; equal calls are appended once."""
         key = f"{op}{args}{kwargs}"
         if key not in self.known:
             self.known[key] = self.graph.call_function(op, (*args,), kwargs)
         return self.known[key]
 
     def inline(self, body: GraphModule, operands: Sequence[Any]) -> Any:
-        """Write the ops of a body to the score function, and return its result. Raises NotSymbolic."""
+        """Write the ops of a score_mod or mask_mod to the score function, and return its result, a node or number."""
         return self._argument(interpret_graph(body, operands, self._inline_node))
 
     def _inline_node(self, node: Node, values: Mapping[Node, Any]) -> Any:
-        """Return the value of a node of a body; `values` has those of the nodes before it."""
+        """Return the value of a node of a score_mod or mask_mod.
+
+        It is a node of the score function or, if it depends on no pair, of the outer graph; or a `_TableElement`.
+
+        Args:
+            node: The node.
+            values: The values of the nodes before it.
+        """
         constant = constant_value(node)
         if constant is not None:
             return self._constant(constant, node.meta["val"].dtype)
@@ -221,21 +239,28 @@ class _ScoreWriter:
         return self.call(node.target.overloadpacket if has_table else node.target, args, kwargs)
 
     def _is_outer(self, x: Any) -> bool:
-        """Return True for a node of the outer graph, whose value no pair changes."""
+        """Return True for a node of the outer graph, whose value is equal for all pairs."""
         return isinstance(x, Node) and x.graph is not self.graph
 
     def _constant(self, value: Any, dtype: torch.dtype) -> Node:
-        """Return a 0-dim tensor of the score function."""
+        """Return a constant 0-dim tensor of the score function."""
         return self.call(aten.full.default, [[], value], {"dtype": dtype})
 
     def _cast_number(self, x: Node) -> Node:
-        """Return a float of the outer graph in the dtype of scores, as which a Python float would be promoted."""
+        """Return a number tensor of the outer graph in the dtype of scores.
+
+        It takes the place of a Python float, which does not change the dtype of a result.
+        """
         cast = self.editor.cast(x, accumulation_dtype(self.q.dtype), self.like)
-        self.outer_nodes += [cast] if cast is not x else []
+        if cast is not x:
+            self.outer_nodes.append(cast)
         return cast
 
     def _argument(self, value: Any) -> Any:
-        """Return a value as an argument of a call: a number or a node of the score function."""
+        """Return a value of `_inline_node` as an argument of a call: a number or a node of the score function.
+
+        Elements and 0-dim values of the outer graph become inputs of the score function.
+        """
         if value is _HEAD:
             return self._head_number()
         if isinstance(value, _TableElement):
@@ -253,7 +278,14 @@ class _ScoreWriter:
         return value
 
     def _look_up(self, node: Node, values: Mapping[Node, Any]) -> _TableElement:
-        """Return the element of a table that an index or select reads, which may have open dims."""
+        """Return the element of a table that an index or select reads.
+
+        table[i][j] has two of them: the first one leaves dim 1 without an index (open), the second one indexes it.
+
+        Args:
+            node: The index or select, a node of a score_mod or mask_mod.
+            values: The values of the nodes before it.
+        """
         call = OpCall(node)
         source = values[call.operands[0]]
         if self._is_outer(source):
@@ -271,19 +303,25 @@ class _ScoreWriter:
         return _TableElement(source.table, tuple(indices))
 
     def _is_head_vector(self, x: _TableElement) -> bool:
-        """Return True if the element is that of a per-head vector, of which a rank needs its own heads only."""
+        """Return True for vector[h], an element of a vector (H,) at the head of the query.
+
+        Such vectors are passed separately from tables, as a rank with a share of the heads needs only its elements.
+        """
         if x.indices != (_HEAD,) or carries_gradient(x.table):
             return False
         return is_same_size(node_shape(x.table)[0], as_size(self.q.shape[1]))
 
     def _head(self, x: Node) -> Node:
-        """Return the input of the score function for the element of a per-head vector of the outer graph."""
+        """Return the input head0, head1, ... of the score function for vector[h] of a per-head vector x."""
         if x not in self.heads:
             self.heads.append(x)
         return self.read_input(f"head{self.heads.index(x)}")
 
     def _table(self, x: Node) -> Node:
-        """Return the input of the score function for a tensor, or for a size, of the outer graph."""
+        """Return the input table0, table1, ... of the score function for a tensor x of the outer graph.
+
+        A size, which may change between calls, becomes a 0-dim tensor.
+        """
         if not is_tensor(x):
             value = x.meta["val"]
             if not isinstance(value, int | torch.SymInt):
@@ -295,7 +333,10 @@ class _ScoreWriter:
         return self.read_input(f"table{self.tables.index(x)}")
 
     def _head_number(self) -> Node:
-        """Return the index of the query head, read from a vector of all indices."""
+        """Return the input of the score function that is the index h of the query's head.
+
+        It is an element of the vector 0, 1, ..., H - 1, so that a rank with a share of the heads has the right indices.
+        """
         if self.head_numbers is None:
             options = {"dtype": torch.int64, "device": self.q.device}
             num_heads = self.editor.sizes(as_size(self.q.shape[1]))
@@ -303,7 +344,7 @@ class _ScoreWriter:
         return self._head(self.head_numbers)
 
     def _emit_outer(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
-        """Emit an op in the outer graph, and record it so that `write_score` can erase it after an error."""
+        """Emit an op in the outer graph, and record it, so that `write_score` can erase it after an error."""
         self.outer_nodes.append(self.editor.compute(target, args, self.like, kwargs))
         return self.outer_nodes[-1]
 
@@ -312,12 +353,17 @@ def _is_element_op(op: Any) -> bool:
     """Return True if a score function may call the op: pointwise, deterministic and functional."""
     if not isinstance(op, OpOverload):
         return False
+    if op in _ELEMENT_OPS:
+        return True
     is_random = torch.Tag.nondeterministic_seeded in op.tags
-    return op in _ELEMENT_OPS or (torch.Tag.pointwise in op.tags and not is_random and not schema_of(op).is_mutable)
+    return torch.Tag.pointwise in op.tags and not is_random and not schema_of(op).is_mutable
 
 
 def _adds_fills(graph: Graph) -> bool:
-    """Return True if constants of the graph may be fills, except constants in indices or conditions."""
+    """Return True if a score function may return a constant that is a fill, a large negative finite number.
+
+    Constants in indices and conditions do not reach the result.
+    """
     reaches_result = {graph.output_node().args[0]}
     for node in reversed(graph.nodes):
         packet = node_packet(node)
@@ -335,9 +381,9 @@ def _adds_fills(graph: Graph) -> bool:
 
 
 def split_conditions(body: GraphModule) -> list[GraphModule]:
-    """Split a mask body at its ands into the bodies of conditions.
+    """Split the graph of a mask_mod `a & b & ...` into graphs of the conditions a, b, ..., with the same inputs.
 
-    Each condition gets a predicate or not, independently of the others.
+    Callers try to express each condition by a predicate.
     """
     conditions: list[GraphModule] = []
     waiting = [body.graph.output_node().args[0]]
@@ -346,6 +392,7 @@ def split_conditions(body: GraphModule) -> list[GraphModule]:
         if isinstance(result, Node) and result.target in _AND_OPS and result.meta["val"].dtype == torch.bool:
             waiting += reversed(result.args)
             continue
+        # Copy the whole graph, let it return the condition, and erase what the condition does not need.
         graph = torch.fx.Graph()
         copies: dict[Node, Node] = {}
         body_result = graph.graph_copy(body.graph, copies)

@@ -73,13 +73,18 @@ class ScoreOperand:
 
     @property
     def shape(self) -> tuple[Size, ...]:
-        """Return the shape that `materialize` gives the tensor, of which the first dims may be missing."""
+        """Return the shape (leading dims, queries, keys) that `materialize` gives the tensor.
+
+        It broadcasts to the scores, so that the first dims may be missing.
+        """
         own_shape = (*(self.leading or node_shape(self.node)[:-2]), *node_shape(self.node)[-2:])
+        if is_identity(self.order):
+            return own_shape
         full_shape = (*[1] * (len(self.order) - len(own_shape)), *own_shape)
-        return own_shape if is_identity(self.order) else tuple(full_shape[d] for d in self.order)
+        return tuple(full_shape[d] for d in self.order)
 
     def materialize(self, editor: GraphEditor, like: Node) -> Node:
-        """Emit the tensor with the dims (leading dims, queries, keys), of which it may lack the first ones."""
+        """Emit the tensor with its dims in the order (leading dims, queries, keys); the first ones may be missing."""
         x = editor.reshape(self.node, self.shape, like) if self.leading else self.node
         if is_identity(self.order):
             return x
@@ -88,7 +93,11 @@ class ScoreOperand:
         return editor.compute(aten.permute.default, (x, list(self.order)), like)
 
     def regroup(self, before: tuple[Size, ...], after: tuple[Size, ...]) -> ScoreOperand | None:
-        """Return the operand for scores whose leading dims `before` are regrouped to `after`.
+        """Return the operand for scores whose leading dims are reshaped, such as (B * H,) to (B, H).
+
+        Args:
+            before: The leading dims of the scores that the operand fits.
+            after: The leading dims to which it is adapted.
 
         Returns:
             The operand; None if it has only some of the leading dims, or another order.
@@ -97,7 +106,7 @@ class ScoreOperand:
         leading = (*[1] * (len(before) + 2 - len(own_shape)), *own_shape)[:-2]
         if not is_identity(self.order):
             return None
-        if all(is_same_size(extent, 1) for extent in leading):
+        if all(is_same_size(extent, 1) for extent in leading):  # it broadcasts: only the number of dims must fit
             return ScoreOperand(self.node, order, (1,) * len(after) if len(own_shape) > len(order) else ())
         if not is_same_shape(leading, before):
             return None
@@ -106,10 +115,13 @@ class ScoreOperand:
 
 
 def _undo_batch_repeat(x: Node, leading: tuple[Size, ...]) -> Node | None:
-    """Return the tensor that x regroups or repeats for each batch entry, or None.
+    """Return the mask or bias from which a program made x, with one leading dim for batch entries and heads, or None.
 
-    The tensor has these leading dims. It is the mask or bias itself, before a program merged batch entries and heads
-    into one dim.
+    x is a reshape (B, H, Q, K) -> (B * H, Q, K), or a repetition of (H, Q, K) for each batch entry.
+
+    Args:
+        x: The tensor.
+        leading: The leading dims (B, H) of the scores, which the result has or broadcasts to.
     """
     node = value_origin(x)
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
@@ -144,15 +156,17 @@ class ScoreChain:
 
 
 def match_scores(x: Any, keys_dim: int, *users: Node) -> ScoreChain | None:
-    """Match the ops that compute the scores `x`, from a softmax back to the product, one op per call.
+    """Match the ops that compute the scores `x`, from a softmax back to the product of queries and keys.
+
+    Each call matches one op, and the operand of the op by a recursive call.
 
     Args:
-        x: The input of the softmax, or the scores in it.
+        x: The input of the softmax, or the scores before one of the ops.
         keys_dim: The dim of `x` along which the softmax reduces.
-        users: The only allowed readers of `x` and of the chain.
+        users: The nodes that may read `x`; None is returned if others do.
 
     Returns:
-        The chain, or None.
+        The chain of ops, or None if one of them is not supported.
     """
     if not is_tensor(x) or set(x.users) != set(users) or x.op != "call_function":
         return None
@@ -169,7 +183,7 @@ def match_scores(x: Any, keys_dim: int, *users: Node) -> ScoreChain | None:
     inner, steps = None, steps_between(x, value_origin(x)) or [x]  # x, or several ops that cancel
     if any(set(a.users) != {b} for a, b in pairwise(steps)):
         return None
-    if steps != [x] or is_cast_op(x) or is_neutral_op(x):
+    if steps != [x] or is_cast_op(x) or is_neutral_op(x):  # the scores do not change
         inner = match_scores(OpCall(steps[0]).operands[0], keys_dim, steps[0])
     elif permutation_of(x) is not None or is_leading_reshape(x):
         inner = _match_permutation(x, keys_dim)
@@ -185,7 +199,10 @@ def match_scores(x: Any, keys_dim: int, *users: Node) -> ScoreChain | None:
 
 
 def _match_score_product(product: ProductMatch, x: Node) -> ScoreChain | None:
-    """Return the chain that starts at the product x, with the term that x itself adds (baddbmm) as a bias."""
+    """Return the chain that consists of the product x, with the term that x itself adds (baddbmm) as a bias.
+
+    Returns None if that term has another dtype.
+    """
     scores, addend = ScoreChain(product, product.scale, (x,), product.order), product_addend(x)
     if addend is None:
         return scores
@@ -196,19 +213,26 @@ def _match_score_product(product: ProductMatch, x: Node) -> ScoreChain | None:
 
 
 def _match_permutation(x: Node, keys_dim: int) -> ScoreChain | None:
-    """Match scores that x permutes, or of which it regroups the leading dims."""
+    """Match scores that x permutes, or whose leading dims it reshapes; `keys_dim` is the dim of keys in x."""
     source, permuted = OpCall(x).operands[0], permutation_of(x)
     added_dims = len(node_shape(x)) - len(node_shape(source))
-    source_dim = permuted[keys_dim] if permuted is not None else keys_dim - added_dims
+    source_dim = permuted[keys_dim] if permuted is not None else keys_dim - added_dims  # the dim of keys in the source
     inner = match_scores(source, source_dim, x) if source_dim >= 0 else None
-    order = order_before(x, inner.order) if inner is not None else None
-    return replace(inner, order=order) if inner is not None and order is not None else None
+    if inner is None:
+        return None
+    order = order_after(x, inner.order)
+    return replace(inner, order=order) if order is not None else None
 
 
-def order_before(x: Node, order: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the order of a permutation or reshape x whose operand has the order `order`.
+def order_after(x: Node, order: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the dims of x as (leading dims, queries, keys), for a permutation or reshape x of scores.
 
-    None if x mixes leading dims, queries and keys.
+    Args:
+        x: The permutation or reshape.
+        order: The same dims of its operand.
+
+    Returns:
+        The dims; None if x mixes leading dims, queries and keys.
     """
     permuted = permutation_of(x)
     if permuted is not None:
@@ -220,7 +244,7 @@ def order_before(x: Node, order: tuple[int, ...]) -> tuple[int, ...] | None:
 
 
 def is_neutral_op(x: Node) -> bool:
-    """Return True for x * 1, x / 1, x + 0 and x - 0, which are x except for the sign of zero."""
+    """Return True for y * 1, y / 1, y + 0 and y - 0, which equal y except for the sign of zero."""
     number = NEUTRAL_NUMBERS.get(x.target)
     if number is None or not is_tensor(x.args[0]):
         return False
@@ -230,7 +254,7 @@ def is_neutral_op(x: Node) -> bool:
 
 
 def is_leading_reshape(x: Node) -> bool:
-    """Return True if the node regroups the leading dims only."""
+    """Return True if the node reshapes only dims before the last two, such as (B * H, Q, K) to (B, H, Q, K)."""
     source = move_source(x) if keeps_order(x) else None
     if source is None:
         return False
@@ -239,23 +263,29 @@ def is_leading_reshape(x: Node) -> bool:
 
 
 def _match_scale(call: OpCall, x: Node, keys_dim: int) -> ScoreChain | None:
-    """Match a scale by a positive number, or by a tensor constant over the keys (and queries) of a head."""
+    """Match scores that x multiplies or divides, or return None.
+
+    The factor is a number, a tensor with one number for all queries and keys of a head, or a gate: a tensor by which
+    each score is multiplied, such as a mask of 0 and 1. `keys_dim` is the dim of keys in x.
+    """
     divides, dtype = x.target in (aten.div.Tensor, aten.div.Scalar), x.meta["val"].dtype
     pairs = [(call["self"], call["other"]), (call["other"], call["self"])]
     for scores, factor in pairs[:1] if divides else pairs:
         inner = match_scores(scores, keys_dim, x) if is_tensor(scores) else None
+        # A factor scales biases and finite fills, too, which a scale of the product would not.
         if inner is None or inner.biases or any(math.isfinite(fill) for *_, fill in inner.fills):
             continue
-        number = scalar_value(factor, dtype)
-        if number and inner.score != SCORE and not inner.fills:
+        number = scalar_value(factor, dtype)  # None for a tensor of unknown values
+        if number and inner.score != SCORE and not inner.fills:  # after a soft cap: tanh(..) * c
             exact_number = sympy.Rational(repr(float(number)))
             return replace(inner, score=inner.score / exact_number if divides else inner.score * exact_number)
-        if inner.score == SCORE and number is not None and number > 0:
+        if inner.score == SCORE and number is not None and number > 0:  # a negative one would change the sign of -inf
             return replace(inner, scale=inner.scale / number if divides else inner.scale * number)
         if not is_tensor(factor) or inner.fills:
             continue
         operand = ScoreOperand(factor, inner.order)
-        if inner.score == SCORE and set(operand.shape[-2:]) <= {1}:
+        is_per_head = set(operand.shape[-2:]) <= {1}
+        if inner.score == SCORE and is_per_head:
             return _add_operand(inner, x, factor, factors=((operand, divides),))
         if inner.gate is None and not divides:
             return _add_operand(inner, x, factor, gate=operand)
@@ -263,7 +293,7 @@ def _match_scale(call: OpCall, x: Node, keys_dim: int) -> ScoreChain | None:
 
 
 def _match_soft_cap(call: OpCall, x: Node, keys_dim: int) -> ScoreChain | None:
-    """Match the tanh of a soft cap c * tanh(scores / c), before any mask; `_match_scale` matches both c."""
+    """Match the tanh of a soft cap c * tanh(scores / c), before any bias or fill; `_match_scale` matches both c."""
     inner = match_scores(call["self"], keys_dim, x)
     if inner is None or inner.biases or inner.fills:
         return None
@@ -271,12 +301,13 @@ def _match_soft_cap(call: OpCall, x: Node, keys_dim: int) -> ScoreChain | None:
 
 
 def _match_bias(call: OpCall, x: Node, keys_dim: int) -> ScoreChain | None:
-    """Match a sum of scores and a bias in any order, or a difference scores - bias."""
+    """Match scores + bias, bias + scores or scores - bias, or return None; `keys_dim` is the dim of keys in x."""
     if len(call.operands) != 2 or call["alpha"] != 1:
         return None
     a, b = call.operands
-    factor = -1.0 if x.target is aten.sub.Tensor else 1.0
-    for scores, bias in [(a, b)] if factor < 0 else [(a, b), (b, a)]:
+    is_difference = x.target is aten.sub.Tensor
+    factor = -1.0 if is_difference else 1.0
+    for scores, bias in [(a, b)] if is_difference else [(a, b), (b, a)]:
         inner = match_scores(scores, keys_dim, x)
         if inner is not None and bias.meta["val"].dtype == x.meta["val"].dtype:
             return _add_operand(inner, x, bias, biases=((ScoreOperand(bias, inner.order), factor),))
@@ -284,40 +315,48 @@ def _match_bias(call: OpCall, x: Node, keys_dim: int) -> ScoreChain | None:
 
 
 def _match_fill(call: OpCall, x: Node, keys_dim: int) -> ScoreChain | None:
-    """Match masked_fill(scores, condition, number), and where with the number on either side."""
+    """Match masked_fill(scores, condition, number), where(condition, scores, number) and where(.., number, scores).
+
+    None if the number is no fill: -inf or a large negative number. `keys_dim` is the dim of keys in x.
+    """
     dtype = x.meta["val"].dtype
     if "mask" in call.args:
-        scores, condition, number, filled = call["self"], call["mask"], call["value"], True
+        scores, condition, number, filled_value = call["self"], call["mask"], call["value"], True
     else:
-        condition, filled = call["condition"], scalar_value(call["self"], dtype) is not None
-        scores, number = (call["other"], call["self"]) if filled else (call["self"], call["other"])
+        condition, filled_value = call["condition"], scalar_value(call["self"], dtype) is not None
+        scores, number = (call["other"], call["self"]) if filled_value else (call["self"], call["other"])
     fill = scalar_value(number, dtype)
     if fill is None or (fill > MAX_FILL and fill != torch.finfo(dtype).min):
         return None
     inner = match_scores(scores, keys_dim, x)
     if inner is None:
         return None
-    return _add_operand(inner, x, condition, fills=((ScoreOperand(condition, inner.order), filled, fill),))
+    # `filled_value` is the value of the condition where scores are filled.
+    return _add_operand(inner, x, condition, fills=((ScoreOperand(condition, inner.order), filled_value, fill),))
 
 
 def _add_operand(
     inner: ScoreChain, x: Node, operand: Node, gate: ScoreOperand | None = None, **new_entries: Any
 ) -> ScoreChain | None:
-    """Return the chain with one more operand, which the op x applies; None if scores broadcast to it.
+    """Return the chain with one more operand, a tensor that the op x applies to the scores.
 
-    All operands are regrouped to the leading dims at which the last one is applied.
+    The program may reshape the leading dims of scores between operands, as (B * H,) to (B, H). The operands of the
+    chain are adapted to the leading dims at which the last one is applied.
 
     Args:
         inner: The scores before the op.
         x: The op.
         operand: The tensor.
-        gate: The tensor if it is the gate of the chain.
+        gate: The tensor if it multiplies each score, as a mask of 0 and 1 does.
         new_entries: The tensor as an entry of the field `factors`, `biases` or `fills`.
+
+    Returns:
+        The chain; None if scores broadcast to the tensor, or if operands cannot be adapted.
     """
     shape = node_shape(x)
     if node_shape(inner.chain[-1]) != shape or operand.meta["val"].ndim > len(shape):
         return None
-    masked_shape = tuple(shape[d] for d in inner.order)
+    masked_shape = tuple(shape[d] for d in inner.order)  # (leading dims, queries, keys)
     regrouped = inner if inner.masked_shape in (None, masked_shape) else _regroup_chain(inner, masked_shape)
     if regrouped is None:
         return None
@@ -326,15 +365,15 @@ def _add_operand(
 
 
 def _regroup_chain(inner: ScoreChain, shape: tuple[Size, ...]) -> ScoreChain | None:
-    """Return the chain with its operands regrouped to the leading dims of `shape`, or None.
+    """Return the chain with its operands reshaped to the leading dims of `shape`, or None if one cannot be.
 
-    The result is None if an operand cannot be regrouped.
+    `shape` is that of the scores, as (leading dims, queries, keys).
     """
     assert inner.masked_shape is not None
     if inner.gate is not None:
         return None
     fields: dict[str, Any] = {}
-    for name in ("factors", "biases", "fills"):
+    for name in ("factors", "biases", "fills"):  # entries (operand, ...)
         entries = [(x.regroup(inner.masked_shape[:-2], shape[:-2]), *others) for x, *others in getattr(inner, name)]
         if any(x is None for x, *_ in entries):
             return None
@@ -343,14 +382,14 @@ def _regroup_chain(inner: ScoreChain, shape: tuple[Size, ...]) -> ScoreChain | N
 
 
 def is_between_products(softmax: Node) -> bool:
-    """Return True if a softmax is between two products, so that it looks like attention and is reported."""
+    """Return True if a softmax is between two matrix products, so that a report on it is of interest."""
     return _reaches_product(softmax, lambda n: n.all_input_nodes) and _reaches_product(softmax, lambda n: list(n.users))
 
 
 def _reaches_product(start: Node, neighbors: Callable[[Node], Sequence[Node]]) -> bool:
-    """Return True if one of the MAX_STEPS nodes after `start` is a product.
+    """Return True if one of the next MAX_STEPS nodes from `start` on is a matrix product.
 
-    `neighbors` returns the nodes that follow a node.
+    `neighbors` returns the next nodes of a node: its operands, or its users.
     """
 
     def tensor_neighbors(node: Node) -> Iterable[Node]:
@@ -367,18 +406,18 @@ def _is_product(node: Node) -> bool:
 
 
 def scores_refusal(x: Node) -> str:
-    """Return the reason why `match_scores` rejected the input of a softmax after a product.
+    """Return the reason for the report why `match_scores` rejected x, the input of a softmax.
 
-    It is part of the report.
+    It names the first op, from the softmax back to the product, that is no scale, bias or fill or has other readers.
     """
     node = x
     while not _is_product(node):
         if len(node.users) > 1:
             return f"another op reads the scores ({node.name})"
-        tensors = [i for i in node.all_input_nodes if is_tensor(i) and i.op == "call_function"]
-        inner = [i for i in tensors if _is_product(i) or _reaches_product(i, lambda n: n.all_input_nodes)]
+        operands = [n for n in node.all_input_nodes if is_tensor(n) and n.op == "call_function"]
+        scores = [n for n in operands if _is_product(n) or _reaches_product(n, lambda n: n.all_input_nodes)]
         is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) and move_source(node) is None
-        if not inner or (is_pointwise and node.target not in SCORE_OPS):
+        if not scores or (is_pointwise and node.target not in SCORE_OPS):
             return f"{node.name} ({node.target}) is between the product and the softmax"
-        node = inner[0]
+        node = scores[0]
     return f"another op reads the scores ({node.name})" if len(node.users) > 1 else "an unsupported scale, bias or fill"

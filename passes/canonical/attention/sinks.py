@@ -50,26 +50,31 @@ class SoftmaxSource:
     first: bool = False  # True if the sinks precede the scores
 
     def head_sinks(self) -> SinkValue | None:
-        """Return the sinks of scores (B, H, Q, K); None without sinks, or if they are not one per head."""
-        leading = node_shape(self.sinks)[:-2] if self.sinks is not None else ()
+        """Return the sinks of scores (B, H, Q, K); None without sinks, or if they are not one number per head."""
+        if self.sinks is None:
+            return None
+        leading = node_shape(self.sinks)[:-2]
         return match_sink_value(self.sinks, INDICES, leading) if len(leading) == 2 else None
 
     def drops_sinks(self, node: Node) -> bool:
-        """Return True if a node slices the weights of the keys from those of keys and sinks."""
+        """Return True if a node slices the weights of the keys, such as [..., :-1], from those of keys and sinks."""
         piece = match_slice(node) if self.sinks is not None else None
         if piece is None or piece.dim != piece.source.meta["val"].ndim - 1:
             return False
         num_keys = node_shape(piece.source)[-1] - 1
-        return is_same_size(piece.start, int(self.first)) and is_same_size(piece.length, num_keys)
+        first_key = int(self.first)  # 1 if the sinks precede the keys
+        return is_same_size(piece.start, first_key) and is_same_size(piece.length, num_keys)
 
 
 def match_softmax_source(x: Any, keys_dim: int, *readers: Node) -> SoftmaxSource:
     """Match the ops between the scores and the input of a softmax; often there are none.
 
+    They may concatenate sinks, learned logits without a key, to the scores, and subtract the maximum of each row.
+
     Args:
         x: The input of the softmax.
         keys_dim: The dim of `x` along which the softmax reduces.
-        readers: All readers of `x`: the ops of the softmax, and of its log-sum-exp.
+        readers: The only nodes that may read `x`: the ops of the softmax, and of its log-sum-exp.
 
     Returns:
         The scores, the ops in between, and the sinks if there are any.
@@ -79,6 +84,7 @@ def match_softmax_source(x: Any, keys_dim: int, *readers: Node) -> SoftmaxSource
         return no_ops
     if is_cast_op(x) or is_copy(x):
         inner = match_softmax_source(move_source(x), keys_dim, x)
+        # A cast of the scores alone is not matched here, but with the scores.
         return replace(inner, chain=(*inner.chain, x)) if inner.chain else no_ops
     difference = match_difference(x, MAXIMA)  # row - maximum(row)
     shift = ops_between(*difference, x) if difference is not None and difference[1] == keys_dim else None
@@ -105,23 +111,23 @@ class SinkValue:
 
     @property
     def batch_and_heads(self) -> tuple[Size, Size]:
-        """Return (batch size, number of heads) of the attention.
-
-        They are (1, H) if the leading dims are groups of heads.
-        """
+        """Return (batch size, number of heads) of the attention: (1, H) if both leading dims are heads."""
         return (1, size_product(self.leading)) if self.groups else (self.leading[0], self.leading[1])
 
     def vector(self, editor: GraphEditor, like: Node) -> Node:
         """Emit the sinks as a vector (H,), the form that sp.masked_attention takes."""
-        count, (_, num_heads) = size_product(node_shape(self.value)), self.batch_and_heads
-        sinks = editor.reshape(self.value, (count,), like)
-        if is_same_size(count, num_heads):
+        num_sinks, (_, num_heads) = size_product(node_shape(self.value)), self.batch_and_heads
+        sinks = editor.reshape(self.value, (num_sinks,), like)
+        if is_same_size(num_sinks, num_heads):
             return sinks
-        return editor.compute(aten.expand.default, (sinks, [editor.sizes(num_heads)]), like)
+        return editor.compute(aten.expand.default, (sinks, [editor.sizes(num_heads)]), like)  # one for all heads
 
 
 def match_sink_value(sinks: Node, coords: Sequence[Any], leading: tuple[Size, ...]) -> SinkValue | None:
-    """Return the sinks that the rows of the scores read, or None if they are not one number per head.
+    """Return the value with one sink per head (or one for all) from which `sinks` is computed, or None.
+
+    sinks.view(1, H, 1, 1).expand(B, H, Q, 1), for example, has the value `sinks`: the search goes back through views
+    until the rows (b, h, q) of the scores read elements that depend on h only.
 
     Args:
         sinks: A value that is computed from the sinks by views and copies.
@@ -135,10 +141,9 @@ def match_sink_value(sinks: Node, coords: Sequence[Any], leading: tuple[Size, ..
         indices = [c for c, extent in zip(coords, shape, strict=True) if not is_same_size(extent, 1)]
         if not indices or (indices == [HEAD_INDEX] and is_same_size(size_product(shape), leading[1])):
             return SinkValue(node, leading)
-        covers_leading = indices == [BATCH_INDEX, HEAD_INDEX] and is_same_size(
-            size_product(shape), size_product(leading)
-        )
-        if covers_leading and skip_reshapes(node).meta["val"].ndim == 1:
+        # Scores (groups, H / groups, Q, K): both leading dims index a vector of all heads.
+        has_all_heads = is_same_size(size_product(shape), size_product(leading))
+        if indices == [BATCH_INDEX, HEAD_INDEX] and has_all_heads and skip_reshapes(node).meta["val"].ndim == 1:
             return SinkValue(node, leading, groups=True)
-        element = map_coordinates(node, coords)
+        element = map_coordinates(node, coords)  # the operand, and the coordinates that are read there
     return None

@@ -52,7 +52,10 @@ class SoftmaxMatch:
 
 
 def match_softmax(node: Node) -> SoftmaxMatch | None:
-    """Return the softmax with this result, or None."""
+    """Return the softmax of which a node is the result, or None.
+
+    Its forms are softmax(s), exp(s - max(s)) / sum, exp(s - logsumexp(s)) and exp(log_softmax(s)).
+    """
     if node.op != "call_function":
         return None
     if node.target in SOFTMAX:
@@ -65,18 +68,18 @@ def match_softmax(node: Node) -> SoftmaxMatch | None:
 
 def _match_exp_log_softmax(node: Node) -> SoftmaxMatch | None:
     """Match exp(log_softmax(s)) and exp(s - logsumexp(s)); return None for other exponentials."""
-    logs = value_origin(node.args[0])
-    if logs.target in LOG_SOFTMAX and _has_same_dtype(logs, node):
-        call = OpCall(logs)
+    log_weights = value_origin(node.args[0])
+    if log_weights.target in LOG_SOFTMAX and _has_same_dtype(log_weights, node):
+        call = OpCall(log_weights)
         return ops_between(call.operands[0], call.dim(), node)
-    difference = match_difference(logs, (aten.logsumexp.default,))
+    difference = match_difference(log_weights, (aten.logsumexp.default,))  # (s, dim)
     return ops_between(*difference, node) if difference is not None else None
 
 
 def _match_exp_over_sum(node: Node) -> SoftmaxMatch | None:
-    """Match e / e.sum(dim, keepdim=True) with e = exp(s - max(s)).
+    """Match e / e.sum(dim, keepdim=True) with e = exp(s - max(s)) as a softmax of s, or return None.
 
-    For e = exp(s), the match has a refusal, because exp may overflow.
+    With e = exp(s), the match has a refusal: for large s, e overflows and a softmax does not.
     """
     exponentials, total = value_origin(node.args[0]), node.args[1]
     if not is_tensor(total) or exponentials.target is not aten.exp.default or not _has_same_dtype(exponentials, node):
@@ -92,7 +95,7 @@ def _match_exp_over_sum(node: Node) -> SoftmaxMatch | None:
 
 
 def match_difference(node: Node, reductions: tuple[Any, ...]) -> tuple[Node, int] | None:
-    """Return (s, dim) for a node s - f(s), where f is one of the reductions along `dim`; else None."""
+    """Return (s, dim) for a node s - f(s), where f is one of the reductions along `dim`, such as amax; else None."""
     if node.target is not aten.sub.Tensor or OpCall(node)["alpha"] != 1 or not all(map(is_tensor, node.args)):
         return None
     row = value_origin(node.args[0])
@@ -101,12 +104,21 @@ def match_difference(node: Node, reductions: tuple[Any, ...]) -> tuple[Node, int
 
 
 def _match_reduction(x: Node, row: Node, reductions: tuple[Any, ...]) -> int | None:
-    """Return the dim along which x is a reduction of `row`, with the dim kept at size 1; else None."""
-    may_detach = reductions is MAXIMA  # the gradient of the maximum has no effect
+    """Return the dim along which x is a reduction of `row`, with the dim kept at size 1, as row.amax(dim, True).
+
+    None if x is another value.
+
+    Args:
+        x: The value that may be the reduction.
+        row: The operand of the reduction.
+        reductions: The ops that may compute it.
+    """
+    # A softmax does not depend on the subtracted maximum, so that its gradient has no effect.
+    may_detach = reductions is MAXIMA
     reduced = value_origin(x)
     while keeps_order(reduced) or (may_detach and reduced.target is aten.detach.default):
         reduced = value_origin(reduced.args[0])
-    if reduced.target is operator.getitem and reduced.args[1] == 0:
+    if reduced.target is operator.getitem and reduced.args[1] == 0:  # the values of max(dim)
         reduced = reduced.args[0]
     if reduced.target not in reductions:
         return None
@@ -120,21 +132,22 @@ def _match_reduction(x: Node, row: Node, reductions: tuple[Any, ...]) -> int | N
 
 
 def _has_same_dtype(a: Node, b: Node) -> bool:
-    """Return True if both tensors have one dtype, so that no cast between them rounds."""
+    """Return True if both tensors have the same dtype."""
     return bool(a.meta["val"].dtype == b.meta["val"].dtype)
 
 
 def ops_between(source: Node, dim: int, result: Node) -> SoftmaxMatch | None:
-    """Return the ops between the scores and a result as one match; None if one of them has other readers.
+    """Return all ops between the scores and a result as one match; None if another node reads one of them.
 
-    The result need not be a softmax: `sinks.py` matches the difference of a row and its maximum.
+    The result need not be a softmax: `sinks.py` calls it for the difference of a row and its maximum.
 
     Args:
         source: The scores.
         dim: The dim of a row.
         result: The last op.
     """
+    # All nodes computed from the scores, up to the result: each must lead to the result.
     between = reachable_set([source], lambda n: () if n is result else n.users) - {source}
     unread = [n for n in between if not n.users and n.target is operator.getitem]  # the indices of the maximum
-    is_isolated = all(n is result or n in unread or (n < result and n.users) for n in between)
-    return SoftmaxMatch(source, dim, tuple(sorted(between))) if is_isolated else None
+    all_lead_to_result = all(n is result or n in unread or (n < result and n.users) for n in between)
+    return SoftmaxMatch(source, dim, tuple(sorted(between))) if all_lead_to_result else None

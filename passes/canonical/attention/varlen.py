@@ -58,9 +58,9 @@ class RewriteVarlenAttention(CanonicalPass):
         return changes
 
     def _rewrite(self, node: Node) -> None:
-        """Replace a call by attention with a predicate.
+        """Replace a call of varlen_attn by attention with a predicate.
 
-        Only its first result is read, so that its one user is a getitem, which is replaced, too.
+        Only its first result is read (`_varlen_refusal`), so that its one user is a getitem, which is replaced, too.
         """
         call = OpCall(node)
         q, k, v = (call[name] for name in ("query", "key", "value"))
@@ -77,12 +77,12 @@ class RewriteVarlenAttention(CanonicalPass):
         self, qkv: Sequence[Node], ends: tuple[Node, Node], window: tuple[int, int], scale: Any, like: Node,
         dropout_p: float = 0.0, **more: Any,
     ) -> Node:  # fmt: skip
-        """Emit attention over packed documents.
+        """Emit attention over packed documents, in which a query attends to the keys of its own document only.
 
         Args:
             qkv: q (T, H, D), k and v, any floating dtype.
-            ends: The cumulative ends of the documents of queries and of keys, (documents + 1,) each.
-            window: The number of keys before and after a position, -1 for all.
+            ends: The cumulative ends of the documents of queries and of keys, (documents + 1,) each, from 0 on.
+            window: The number of keys before and after a query's position to which it attends, -1 for all.
             scale: The factor of the scores, None for 1 / sqrt(D).
             like: The node whose metadata new nodes copy.
             dropout_p: The dropout probability.
@@ -93,9 +93,9 @@ class RewriteVarlenAttention(CanonicalPass):
         """
         (q, k, _), (q_ends, k_ends) = qkv, ends
         rows, cols = [self._document_index(q, q_ends, like)], [self._document_index(k, k_ends, like)]
-        position = "q"
+        position = "q"  # text of the key at the query's own position
         if window != (-1, -1) and q_ends is not k_ends:
-            rows.append(self._last_aligned_keys(rows[0], q_ends, k_ends, like))
+            rows.append(self._aligned_keys(rows[0], q_ends, k_ends, like))
             position = "row1"
         heads_first = [self._to_sdpa_layout(x, like) for x in qkv]
         predicate = " & ".join(["Eq(row0, col0)", *window_predicate(position, *window)])
@@ -106,10 +106,17 @@ class RewriteVarlenAttention(CanonicalPass):
 
     def _to_sdpa_layout(self, x: Node, like: Node) -> Node:
         """Transpose q, k or v from (T, H, D) to (1, H, T, D), the layout of sp.masked_attention."""
-        return self.compute(aten.unsqueeze.default, (self.compute(aten.transpose.int, (x, 0, 1), like), 0), like)
+        heads_first = self.compute(aten.transpose.int, (x, 0, 1), like)
+        return self.compute(aten.unsqueeze.default, (heads_first, 0), like)
 
     def _document_index(self, x: Node, ends: Node, like: Node) -> Node:
-        """Return the index of each token's document, int64 (1, T), emitted once for all layers."""
+        """Return the index of each token's document, int64 (1, T), emitted once for all layers.
+
+        Args:
+            x: The queries or keys (T, H, D).
+            ends: The cumulative ends of their documents, (documents + 1,).
+            like: The node whose metadata new nodes copy.
+        """
         length = node_shape(x)[0]
         if (ends, length) not in self.documents:
             options = {"dtype": ends.meta["val"].dtype, "device": x.meta["val"].device}
@@ -119,8 +126,17 @@ class RewriteVarlenAttention(CanonicalPass):
             self.documents[ends, length] = self.compute(aten.unsqueeze.default, (index, 0), like)
         return self.documents[ends, length]
 
-    def _last_aligned_keys(self, documents: Node, q_ends: Node, k_ends: Node, like: Node) -> Node:
-        """Return, per query, the key at the same distance from the end of its document: int64 (1, T)."""
+    def _aligned_keys(self, documents: Node, q_ends: Node, k_ends: Node, like: Node) -> Node:
+        """Return for each query the index of the key at the same distance from the end of its document, int64 (1, T).
+
+        It is the index of the query plus an offset, k_end - q_end, of its document.
+
+        Args:
+            documents: The index of each query's document, (1, T).
+            q_ends: The cumulative ends of the documents of queries, (documents + 1,).
+            k_ends: Those of keys.
+            like: The node whose metadata new nodes copy.
+        """
         key = (documents, q_ends, k_ends)
         if key not in self.documents:
             length = node_shape(documents)[1]
@@ -128,7 +144,8 @@ class RewriteVarlenAttention(CanonicalPass):
             tokens = self.compute(aten.arange.default, (self.sizes(length),), like, options)
             differences = self.compute(aten.sub.Tensor, (k_ends, q_ends), like)
             offsets = self.compute(aten.slice.Tensor, (differences, 0, 1), like)  # of each document
-            last_offset = self.compute(aten.slice.Tensor, (offsets, 0, -1), like)  # for tokens after the last document
+            # Tokens after the last document have one index more.
+            last_offset = self.compute(aten.slice.Tensor, (offsets, 0, -1), like)
             offsets = self.compute(aten.cat.default, ([offsets, last_offset],), like)
             token_offsets = self.compute(aten.index.Tensor, (offsets, [documents]), like)
             self.documents[key] = self.compute(aten.add.Tensor, (token_offsets, tokens), like)
@@ -146,9 +163,14 @@ def _varlen_refusal(node: Node) -> str | None:
 
 
 def window_predicate(position: str, left: int, right: int) -> Iterator[str]:
-    """Yield conditions for a window of `left` keys before and `right` keys after a position, -1 for all.
+    """Yield the text of the conditions that limit attention to a window of keys, as parts of a predicate.
 
-    Both ends are inclusive. `position` is the text of the key at the query's own position.
+    For ("q", 3, 0), these are "(k <= q)" and "(q - k <= 3)".
+
+    Args:
+        position: The text of the key at the query's own position.
+        left: The number of keys before that position, -1 for all.
+        right: The number of keys after it, -1 for all.
     """
     if right >= 0:
         yield f"(k <= {position})" if right == 0 else f"(k - {position} <= {right})"

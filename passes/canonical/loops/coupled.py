@@ -32,6 +32,7 @@ from torch.fx import Node
 from sp_compile.lowering.torch_compat import pytree, schema_of
 from sp_compile.passes.graph.call import is_tensor, node_shape
 from sp_compile.passes.graph.fakes import trace_function
+from sp_compile.passes.sharding.factors import BoundRule, Dims
 from sp_compile.passes.sharding.matchers import constant_value
 from sp_compile.passes.sharding.rule import lookup_rule
 
@@ -71,16 +72,25 @@ TERMS |= {getattr(aten, name): ("self",) for name in UNIFORM_OPS.split()}
 
 
 def find_cycle(columns: Sequence[StepColumn]) -> list[StepColumn]:
-    """Return the columns of the smallest cycle over steps, in their order.
+    """Return the columns of the smallest cycle: a state and all columns by which it depends on its earlier values.
+
+    A column has one node of each step of a loop. A state is a column that is read in a later step.
+
+    Args:
+        columns: The columns whose values are not computed yet, in the order of computation.
+
+    Returns:
+        The columns of the cycle, in the same order.
 
     Raises:
-        NotALoop: There is no cycle.
+        NotALoop: No state depends on itself.
     """
+    # column -> its references to columns, and -> those of these columns that are among `columns`
     references = {c: [x for x in map(reference_of, c.operands) if x is not None] for c in columns}
-    sources = {c: {x.column for x in found if x.column in references} for c, found in references.items()}
-    states = [c for c in columns if any(x.lag and x.column is c for found in references.values() for x in found)]
-    reached = [_reach(state, sources) for state in states]
-    cycles = [found for state, found in zip(states, reached) if state in found]
+    sources = {c: {x.column for x in read if x.column in references} for c, read in references.items()}
+    states = [c for c in columns if any(x.lag and x.column is c for read in references.values() for x in read)]
+    dependencies = [_all_sources(state, sources) for state in states]
+    cycles = [found for state, found in zip(states, dependencies) if state in found]
     if not cycles:
         raise NotALoop("a state that is not affine in the previous state")
     cycle = min(cycles, key=len)
@@ -88,14 +98,20 @@ def find_cycle(columns: Sequence[StepColumn]) -> list[StepColumn]:
 
 
 def reference_of(operand: Any) -> ColumnRef | None:
-    """Return the column that an operand reads after the first steps, or None."""
+    """Return the reference to the column that an operand of a step reads, or None if it reads no column.
+
+    Initial values, which the first steps read in its place, are skipped.
+    """
     while isinstance(operand, SeededList):
         operand = operand.later
     return operand if isinstance(operand, ColumnRef) else None
 
 
-def _reach(start: StepColumn, sources: dict[StepColumn, set[StepColumn]]) -> set[StepColumn]:
-    """Return all columns from which a column is computed."""
+def _all_sources(start: StepColumn, sources: dict[StepColumn, set[StepColumn]]) -> set[StepColumn]:
+    """Return all columns from which a column is computed, over any number of steps.
+
+    `sources` has those that each column reads. The result contains the column itself only if it depends on itself.
+    """
     found: set[StepColumn] = set()
     pending = [start]
     while pending:
@@ -115,7 +131,7 @@ class BodyOp:
 
 
 class CoupledStates:
-    """States of one cycle, which are scanned together.
+    """States that depend on each other, or of which a step mixes the elements; one scan computes all of them.
 
     Args:
         editor: Emits the ops.
@@ -135,19 +151,29 @@ class CoupledStates:
             raise NotALoop("states of different shapes, or of integers")
         if not all(isinstance(size, int) for x in body for size in node_shape(x.node)):
             raise NotALoop("a state that is mixed and has a symbolic size")
-        self.labels: dict[StepColumn, list[int | None]] = {}  # for each dim of a value, the dim of the states, if any
-        self.touched: set[int] = set()  # dims of the states that a factor has
+        # column -> for each dim of its value, the dim of the states that passes to it through all ops, or None
+        self.state_dims: dict[StepColumn, list[int | None]] = {}
+        self.factor_dims: set[int] = set()  # dims of the states that a factor has
         self.body = [self._read_op(column, operands) for column, operands in zip(body, leaves)]
-        passing = {d for d in range(len(self.shape)) if all(self.labels[x.column][d] == d for x in self.states)}
-        self.batch = sorted(passing & self.touched)
-        self.columns = sorted(passing - self.touched)
-        self.mixed = [d for d in range(len(self.shape)) if d not in passing]
-        self.rows = math.prod(self.shape[d] for d in self.mixed)
+        # The three kinds of dims of a state, see the docstring of the module.
+        passing = {d for d in range(len(self.shape)) if all(self.state_dims[x.column][d] == d for x in self.states)}
+        self.batch_dims = sorted(passing & self.factor_dims)
+        self.column_dims = sorted(passing - self.factor_dims)
+        self.mixed_dims = [d for d in range(len(self.shape)) if d not in passing]
+        self.rows = math.prod(self.shape[d] for d in self.mixed_dims)  # of one state
         if self.rows * len(self.states) > MAX_ROWS:
             raise NotALoop(f"{self.rows} mixed elements of a state")
 
     def _read_op(self, column: StepColumn, leaves: list[Any]) -> BodyOp:
-        """Return an op of the body, and record the dims of its value. Raises NotALoop if it is not linear."""
+        """Return an op of the body (all ops between the states of two steps), and record the dims of its value.
+
+        The op must be a sum of terms, products of arguments (`TERMS`), in each of which at most one factor depends on
+        the states. Otherwise NotALoop is raised.
+
+        Args:
+            column: The nodes of the op.
+            leaves: The leaves of its arguments; those that depend on the states are ColumnRefs.
+        """
         node = column.node
         terms = TERMS.get(getattr(node.target, "overloadpacket", None))
         call, rule = lookup_rule(node) or (None, None)
@@ -159,110 +185,145 @@ class CoupledStates:
         if [nodes[i] for i in tensors] != call.operands or node.meta["val"].dtype != self.options["dtype"]:
             raise error
         names = _leaf_names(node)
-        affine = [i for i, x in enumerate(leaves) if isinstance(x, ColumnRef)]
+        state_leaves = [i for i, x in enumerate(leaves) if isinstance(x, ColumnRef)]
+        # Terms without a state are zero in the linear part. All other leaves are factors of a state.
         zeroed, factors = [], set(range(len(leaves)))
         for term in terms:
             members = [i for i, name in enumerate(names) if name in term.split(" * ")]
-            groups = [members] if "*" in term else [[i] for i in members]
-            for group in groups:
-                count = sum(i in affine for i in group)
-                if count > 1:
+            # "self * other" is one product; an argument like the `tensors` of a cat has one term for each tensor
+            products = [members] if "*" in term else [[i] for i in members]
+            for product in products:
+                num_states = sum(i in state_leaves for i in product)
+                if num_states > 1:
                     raise error
-                if not count:
-                    zeroed += group
-                    factors -= set(group)
-        in_terms = {name for term in terms for name in term.split(" * ")}
-        if any(names[i] not in in_terms for i in affine) or node.kwargs.get("rounding_mode") is not None:
+                if not num_states:
+                    zeroed += product
+                    factors -= set(product)
+        names_in_terms = {name for term in terms for name in term.split(" * ")}
+        if any(names[i] not in names_in_terms for i in state_leaves) or node.kwargs.get("rounding_mode") is not None:
             raise error
-        dims = dict(zip(tensors, rule.operands))
-        self.labels[column] = [self._label(name, affine, dims, leaves, rule) for name in rule.results[0]]
-        for i in factors - set(affine):
-            label_of = dict(zip(rule.results[0], self.labels[column]))
-            self.touched |= {label for name in dims.get(i, ()) if name and (label := label_of.get(name)) is not None}
+        self._record_dims(column, leaves, rule, dict(zip(tensors, rule.operands)), factors - set(state_leaves))
         return BodyOp(column, leaves, zeroed)
 
-    def _label(self, name: str, affine: list[int], dims: Any, leaves: list[Any], rule: Any) -> int | None:
-        """Return the dim of the states that a dim of a result is, or None if it is another one."""
-        if not name or rule.kind(name) != "pass":
-            return None
-        found: set[int | None] = set()
-        for i in affine:
-            labels = self._labels_of(leaves[i])
-            found.add(labels[dims[i].index(name)] if name in dims[i] else None)
-        return found.pop() if len(found) == 1 else None
+    def _record_dims(
+        self, column: StepColumn, leaves: list[Any], rule: BoundRule, operand_dims: dict[int, Dims], factors: set[int]
+    ) -> None:
+        """Record which dims of an op's value are dims of the states, and which of these its factors have.
 
-    def _labels_of(self, reference: ColumnRef) -> list[int | None]:
-        """Return the dims of the states that the dims of a value are."""
-        return list(range(len(self.shape))) if reference.lag else self.labels[reference.column]
+        Args:
+            column: The nodes of the op.
+            leaves: The leaves of its arguments.
+            rule: Its sharding rule, which names dims.
+            operand_dims: The names of the dims of each tensor, by leaf index.
+            factors: The leaves that multiply a state.
+        """
+        state_leaves = [i for i, x in enumerate(leaves) if isinstance(x, ColumnRef)]
+
+        def state_dim(name: str) -> int | None:
+            """Return the dim of the states that a dim of the result is, by its name; None for another dim."""
+            if not name or rule.kind(name) != "pass":
+                return None
+            found: set[int | None] = set()
+            for i in state_leaves:
+                reference = leaves[i]
+                dims = range(len(self.shape)) if reference.lag else self.state_dims[reference.column]
+                found.add(dims[operand_dims[i].index(name)] if name in operand_dims[i] else None)
+            return found.pop() if len(found) == 1 else None
+
+        result_dims = {name: state_dim(name) for name in rule.results[0]}
+        self.state_dims[column] = [result_dims[name] for name in rule.results[0]]
+        for i in factors:
+            dims_of_factor = (result_dims.get(name) for name in operand_dims.get(i, ()) if name)
+            self.factor_dims |= {dim for dim in dims_of_factor if dim is not None}
 
     def scan(self, reverse: bool) -> dict[StepColumn, BatchedValue]:
-        """Emit the scan, and return the values of the states' columns at all steps."""
-        count, num_rows = len(self.states), self.rows * len(self.states)
+        """Emit the scan h' = m @ h + b of the stacked states, and return the values of their columns at all steps.
+
+        The operands have the dims m (batch, steps, rows, rows), b (batch, steps, rows, columns) and h (batch, rows,
+        columns), where the rows are the mixed elements of all states, one state after the other.
+        """
+        num_states, num_rows = len(self.states), self.rows * len(self.states)
         try:
-            results = self._evaluate(frozenset(self.columns))
-            reduced = True
+            results = self._evaluate(frozenset(self.column_dims))  # m is equal for all columns: one column suffices
+            has_all_columns = False
         except (RuntimeError, ValueError, NotALoop):  # an op with the sizes of all columns
             results = self._evaluate(frozenset())
-            reduced = False
-        terms, maps = results[:count], results[count:]
-        if not reduced:
-            for d in self.columns:
+            has_all_columns = True
+        terms, maps = results[:num_states], results[num_states:]  # (steps, ...) and (steps, basis, ...) of each state
+        if has_all_columns:
+            for d in self.column_dims:
                 maps = [self._compute(aten.slice.Tensor, x, d + 2, 0, 1) for x in maps]
-        ndim, time = len(self.shape), len(self.batch)
-        batch, steps = [self.shape[d] for d in self.batch], self.body[0].column.end - self.body[0].column.first
-        columns = math.prod(self.shape[d] for d in self.columns)
-        order = [*self.batch, None, *self.mixed, *self.columns]
+        time = len(self.batch_dims)  # the dim of the steps in the scan
+        batch, steps = [self.shape[d] for d in self.batch_dims], self.body[0].column.end - self.body[0].column.first
+        num_columns = math.prod(self.shape[d] for d in self.column_dims)
+        order = [*self.batch_dims, None, *self.mixed_dims, *self.column_dims]  # None: the dim of the steps
         b = [self._arrange(x, [0 if d is None else d + 1 for d in order]) for x in terms]
-        b = [self._reshape(x, (*batch, steps, self.rows, columns)) for x in b]
-        order = [*self.batch, None, *self.mixed, -1, *self.columns]
+        b = [self._reshape(x, (*batch, steps, self.rows, num_columns)) for x in b]
+        order = [*self.batch_dims, None, *self.mixed_dims, -1, *self.column_dims]  # -1: the dim of the basis
         m = [self._arrange(x, [0 if d is None else d + 2 for d in order]) for x in maps]
         m = [self._reshape(x, (*batch, steps, self.rows, num_rows)) for x in m]
         initial = None
         if any(not _is_zero(seed) for seed in self.seeds.values()):
             seeds = [self.editor.expand_to(seed, self.shape, self.like) for seed in self.seeds.values()]
-            seeds = [self._arrange(x, [*self.batch, *self.mixed, *self.columns]) for x in seeds]
-            initial = self._join([self._reshape(x, (*batch, self.rows, columns)) for x in seeds])
+            seeds = [self._arrange(x, [*self.batch_dims, *self.mixed_dims, *self.column_dims]) for x in seeds]
+            initial = self._join([self._reshape(x, (*batch, self.rows, num_columns)) for x in seeds])
         out = self._compute(torch.ops.sp.affine_scan.default, self._join(m), self._join(b), initial, time, reverse)
+        return self._split_states(out, steps)
+
+    def _split_states(self, out: Node, steps: int) -> dict[StepColumn, BatchedValue]:
+        """Return the values of the states' columns, in the shape of a state with a dim for the steps.
+
+        Args:
+            out: The result of the scan, (batch, steps, rows of all states, columns).
+            steps: The number of steps.
+        """
         values = {}
-        position = min(1, ndim)
-        stored = [*self.batch, None, *self.mixed, *self.columns]
-        wanted: list[int | None] = list(range(ndim))
-        wanted.insert(position, None)
+        ndim, time = len(self.shape), len(self.batch_dims)
+        position = min(1, ndim)  # of the steps in each value
+        scan_order = [*self.batch_dims, None, *self.mixed_dims, *self.column_dims]  # None: the dim of the steps
+        value_order: list[int | None] = list(range(ndim))
+        value_order.insert(position, None)
+        sizes = [steps if d is None else self.shape[d] for d in scan_order]
         for i, state in enumerate(self.states):
-            if state.lag > 1:
+            if state.lag > 1:  # an earlier value of the same column
                 continue
             x = self._compute(aten.slice.Tensor, out, time + 1, i * self.rows, (i + 1) * self.rows)
-            sizes = [steps if d is None else self.shape[d] for d in stored]
-            node = self._arrange(self._reshape(x, sizes), map(stored.index, wanted))
+            node = self._arrange(self._reshape(x, sizes), map(scan_order.index, value_order))
             values[state.column] = BatchedValue(node, position)
         return values
 
-    def _evaluate(self, columns: frozenset[int]) -> list[Node]:
-        """Emit the body on zeros, (S, ...) for each state, and its linear part on a basis, (S, rows, ...).
+    def _evaluate(self, single_dims: frozenset[int]) -> list[Node]:
+        """Emit the body of all steps on states of zeros, and its linear part on the vectors of a basis.
+
+        These are b and the columns of m in h' = m @ h + b.
 
         Args:
-            columns: The dims of the states that have size 1 in the linear part.
+            single_dims: The dims of the states that have size 1 in the linear part.
+
+        Returns:
+            The results for each state: those for zeros, (steps, ...), then those for the basis, (steps, basis, ...).
         """
         leaves: list[Any] = [x for op in self.body for x in op.leaves]
+        # The values of the body that are not states, by identity, as one value may be read in several places.
         operands = {id(x): x for x in leaves if isinstance(x, BatchedValue) or is_tensor(x)}
         nodes = [self.editor.move_steps(x, 0).node if isinstance(x, BatchedValue) else x for x in operands.values()]
         dims = tuple(0 if isinstance(x, BatchedValue) else None for x in operands.values())
-        shape = [1 if d in columns else size for d, size in enumerate(self.shape)]
-        sizes = [shape[d] if d in self.mixed else 1 for d in range(len(shape))]
+        shape = [1 if d in single_dims else size for d, size in enumerate(self.shape)]
+        mixed_shape = [shape[d] if d in self.mixed_dims else 1 for d in range(len(shape))]
         num_rows = self.rows * len(self.states)
 
         def run_step(*values: torch.Tensor) -> list[torch.Tensor]:
-            """Return the terms of all states, and their maps."""
+            """Return the results of one step for zeros and for the basis."""
             coefficients = dict(zip(operands, values))
             zeros = [torch.zeros(self.shape, **self.options) for _ in self.states]
             terms = self._run(coefficients, zeros, None)
             identity = torch.eye(num_rows, **self.options)
-            parts = identity.split(self.rows, 1)
-            basis = [x.reshape(num_rows, *sizes).expand(num_rows, *shape) for x in parts]
+            parts = identity.split(self.rows, 1)  # the elements of each state in all vectors of the basis
+            basis = [x.reshape(num_rows, *mixed_shape).expand(num_rows, *shape) for x in parts]
 
             def run_linear(*vectors: torch.Tensor) -> list[torch.Tensor]:
-                """Return the linear part on one vector of the basis."""
-                return self._run(coefficients, vectors, columns)
+                """Return the linear part of the body on one vector of the basis."""
+                return self._run(coefficients, vectors, single_dims)
 
             return [*terms, *torch.func.vmap(run_linear)(*basis)]
 
@@ -277,14 +338,14 @@ class CoupledStates:
         return results
 
     def _run(
-        self, coefficients: dict[int, torch.Tensor], states: Sequence[torch.Tensor], columns: frozenset[int] | None
+        self, coefficients: dict[int, torch.Tensor], states: Sequence[torch.Tensor], single_dims: frozenset[int] | None
     ) -> list[torch.Tensor]:
-        """Return the new states, from tensors of one step.
+        """Run the body, or its linear part, on tensors of one step, and return the new states.
 
         Args:
-            coefficients: The other operands.
-            states: The states.
-            columns: For the linear part, the dims of the states that have size 1; None for the body itself.
+            coefficients: The operands that are no states, by identity of the leaf.
+            states: The previous states.
+            single_dims: For the linear part, the dims of the states that have size 1; None for the body itself.
         """
         values: dict[StepColumn, torch.Tensor] = {}
         previous = dict(zip(self.states, states))
@@ -293,8 +354,8 @@ class CoupledStates:
             for i, x in enumerate(op.leaves):
                 if isinstance(x, ColumnRef):
                     leaves.append(previous[x] if x.lag else values[x.column])
-                elif columns is not None and i in op.zeroed:
-                    leaves.append(self._zeros(op, i, columns))
+                elif single_dims is not None and i in op.zeroed:
+                    leaves.append(self._zeros(op, i, single_dims))
                 else:
                     leaves.append(coefficients.get(id(x), x))
             node = op.column.node
@@ -303,8 +364,17 @@ class CoupledStates:
         # A state of lag 2 is the state of lag 1 one step later.
         return [values[x.column] if x.lag == 1 else previous[ColumnRef(x.column, x.lag - 1)] for x in self.states]
 
-    def _zeros(self, op: BodyOp, leaf: int, columns: frozenset[int]) -> Any:
-        """Return zeros in place of a leaf, of size 1 in the dims of columns."""
+    def _zeros(self, op: BodyOp, leaf: int, single_dims: frozenset[int]) -> Any:
+        """Return zeros in place of a term without a state, for the linear part of the body.
+
+        Args:
+            op: The op.
+            leaf: The index of the leaf of its arguments that is the term.
+            single_dims: The dims of the states that have size 1, here too.
+
+        Returns:
+            A tensor, the number 0 in place of a number, or None in place of None.
+        """
         node = op.column.node
         nodes = pytree.tree_leaves((node.args, node.kwargs))
         x = nodes[leaf]
@@ -313,33 +383,36 @@ class CoupledStates:
         _, rule = lookup_rule(node) or (None, None)
         assert rule is not None
         names = rule.operands[sum(map(is_tensor, nodes[:leaf]))]
-        label_of = dict(zip(rule.results[0], self.labels[op.column]))
-        sizes = [1 if label_of.get(name) in columns else size for name, size in zip(names, node_shape(x))]
+        state_dim_of = dict(zip(rule.results[0], self.state_dims[op.column]))  # by name of a dim of the result
+        sizes = [1 if state_dim_of.get(name) in single_dims else size for name, size in zip(names, node_shape(x))]
         return torch.zeros(sizes, dtype=x.meta["val"].dtype, device=x.meta["val"].device)
 
     def _compute(self, target: Any, *args: Any) -> Node:
-        """Emit an op."""
+        """Emit an op with the metadata of a state."""
         return self.editor.compute(target, args, self.like)
 
     def _arrange(self, x: Node, order: Iterable[int]) -> Node:
-        """Emit a permutation of dims."""
+        """Return x with its dims in another order; no op is emitted if they are in order."""
         dims = list(order)
         return x if dims == sorted(dims) else self._compute(aten.permute.default, x, dims)
 
     def _reshape(self, x: Node, shape: Sequence[Any]) -> Node:
-        """Emit a reshape, if the shape is another one."""
+        """Return x in another shape; no op is emitted if it has that shape."""
         return x if node_shape(x) == tuple(shape) else self.editor.reshape(x, list(shape), self.like)
 
     def _join(self, parts: list[Node]) -> Node:
-        """Emit the rows of all states as one matrix."""
+        """Return the rows of all states (dim -2), one state after the other, as one tensor."""
         return parts[0] if len(parts) == 1 else self._compute(aten.cat.default, parts, -2)
 
 
 def _leaf_names(node: Node) -> list[str]:
-    """Return the name of the argument of each leaf of a node's arguments."""
-    schema = [x.name for x in schema_of(node.target).arguments]
-    named = [*zip(schema, node.args), *node.kwargs.items()]
-    return [name for name, value in named for _ in pytree.tree_leaves(value)]
+    """Return, for each leaf of a node's arguments (a tensor or a constant), the name of its argument.
+
+    cat([a, b], 1) has the names tensors, tensors, dim.
+    """
+    argument_names = [x.name for x in schema_of(node.target).arguments]
+    arguments = [*zip(argument_names, node.args), *node.kwargs.items()]
+    return [name for name, value in arguments for _ in pytree.tree_leaves(value)]
 
 
 def _is_zero(x: Value) -> bool:

@@ -49,17 +49,21 @@ class StackWrittenRows(CanonicalPass):
     provides = frozenset({"canonical", "stacked rows"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Redirect reads of written rows to the rows, then replace complete chains by stacks."""
+        """Redirect reads of written rows to the rows, then replace complete chains of writes by stacks.
+
+        A chain is y.select_scatter(row, dim, index) for one index after the other, as `y[:, t] = row` in a loop gives.
+        """
         self.writes = {n: write for n in gm.graph.nodes if (write := _match_write(n)) is not None}
         self.budget = 4 * len(gm.graph.nodes)  # remaining number of readers to examine
-        forwarded = [self._forward_reads(n, write) for n, write in reversed(self.writes.items())]
-        stacked = [self._stack_chain(n) for n in self.writes if n.users and not self._is_written_on(n)]
-        return sum(forwarded) + sum(stacked)
+        redirected = [self._redirect_reads(n, write) for n, write in reversed(self.writes.items())]
+        stacked = [self._stack_chain(n) for n in self.writes if n.users and not self._is_continued(n)]
+        return sum(redirected) + sum(stacked)
 
-    def _forward_reads(self, node: Node, write: RowWrite) -> bool:
-        """Redirect each read of one row after a write to the written row, or to the base if it is another row.
+    def _redirect_reads(self, node: Node, write: RowWrite) -> bool:
+        """Redirect each read of one row of a tensor after a write.
 
-        So a step reads the value of the previous step itself. Returns True if a read is redirected.
+        A read of the written row becomes that row; a read of another row reads the tensor before the write. A step of a
+        loop then reads the value of the previous step itself. Returns True if a read is redirected.
         """
         changed = False
         for user in value_readers(node):
@@ -75,70 +79,76 @@ class StackWrittenRows(CanonicalPass):
                 changed = True
         return changed
 
-    def _is_written_on(self, node: Node) -> bool:
-        """Return True if the only reader of a written tensor is the next write, so that its chain continues."""
-        users = [self.writes.get(u) for u in value_readers(node)]
-        return len(users) == 1 and users[0] is not None and users[0].base is node
+    def _is_continued(self, node: Node) -> bool:
+        """Return True if the only reader of a tensor after a write is the next write to it."""
+        next_writes = [self.writes.get(user) for user in value_readers(node)]
+        return len(next_writes) == 1 and next_writes[0] is not None and next_writes[0].base is node
 
     def _stack_chain(self, last: Node) -> bool:
-        """Replace the chain that ends in the write `last` by a stack or cat of its rows; return False if not."""
+        """Replace the chain of writes that ends in the write `last` by a stack or cat of its rows.
+
+        Returns False, and reports the reason if the chain looks like a loop, if it is not replaced.
+        """
         # Follow the chain back to its base; a row has the value of its last write.
-        value, write = last.meta["val"], self.writes[last]
+        value, last_write = last.meta["val"], self.writes[last]
         rows: dict[int, Node] = {}  # by index
-        twice = early_read = None  # reasons against a stack
+        written_twice = early_read = None  # reasons against a stack
         node = last
         while True:
-            link = self.writes[node]
-            if (link.dim, link.keeps_dim) != (write.dim, write.keeps_dim):
+            write = self.writes[node]
+            if (write.dim, write.keeps_dim) != (last_write.dim, last_write.keeps_dim):
                 return False
-            if link.index in rows:
-                twice = f"row {link.index} is written twice"
-            rows.setdefault(link.index, link.row)
-            if link.base not in self.writes:
+            if write.index in rows:
+                written_twice = f"row {write.index} is written twice"
+            rows.setdefault(write.index, write.row)
+            base = write.base
+            if base not in self.writes:
                 break
-            if len(value_readers(link.base)) > 1:
-                early_read = f"another op reads {link.base.name} before all rows are written"
+            if len(value_readers(base)) > 1:
+                early_read = f"another op reads {base.name} before all rows are written"
                 break
-            node = link.base
-        missing = set(range(value.shape[write.dim])) - set(rows)
-        reason = twice
-        if any(r.meta["val"].dtype != value.dtype for r in rows.values()):
+            node = base
+        dim, num_rows = last_write.dim, value.shape[last_write.dim]
+        missing = set(range(num_rows)) - set(rows)
+        reason = written_twice
+        if any(row.meta["val"].dtype != value.dtype for row in rows.values()):
             reason = reason or f"their dtype differs from {value.dtype}, the dtype of the list"
         if len(missing) > 1:
-            reason = reason or early_read or f"{len(missing)} rows of {value.shape[write.dim]} are never written"
+            reason = reason or early_read or f"{len(missing)} rows of {num_rows} are never written"
         if reason is not None and self._is_loop(last):
             self.note_refusal(last, f"rows that are written one by one are not stacked: {reason}")
         if reason is not None or node is last:
             return False
         with self.graph.inserting_before(last):
-            for index in missing:
-                rows[index] = self._initial_row(link.base, write, index)
-            target = aten.cat.default if write.keeps_dim else aten.stack.default
-            self.replace(last, self.compute(target, ([rows[i] for i in sorted(rows)], write.dim), last))
+            for index in missing:  # at most one, which keeps its initial value
+                rows[index] = self._initial_row(base, last_write, index)
+            target = aten.cat.default if last_write.keeps_dim else aten.stack.default
+            self.replace(last, self.compute(target, ([rows[i] for i in sorted(rows)], dim), last))
         return True
 
     def _is_loop(self, last: Node) -> bool:
-        """Return True if the chain that ends in `last` looks like a loop.
+        """Return True if the chain of writes that ends in `last` looks like a loop, so that a refusal is reported.
 
-        It then has MIN_ROWS writes or more, which write most rows. Only such a chain is reported if it is not replaced.
-        A chain that continues along another dim is none.
+        It looks like one if it has at least MIN_ROWS writes, which write most rows, and does not continue along another
+        dim.
         """
         if any(self.writes[user].base is last for user in value_readers(last) if user in self.writes):
             return False
         dim, num_writes, node = self.writes[last].dim, 0, last
         while node in self.writes and self.writes[node].dim == dim:
-            num_writes, node = num_writes + 1, self.writes[node].base
+            num_writes += 1
+            node = self.writes[node].base
         return num_writes >= MIN_ROWS and 2 * num_writes > last.meta["val"].shape[dim]
 
     def _initial_row(self, base: Node, write: RowWrite, index: int) -> Node:
-        """Emit row `index` of the base, which no write replaces, in the form of the written rows."""
+        """Emit row `index` of the tensor before all writes, with the dims of the rows of a write."""
         if write.keeps_dim:
             return self.compute(aten.slice.Tensor, (base, write.dim, index, index + 1), base)
         return self.compute(aten.select.int, (base, write.dim, index), base)
 
 
 def _match_write(node: Node) -> RowWrite | None:
-    """Return the write of a select_scatter, or of a slice_scatter of one row, at a known index; else None."""
+    """Return the write that a select_scatter, or a slice_scatter of one row, is; None for other nodes or indices."""
     if node.op != "call_function" or node.target not in SCATTERS:
         return None
     call = OpCall(node)

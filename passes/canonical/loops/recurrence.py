@@ -59,14 +59,18 @@ class ScanBuilder(BatchedOps):
     """Editor that evaluates ops on values that are affine in a state, and emits the scans of states."""
 
     def affine(self, node: Node, leaves: list[Value]) -> AffineValue | None:
-        """Return the value of `node` at every step, affine in a state.
+        """Return the value of an op at every step as an affine function of a state, a * state + m @ state + b.
+
+        For h * c + x with the state h, the leaves of the sum are the AffineValue c * h + 0 and x; the result is the
+        AffineValue c * h + x.
 
         Args:
             node: The op of one step.
-            leaves: Values in place of the leaves of its arguments, some of them affine in a state.
+            leaves: Values in place of the leaves of its arguments (tensors and constants); at least one is an
+                AffineValue, and the others are values of all steps.
 
         Returns:
-            The value, or None if it is not affine in a state.
+            The value, or None if the op is not affine in one state.
         """
         affine_leaves = [x for x in leaves if isinstance(x, AffineValue)]
         state, lag = affine_leaves[0].state, affine_leaves[0].lag
@@ -83,13 +87,16 @@ class ScanBuilder(BatchedOps):
             return None
         args, kwargs = pytree.tree_unflatten(leaves, pytree.tree_flatten((node.args, node.kwargs))[1])
         schema = schema_of(node.target).arguments
-        named = {a.name: a.default_value for a in schema if a.has_default_value()}
-        named.update(zip((a.name for a in schema), args), **kwargs)
-        coefficients = rule(_FoldingArithmetic(self, node), named)
+        arguments = {a.name: a.default_value for a in schema if a.has_default_value()}
+        arguments.update(zip((a.name for a in schema), args), **kwargs)
+        coefficients = rule(_FoldingArithmetic(self, node), arguments)
         return None if coefficients is None else AffineValue(state, *coefficients, node_shape(node), lag)
 
     def _multiply_matrix(self, node: Node, leaves: list[Value]) -> AffineValue | None:
-        """Return the product of a matrix and a value that is affine in the state, or None for other products."""
+        """Return the matrix product left @ right, where `right` is affine in the state; None for other products.
+
+        left @ (a * state + m @ state + b) = (left * a.T + left @ m) @ state + left @ b, if `a` is a factor of rows.
+        """
         left, right = leaves
         if isinstance(left, AffineValue) or min(len(right.step_shape), step_ndim(left)) < 2:
             return None
@@ -98,7 +105,7 @@ class ScanBuilder(BatchedOps):
             if not _is_equal_in_rows(right.a):
                 return None
             m = ops.multiply(left, right.a if _is_number(right.a) else self._transpose(right.a))
-        if not _is_number(right.m):
+        if not _is_number(right.m):  # the only number that is a matrix is 0
             m = ops.add(m, self._matmul(left, right.m, node))
         if _is_number(right.b) and right.b != 0:
             return None
@@ -106,14 +113,14 @@ class ScanBuilder(BatchedOps):
         return replace(right, a=0, b=b, m=m, shape=node_shape(node))
 
     def _matmul(self, left: Value, right: Value, like: Node) -> Value:
-        """Emit the matrix product of two values of all steps."""
+        """Emit the matrix product of two values of all steps, of which one may be equal for all steps."""
         leaves, spec = pytree.tree_flatten(((left, right), {}))
         if not any(isinstance(x, BatchedValue) for x in leaves):
             return self.compute(aten.matmul.default, (left, right), like)
         return self.broadcast(aten.matmul.default, spec, leaves, like, fixed_dims=2)
 
     def _transpose(self, x: Value) -> Value:
-        """Return factors of rows (..., K, 1) as factors of columns (..., 1, K); values of fewer dims are unchanged."""
+        """Return factors (..., K, 1) as (..., 1, K), for all steps; values of fewer than two dims are unchanged."""
         if step_ndim(x) < 2:
             return x
         if isinstance(x, BatchedValue):
@@ -125,7 +132,7 @@ class ScanBuilder(BatchedOps):
         """Emit the scan that computes a state at every step.
 
         Args:
-            affine: The state as a function of the previous state.
+            affine: The state as a function of the previous state, a * state + m @ state + b.
             seed: The state before the first step.
             reverse: True if the last step is computed first.
 
@@ -133,10 +140,11 @@ class ScanBuilder(BatchedOps):
             The state of every step.
 
         Raises:
-            NotALoop: The recurrence has an integer dtype.
+            NotALoop: No scan computes the recurrence, such as one of integers.
         """
         like, a, b = affine.state.node, affine.a, affine.b
         value, shape = like.meta["val"], node_shape(like)
+        # The steps have the dim that they have in a coefficient, which need not be permuted then.
         times = [x.time for x in (b, a) if isinstance(x, BatchedValue) and x.ndim == value.ndim]
         time = times[0] if times else 0
         stacked_shape = (*shape[:time], len(affine.state.nodes), *shape[time:])
@@ -148,13 +156,13 @@ class ScanBuilder(BatchedOps):
         initial = None if _is_constant(seed, 0) else self.expand_to(seed, shape, like)
         if not _is_number(affine.m):
             return self._scan_matrices(affine, initial, reverse)
-        if _is_constant(a, 1) and not _is_constant(b, 0):
+        if _is_constant(a, 1) and not _is_constant(b, 0):  # state + b
             out = self._emit_cumulative("sum", expand_steps(b), time, reverse, like)
             if initial is not None:
                 out = self.compute(aten.add.Tensor, (out, self.unsqueeze(initial, time)), like)
         elif not value.is_floating_point():
             raise NotALoop("a recurrence of integers")
-        elif _is_constant(b, 0):
+        elif _is_constant(b, 0):  # a * state
             out = self._emit_cumulative("prod", expand_steps(a), time, reverse, like)
             if not _is_constant(seed, 1):
                 initial = self.expand_to(seed, shape, like)
@@ -164,7 +172,16 @@ class ScanBuilder(BatchedOps):
         return BatchedValue(out, time)
 
     def _scan_matrices(self, affine: AffineValue, initial: Node | None, reverse: bool) -> BatchedValue:
-        """Emit the scan of a state that matrices multiply, along the dim before those of the state's matrix."""
+        """Emit the scan of a state (..., K, V) that matrices multiply: (m + a * identity) @ state + b.
+
+        Args:
+            affine: The state as a function of the previous state.
+            initial: The state before the first step; None for zeros.
+            reverse: True if the last step is computed first.
+
+        Returns:
+            The state of every step, (..., steps, K, V).
+        """
         like, steps, ops = affine.state.node, len(affine.state.nodes), _FoldingArithmetic(self, affine.state.node)
         *batch, rows, columns = node_shape(like)
         if not _is_equal_in_rows(affine.a):
@@ -181,7 +198,7 @@ class ScanBuilder(BatchedOps):
         return BatchedValue(self.compute(AFFINE_SCAN, (maps, terms, initial, time, reverse), like), time)
 
     def _emit_cumulative(self, op: str, x: Node, time: int, reverse: bool, like: Node) -> Node:
-        """Emit the cumulative "sum" or "prod" of x along `time`, from the last step on if `reverse`."""
+        """Emit the cumulative sum or product (`op`) of x along the dim `time`, from the last step on if `reverse`."""
         if reverse:
             return self.compute(torch.ops.sp.scan.default, (x, None, time, op, False, True), like)
         target = {"sum": aten.cumsum.default, "prod": aten.cumprod.default}[op]
@@ -192,13 +209,16 @@ Coefficients = tuple[Value, Value, Value]  # (a, b, m) of a * state + m @ state 
 
 
 class _FoldingArithmetic:
-    """Arithmetic on values of all steps that emits ops, except for constants and neutral operands."""
+    """Arithmetic on values of all steps that emits ops, except where the result is known: x * 1, x + 0, 2 * 3."""
 
     def __init__(self, scans: ScanBuilder, like: Node) -> None:
         self.scans, self.like = scans, like
 
     def coefficients(self, x: Value) -> Coefficients:
-        """Return (a, b, m) of any operand, (0, x, 0) without the state; a tuple is coefficients already."""
+        """Return (a, b, m) of an operand a * state + m @ state + b; for a value without the state (0, x, 0).
+
+        A tuple is returned unchanged: it is the coefficients of an intermediate result.
+        """
         if isinstance(x, AffineValue):
             return x.a, x.b, x.m
         return x if isinstance(x, tuple) else (0, x, 0)
@@ -206,7 +226,7 @@ class _FoldingArithmetic:
     def multiply(self, x: Value, y: Value) -> Value:
         """Return x * y for values without the state."""
         if _is_number(x):
-            x, y = y, x
+            x, y = y, x  # if one is a number, it is y
         if _is_number(y) and y == 0:
             return 0
         if _is_number(x):
@@ -218,7 +238,7 @@ class _FoldingArithmetic:
     def add(self, x: Value, y: Value) -> Value:
         """Return x + y for values without the state."""
         if _is_number(x):
-            x, y = y, x
+            x, y = y, x  # if one is a number, it is y
         if _is_number(x):
             return x + y
         if _is_number(y) and y == 0:
@@ -236,10 +256,10 @@ class _FoldingArithmetic:
         return self.scans.pointwise(aten.div.Tensor, x, y, like=self.like)
 
     def select(self, condition: Value, x: Value, y: Value) -> Value:
-        """Return x where the condition is true, else y."""
+        """Return x where the condition is true, else y, for values without the state."""
         if _is_number(x) and _is_number(y) and x == y:
             return x
-        # Overload of `where` for each operand, tensor or number.
+        # `where` has an overload for each combination of tensors and numbers.
         overloads = {(0, 0): "self", (1, 0): "ScalarSelf", (0, 1): "ScalarOther", (1, 1): "Scalar"}
         target = getattr(aten.where, overloads[_is_number(x), _is_number(y)])
         return self.scans.pointwise(target, condition, x, y, like=self.like)
@@ -250,12 +270,15 @@ AffineRule = Callable[[_FoldingArithmetic, dict[str, Any]], Coefficients | None]
 
 
 def _affine_sum(ops: _FoldingArithmetic, x: Value, y: Value, alpha: Value = 1) -> Coefficients:
-    """Return the coefficients of x + alpha * y."""
+    """Return the coefficients (a, b, m) of x + alpha * y: each is the sum of those of x and of alpha * y."""
     return tuple(ops.add(p, ops.multiply(q, alpha)) for p, q in zip(ops.coefficients(x), ops.coefficients(y)))
 
 
 def _affine_scale(ops: _FoldingArithmetic, x: Value, y: Value) -> Coefficients | None:
-    """Return the coefficients of x * y, or None if both contain the state."""
+    """Return the coefficients (a, b, m) of x * y.
+
+    None if both operands contain the state, or if y is no factor by which the matrix m can be multiplied.
+    """
     if isinstance(x, AffineValue) and isinstance(y, AffineValue):
         return None
     if isinstance(y, AffineValue):
@@ -267,7 +290,10 @@ def _affine_scale(ops: _FoldingArithmetic, x: Value, y: Value) -> Coefficients |
 
 
 def _affine_divide(ops: _FoldingArithmetic, args: dict[str, Any]) -> Coefficients | None:
-    """Return the coefficients of x / y, or None if y contains the state or the quotient is rounded."""
+    """Return the coefficients (a, b, m) of args["self"] / args["other"].
+
+    None if the divisor contains the state or cannot divide the matrix m, or if the quotient is rounded to an integer.
+    """
     if isinstance(args["other"], AffineValue) or args.get("rounding_mode") is not None:
         return None
     a, b, m = ops.coefficients(args["self"])
@@ -277,29 +303,35 @@ def _affine_divide(ops: _FoldingArithmetic, args: dict[str, Any]) -> Coefficient
 
 
 def _affine_addcmul(ops: _FoldingArithmetic, args: dict[str, Any]) -> Coefficients | None:
-    """Return the coefficients of x + value * tensor1 * tensor2."""
-    scaled = _affine_scale(ops, args["tensor1"], args["tensor2"])
-    return _affine_sum(ops, args["self"], scaled, args["value"]) if scaled is not None else None
+    """Return the coefficients (a, b, m) of self + value * tensor1 * tensor2, or None if the product has none."""
+    product = _affine_scale(ops, args["tensor1"], args["tensor2"])
+    return _affine_sum(ops, args["self"], product, args["value"]) if product is not None else None
 
 
 def _affine_lerp(ops: _FoldingArithmetic, args: dict[str, Any]) -> Coefficients | None:
-    """Return the coefficients of (1 - weight) * x + weight * end; None if the weight contains the state."""
+    """Return the coefficients (a, b, m) of (1 - weight) * self + weight * end.
+
+    None if the weight contains the state, or if a product has no coefficients.
+    """
     weight = args["weight"]
     if isinstance(weight, AffineValue):
         return None
     complement = ops.add(1, ops.multiply(weight, -1))
-    parts = _affine_scale(ops, args["self"], complement), _affine_scale(ops, args["end"], weight)
-    return None if None in parts else _affine_sum(ops, *parts)
+    products = _affine_scale(ops, args["self"], complement), _affine_scale(ops, args["end"], weight)
+    return None if None in products else _affine_sum(ops, *products)
 
 
 def _affine_select(ops: _FoldingArithmetic, condition: Value, x: Value, y: Value) -> Coefficients | None:
-    """Return the coefficients of where(condition, x, y), or None if the condition contains the state."""
+    """Return the coefficients (a, b, m) of where(condition, x, y): each is selected.
+
+    None if the condition contains the state, or if it differs between the columns that a matrix m multiplies.
+    """
     if isinstance(condition, AffineValue):
         return None
-    (a, b, m), (c, d, n) = ops.coefficients(x), ops.coefficients(y)
-    if not (_is_number(m) and _is_number(n)) and not _is_equal_in_rows(condition):
+    (a_x, b_x, m_x), (a_y, b_y, m_y) = ops.coefficients(x), ops.coefficients(y)
+    if not (_is_number(m_x) and _is_number(m_y)) and not _is_equal_in_rows(condition):
         return None
-    return ops.select(condition, a, c), ops.select(condition, b, d), ops.select(condition, m, n)
+    return ops.select(condition, a_x, a_y), ops.select(condition, b_x, b_y), ops.select(condition, m_x, m_y)
 
 
 _AFFINE_RULES: dict[Any, AffineRule] = {  # by op, for every overload
@@ -322,7 +354,10 @@ def _has_dtype_of(node: Node, state: Node) -> bool:
 
 
 def _is_equal_in_rows(x: Value) -> bool:
-    """Return True if a factor is equal for all columns of a row of the state, so that it scales a matrix, too."""
+    """Return True if a factor is equal for all columns of a state (..., K, V): its last dim has the size 1.
+
+    Then x * (m @ state) = (x * m) @ state for a matrix m.
+    """
     if isinstance(x, BatchedValue):
         return x.ndim == 0 or is_same_size(x.shape[-1], 1)
     return _is_number(x) or (is_tensor(x) and (x.meta["val"].ndim == 0 or is_same_size(node_shape(x)[-1], 1)))

@@ -57,11 +57,11 @@ class LoopBuilder:
         reads = [x for x in loop.operands() if isinstance(x, IndexRead)]
         self.reverse = bool(reads) and all(x.stride < 0 for x in reads)
         self.scans = 0  # number of emitted scans
-        self.values: dict[StepColumn, Value] = {}  # of computed columns; a node if it is constant over the steps
+        self.values: dict[StepColumn, Value] = {}  # of computed columns; a node if it is equal at all steps
         self.forms: dict[StepColumn, AffineValue] = {}  # of columns that are affine in a state, before its scan
         self.seeds: dict[StepColumn, Any] = {}  # initial values of states
-        self.operand_values: dict[Any, Value] = {}  # by (operand, first step, end)
-        self.columns: list[StepColumn] = []  # columns that differ between the steps
+        self.operand_values: dict[Any, Value] = {}  # (operand, first step, end) -> its value at these steps
+        self.columns: list[StepColumn] = []  # columns whose values differ between the steps
         for column in loop.sort_columns():
             if all(self._is_shared(x) for x in column.operands):
                 self.values[column] = column.nodes[0]
@@ -69,21 +69,18 @@ class LoopBuilder:
                 self.columns.append(column)
 
     def shared_nodes(self) -> set[Node]:
-        """Return the nodes outside of the loop that the steps read.
-
-        The batched ops can be inserted after them.
-        """
+        """Return the nodes outside of the loop that its steps read; the batched ops must be inserted after them."""
         sources = [x.source if isinstance(x, IndexRead) else x for x in self.loop.operands()]
         return {x for x in (*sources, *self.values.values()) if isinstance(x, Node)}
 
     def _is_shared(self, x: Operand) -> bool:
-        """Return True if the operand is constant over the steps, so that its column needs no batched op."""
+        """Return True if the operand has the same value at every step; then its column may need no batched op."""
         if isinstance(x, ColumnRef):
-            return isinstance(self.values.get(x.column), Node)
+            return isinstance(self.values.get(x.column), Node)  # a node in place of a BatchedValue
         return not isinstance(x, IndexRead | SeededList)
 
     def run(self) -> BatchedValue:
-        """Compute every column and return the list of the loop.
+        """Emit the ops that compute every column for all steps, and return the list of the loop as one value.
 
         Its entries are in the order of the tensors that the steps read.
 
@@ -93,7 +90,7 @@ class LoopBuilder:
         waiting = self.columns
         while waiting:
             still_waiting = [c for c in waiting if not self._compute_column(c)]
-            if len(still_waiting) == len(waiting):
+            if len(still_waiting) == len(waiting):  # no column can be computed alone: states depend on each other
                 self._scan_together(waiting)
             waiting = still_waiting
         result = self.value(self.loop.root, 0, self.loop.length)
@@ -102,7 +99,11 @@ class LoopBuilder:
         return result
 
     def select_step(self, node: Node) -> Node:
-        """Emit the value of a node of one step, from the value of all steps, for a reader outside of the loop."""
+        """Emit the value of one step, from that of all steps, for a reader outside of the loop.
+
+        Args:
+            node: The node of the step, which the loop replaces.
+        """
         column, step = self.loop.owner[node]
         batched = self.values[column]
         if not isinstance(batched, BatchedValue):
@@ -111,9 +112,11 @@ class LoopBuilder:
         return self.editor.compute(aten.select.int, (batched.node, batched.time, index), node)
 
     def _compute_column(self, column: StepColumn) -> bool:
-        """Compute a column if its operands are known, and record its value; return False if it has to wait.
+        """Compute a column for all steps and record its value in `values`; return False if it has to wait.
 
-        A column that depends on a state first gets a form, and its value after the scan of that state.
+        If an operand is the previous value of a state, which is not known yet, the column first gets a form in `forms`,
+        a * state + b. The form of the state itself, in its previous value, defines its scan. After the scan, the other
+        columns are computed from its values.
         """
         form = self.forms.get(column)
         if form is not None and form.state not in self.values:
@@ -128,16 +131,23 @@ class LoopBuilder:
         if form is None:
             return False
         self.forms[column] = form
-        if form.state is not column or form.lag != 1:
+        is_recurrence = form.state is column and form.lag == 1
+        if not is_recurrence:
             return False
         self.values[column] = self.editor.scan_states(form, self.seeds[column], self.reverse)
         self.scans += 1
         return True
 
     def _scan_together(self, waiting: list[StepColumn]) -> None:
-        """Compute the states of one cycle of columns. Raises NotALoop if an op is not linear in them."""
+        """Compute states that depend on each other by one scan, and record their values.
+
+        Raises NotALoop if there are none, or if an op between them is not linear.
+
+        Args:
+            waiting: The columns without a value.
+        """
         body = find_cycle(waiting)
-        seeds: dict[ColumnRef, Any] = {}
+        seeds: dict[ColumnRef, Any] = {}  # (column, lag) -> the value that many steps before the first one
         if len({(column.first, column.end) for column in body}) > 1:
             raise NotALoop("a state that some steps do not have")
         leaves = [[self._body_leaf(x, column, body, seeds) for x in column.operands] for column in body]
@@ -145,13 +155,19 @@ class LoopBuilder:
         self.scans += 1
 
     def _body_leaf(self, x: Operand, column: StepColumn, body: list[StepColumn], seeds: dict[ColumnRef, Any]) -> Any:
-        """Return an operand of a cycle: a reference to a column of the cycle, or a value.
+        """Return an operand of a column for `CoupledStates`: a reference if it is a column of the body, else its value.
 
-        Records the values of states before the first step in `seeds`. Raises NotALoop if there are several.
+        Args:
+            x: The operand.
+            column: The column that reads it.
+            body: The columns that one scan computes.
+            seeds: The values of states before the first step, to which those that the operand has are added. Raises
+                NotALoop if a state has several.
         """
         reference = reference_of(x)
         if reference is None or reference.column not in body:
             return self.value(x, column.first, column.end)
+        # An operand with lag 2 has two initial values, those two steps and one step before the first one.
         for lag in range(reference.lag, 0, -1):
             if not isinstance(x, SeededList):
                 raise NotALoop("a state without an initial value")
@@ -164,25 +180,31 @@ class LoopBuilder:
         return reference
 
     def _leaf(self, x: Operand, column: StepColumn) -> Any:
-        """Return an operand's value, or its form in the previous state; PENDING if neither is known yet."""
+        """Return an operand of a column as an argument of `affine` or `batch`.
+
+        It is the operand's value at all steps of the column if it is known, or else an AffineValue of a state; PENDING
+        if neither is known yet.
+        """
         reference = reference_of(x)
         if reference is None or reference.column in self.values:
             return self.value(x, column.first, column.end)
         source, lag = reference.column, reference.lag
         if lag > 1:
             return PENDING
-        if isinstance(x, SeededList):  # the state of this step or of the previous one, which is the seed at first
+        if isinstance(x, SeededList):
+            # A column after an initial value: a state, of this step or the previous one, which is 1 * state + 0.
             seed = self.seeds.setdefault(source, x.seed)
-            is_state = lag <= 1 and source.first - 1 == column.first - lag and _is_same_value(seed, x.seed)
+            is_state = source.first - 1 == column.first - lag and _is_same_value(seed, x.seed)
             return AffineValue(source, 1, 0, lag=lag) if is_state else PENDING
+        # Another column, which depends on a state.
         form, first, end = self.forms.get(source), column.first - lag, column.end - lag
         if form is None or form.lag + lag > 1 or first < source.first or source.end < end:
             return PENDING
         return replace(self._narrow_form(form, source, first, end), lag=form.lag + lag)
 
     def _narrow_form(self, form: AffineValue, source: StepColumn, first: int, end: int) -> AffineValue:
-        """Return the form of a column at its steps first, ..., end - 1."""
-        start = source.end - end if self.reverse else first - source.first
+        """Return the form of a column, an affine function of a state, for its steps first, ..., end - 1 only."""
+        start = source.end - end if self.reverse else first - source.first  # index of the first one in the values
 
         def narrow(x: Value) -> Value:
             """Return a coefficient at these steps."""
@@ -191,7 +213,7 @@ class LoopBuilder:
         return replace(form, a=narrow(form.a), b=narrow(form.b), m=narrow(form.m))
 
     def value(self, x: Operand, first: int, end: int) -> Value:
-        """Return an operand at the steps first, ..., end - 1, which is emitted once for all columns."""
+        """Return the value of an operand at the steps first, ..., end - 1; its ops are emitted once for all columns."""
         if not isinstance(x, IndexRead | ColumnRef | SeededList):
             return x
         key = (x, first, end)
@@ -200,7 +222,7 @@ class LoopBuilder:
         return self.operand_values[key]
 
     def _materialize(self, x: IndexRead | ColumnRef | SeededList, first: int, end: int) -> Value:
-        """Emit an operand at the steps first, ..., end - 1."""
+        """Emit the ops that compute an operand at the steps first, ..., end - 1, and return its value."""
         if isinstance(x, IndexRead):
             return self._read_steps(x, first, end)
         if isinstance(x, SeededList):
@@ -208,6 +230,7 @@ class LoopBuilder:
             if not isinstance(later, BatchedValue):
                 raise NotALoop("a single first step")
             return self.editor.append_step(x.seed, later, self.reverse)
+        # A column, of which the operand reads the steps `lag` earlier.
         value, column = self.values[x.column], x.column
         first, end = first - x.lag, end - x.lag
         if (first, end) == (column.first, column.end) or isinstance(value, Node):
@@ -218,16 +241,17 @@ class LoopBuilder:
         return self.editor.narrow(value, start, end - first)
 
     def _read_steps(self, x: IndexRead, first: int, end: int) -> BatchedValue:
-        """Emit the pieces that the steps first, ..., end - 1 read, in the order of all steps.
+        """Emit the slice of a tensor that the steps first, ..., end - 1 read, as one value of these steps.
 
-        A piece is one or more rows of a tensor.
+        Each step reads one index of the tensor, or a piece of several rows.
         """
-        least, greatest = sorted((x.start + x.stride * first, x.start + x.stride * (end - 1)))
+        lowest, highest = sorted((x.start + x.stride * first, x.start + x.stride * (end - 1)))  # of the indices
         rows = max(x.rows, 1)
-        pieces = self.editor.narrow(BatchedValue(x.source, x.dim), least * rows, (greatest + 1 - least) * rows)
+        pieces = self.editor.narrow(BatchedValue(x.source, x.dim), lowest * rows, (highest + 1 - lowest) * rows)
         if x.rows:
             pieces = self.editor.split_rows(pieces, x.rows)
-        return self.editor.flip(pieces) if (x.stride > 0) == self.reverse else pieces
+        is_opposite_order = (x.stride > 0) == self.reverse  # to that of the loop's other values
+        return self.editor.flip(pieces) if is_opposite_order else pieces
 
 
 def _is_same_value(a: Any, b: Any) -> bool:
@@ -247,7 +271,7 @@ class RerollLoops(CanonicalPass, ScanBuilder):
     provides = frozenset({"canonical", "rolled loops"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Replace every stack or cat of the values of a loop's steps by scans and batched ops."""
+        """Replace every stack or cat of values that the steps of a loop compute; return the number of loops."""
         self.budget = 4 * len(gm.graph.nodes)  # remaining number of nodes to examine
         self.emitted: list[Node] = []  # nodes of the loop in progress
         self.rolled: set[Node] = set()  # nodes that replaced loops
@@ -256,17 +280,14 @@ class RerollLoops(CanonicalPass, ScanBuilder):
         return sum(bool(n.users) and self._roll(n) for n in lists)
 
     def emit(self, *args: Any, **kwargs: Any) -> Node:
-        """Append a node and record it, so that `_erase_unused` can erase it if the loop is not replaced."""
+        """Append a node as `GraphEditor.emit` does, and record it for `_erase_unused`."""
         self.emitted.append(super().emit(*args, **kwargs))
         return self.emitted[-1]
 
     def _roll(self, stack: Node) -> bool:
-        """Replace the loop that computes the operands of a stack or cat; return False if no loop does.
-
-        The first step may compute the first operand, or the last one.
-        """
+        """Replace the loop that computes the operands of a stack or cat; return False if no loop does."""
         values, reasons = _stacked_values(stack), []
-        for reverse in (False, True):
+        for reverse in (False, True):  # the first step computes the first operand, or the last one
             loop, self.emitted = LoopMatcher(self.budget), []
             try:
                 loop.read(values[::-1] if reverse else values)
@@ -278,11 +299,12 @@ class RerollLoops(CanonicalPass, ScanBuilder):
             finally:
                 self.budget = loop.budget
         if _is_chain(values):
-            self.note_refusal(stack, f"{len(values)} steps are not a scan: {reasons[values[0] > values[-1]]}")
+            is_reverse = values[0] > values[-1]  # the order in which the program computes them
+            self.note_refusal(stack, f"{len(values)} steps are not a scan: {reasons[is_reverse]}")
         return False
 
     def _erase_unused(self) -> None:
-        """Erase the emitted nodes that have no users: all of a loop that is not replaced, or unused selects."""
+        """Erase the emitted nodes without users: all nodes if the loop is not replaced, else unused ones."""
         for node in reversed(self.emitted):
             if not node.users:
                 self.graph.erase_node(node)
@@ -296,12 +318,14 @@ class RerollLoops(CanonicalPass, ScanBuilder):
             reverse: True if the first step computes the last operand of the stack.
         """
         operands = list(loop.operands())
+        # Steps without a state are replaced only if they read the results of a replaced loop.
         reads_rolled = any(isinstance(x, IndexRead) and x.source in self.rolled for x in operands)
         if not reads_rolled and not any(isinstance(x, ColumnRef) and x.lag for x in operands):
             raise NotALoop("no recurrence")
         builder = LoopBuilder(self, loop)
         steps = [n for c in builder.columns for n in c.nodes]
         step_set = set(steps)
+        # (reader, node): reads of a node of one step outside of the loop
         outer_reads = [(user, n) for n in steps for user in n.users if user is not stack and user not in step_set]
         anchor = _find_anchor(builder.shared_nodes(), step_set, [stack, *(user for user, _ in outer_reads)])
         with self.insert_after(anchor), restore_autocast(anchor):
@@ -316,11 +340,12 @@ class RerollLoops(CanonicalPass, ScanBuilder):
         self._erase_steps(stack, loop)
 
     def _arrange(self, values: BatchedValue, stack: Node) -> Node:
-        """Return the values of all steps in the layout of the stack or cat that they replace."""
+        """Return the values of all steps with the dims of the stack or cat that they replace."""
         dim = OpCall(stack)["dim"] % stack.meta["val"].ndim
         stacked = self.move_steps(values, dim).node
         if stack.target is aten.stack.default:
             return stacked
+        # A cat joins the dim of the steps and the rows of each step.
         if stacked.target is aten.unsqueeze.default and stacked.args[1] == dim + 1:
             return stacked.args[0]
         return self.compute(aten.flatten.using_ints, (stacked, dim, dim + 1), stack)
@@ -333,14 +358,14 @@ class RerollLoops(CanonicalPass, ScanBuilder):
             if not node.users:
                 self.graph.erase_node(node)
         self._erase_unused()
-        splits = {i.args[0]: None for i in inputs if i.target is operator.getitem}
+        splits = {i.args[0]: None for i in inputs if i.target is operator.getitem}  # each once, in order
         self.drop(*inputs)
         for split in splits:
             self._select_pieces(split)
         self.rolled.update(n for n in self.emitted if n.users)
 
     def _select_pieces(self, split: Node) -> None:
-        """Let remaining readers of an unbind or split select their piece, so that no rank needs all pieces."""
+        """Replace the results of an unbind or split with other readers by selects, so that no rank needs all pieces."""
         for user in list(split.users):
             read = match_piece_read(user)
             if read is not None:
@@ -352,7 +377,7 @@ class RerollLoops(CanonicalPass, ScanBuilder):
 
 
 def _stacked_values(stack: Node) -> list[Node]:
-    """Return the operands of a stack, or of a cat of pieces of one size, as the list of a loop.
+    """Return the operands of a stack, or of a cat of pieces of one size, as the values of a loop's steps.
 
     [] if there are fewer than two, or if some are the same node.
     """
@@ -361,20 +386,22 @@ def _stacked_values(stack: Node) -> list[Node]:
         dim = OpCall(stack)["dim"]
         if len({node_shape(v)[dim] for v in values}) > 1:
             return []
-    return values if len(set(values)) == len(values) > 1 else []
+    are_distinct = len(set(values)) == len(values)
+    return values if are_distinct and len(values) > 1 else []
 
 
 def _is_chain(values: list[Node]) -> bool:
-    """Return True if the last of several values reads the previous step, so that a refusal is reported.
+    """Return True if the last step reads a node of the step before, so that the values look like a loop's.
 
-    The nodes of the previous step are those after the value before, up to the previous value, in graph order.
+    The nodes of a step are those between the values of two steps, in the order of the graph. Only a list that looks
+    like a loop's is reported if it is not replaced.
     """
     if len(values) < 3 or any(v.op != "call_function" for v in values):
         return False
-    first, previous, last = sorted(values)[-3:]
-    node = previous.next
-    while True:  # over the nodes after the previous value up to the last one
-        if any(first < i <= previous for i in node.all_input_nodes):
+    third_last, second_last, last = sorted(values)[-3:]
+    node = second_last.next
+    while True:  # over the nodes of the last step
+        if any(third_last < x <= second_last for x in node.all_input_nodes):
             return True
         if node is last:
             return False
@@ -396,11 +423,11 @@ def _find_anchor(shared: set[Node], steps: set[Node], readers: list[Node]) -> No
         raise NotALoop("its steps read nothing")
     if any(is_written(node) for node in shared):
         raise NotALoop("a shared value is written in place")
-    anchor, dependent = max(shared), set(steps)
+    anchor, dependent = max(shared), set(steps)  # fx compares nodes by their position in the graph
     if any(reader < anchor for reader in readers):
         raise NotALoop("a step is read before all shared values are computed")
     node, last = min(anchor, *steps), max(readers)
-    while node is not last:
+    while node is not last:  # over the nodes from the first step to the last reader
         if node.target in STATE_OPS:
             raise NotALoop("grad mode or autocast changes between its steps")
         if node not in steps and any(i in dependent for i in node.all_input_nodes):

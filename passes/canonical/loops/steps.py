@@ -102,14 +102,17 @@ class LoopMatcher:
     """Matcher of the columns that compute a list; `read` finds them, for one loop per matcher."""
 
     def __init__(self, budget: int) -> None:
-        self.columns: list[StepColumn] = []
-        self.owner: dict[Node, tuple[StepColumn, int]] = {}  # node to its column and step
+        self.columns: list[StepColumn] = []  # found columns
+        self.owner: dict[Node, tuple[StepColumn, int]] = {}  # node -> its column and step
         self.budget = budget  # remaining number of nodes to examine
         self.root: Operand = None  # operand whose values are the list
         self.length = 0  # number of steps
 
     def read(self, values: Sequence[Node]) -> None:
         """Find the columns that compute a list of values, from the list back to what all steps share.
+
+        A column has one equal node of each step, such as all `tanh` of h = tanh(x[:, t]) + h. Sets `columns`, `root`
+        (the operand whose values are the list) and `length`.
 
         Args:
             values: One node per step.
@@ -124,14 +127,17 @@ class LoopMatcher:
             self._read_arguments(column)
 
     def sort_columns(self) -> list[StepColumn]:
-        """Return the columns in the topological order of the nodes of one step, the order of computation."""
-        last = min((c.end for c in self.columns), default=1) - 1
-        if any(c.first > last for c in self.columns):
+        """Return the columns in the order of computation: that of their nodes of one step in the graph."""
+        step = min((c.end for c in self.columns), default=1) - 1  # the last one that all columns may have
+        if any(c.first > step for c in self.columns):
             raise NotALoop("columns without a common step")
-        return sorted(self.columns, key=lambda c: c.nodes[last - c.first])
+        return sorted(self.columns, key=lambda c: c.nodes[step - c.first])
 
     def operands(self) -> Iterator[Operand]:
-        """Yield the operands of the root and of all columns; a SeededList yields its parts."""
+        """Yield the root and the operands of all columns.
+
+        For a SeededList, these are the value of the first step and the operand of the later ones.
+        """
         for operand in (self.root, *(x for c in self.columns for x in c.operands)):
             while isinstance(operand, SeededList):
                 yield operand.seed
@@ -139,21 +145,25 @@ class LoopMatcher:
             yield operand
 
     def _read_arguments(self, column: StepColumn) -> None:
-        """Match the operands of a column, leaf by leaf of its nodes' arguments; new columns join `columns`."""
+        """Match the operands of a column: one for each leaf (tensor or constant) of its nodes' arguments.
+
+        New columns among them are appended to `columns`.
+        """
         flat = [pytree.tree_flatten((n.args, n.kwargs)) for n in column.nodes]
         if any(spec != flat[0][1] for _, spec in flat[1:]):
             raise NotALoop("steps that differ in the structure of an op's arguments")
-        leaves = [[_skip_views(x) for x in step_leaves] for step_leaves, _ in flat]
-        is_number_second = [isinstance(x, Node) for x in leaves[0]] == [True, False]
-        if column.node.target in COMMUTATIVE_OPS and is_number_second and leaves[-1][1] != leaves[0][1]:
-            leaves[0].reverse()  # x * 0.0 in the first step is 0.0 * x
+        leaves = [[_skip_views(x) for x in step_leaves] for step_leaves, _ in flat]  # by step
+        has_number_second = [isinstance(x, Node) for x in leaves[0]] == [True, False]
+        if column.node.target in COMMUTATIVE_OPS and has_number_second and leaves[-1][1] != leaves[0][1]:
+            # The initial state 0.0 is a number, so that 0.0 * x is traced as x * 0.0 in the first step.
+            leaves[0].reverse()
         column.operands = [self._match_operand(values, column.first) for values in zip(*leaves)]
 
     def _match_operand(self, values: Sequence[Any], first: int) -> Operand:
-        """Return the operand with these values at the steps first, first + 1, ....
+        """Return the operand that has these values at the steps first, first + 1, ....
 
-        Adds its column if it is new. Raises NotALoop if the values are neither shared nor of one form, even without the
-        first one.
+        It is a value that all steps share, a read of one index after the other, or a reference to a column, which is
+        added if it is new. The first value may be different, as an initial state is. Otherwise, NotALoop is raised.
         """
         seed, later_values = values[0], values[1:]
         if all(_is_same(v, seed) for v in later_values):
@@ -161,6 +171,7 @@ class LoopMatcher:
         operand = self._find_column(values, first) or _match_index_read(values, first)
         if operand is not None or _are_similar(values):
             return operand or ColumnRef(self._add_column(values, first), 0)
+        # The first value is different: match the others.
         later = self._find_column(later_values, first + 1) or _match_index_read(later_values, first + 1)
         if later is None and _are_similar(later_values) and len(later_values) > 1:
             later = ColumnRef(self._add_column(later_values, first + 1), 0)
@@ -171,19 +182,33 @@ class LoopMatcher:
         return SeededList(seed, later)
 
     def _find_delayed(self, values: Sequence[Any], first: int) -> SeededList | None:
-        """Return the values before the first steps, then a known column two or more steps earlier; None if not."""
-        for count in range(1, min(MAX_LAG, len(values) - 1)):
-            found: Any = self._find_column(values[count:], first + count, lags=(count + 1,))
-            if found is not None and all(map(is_tensor, values[:count])):
-                for seed in reversed(values[:count]):
-                    found = SeededList(seed, found)
-                return found
+        """Match a read of a known column two or more steps earlier, after initial values in the first steps.
+
+        For h[t] = f(h[t - 2]), the values that h[t - 2] has are two initial values, then h[0], h[1], .... The caller
+        has removed the first initial value.
+
+        Args:
+            values: The values at the steps first, first + 1, ...
+            first: The first step of the values.
+
+        Returns:
+            The remaining initial values, then the column; None if the values are not of this form.
+        """
+        for num_seeds in range(1, min(MAX_LAG, len(values) - 1)):
+            operand: Any = self._find_column(values[num_seeds:], first + num_seeds, lags=(num_seeds + 1,))
+            if operand is not None and all(map(is_tensor, values[:num_seeds])):
+                for seed in reversed(values[:num_seeds]):
+                    operand = SeededList(seed, operand)
+                return operand
         return None
 
     def _find_column(self, values: Sequence[Any], first: int, lags: tuple[int, ...] = (0, 1)) -> ColumnRef | None:
         """Return a reference to the known column that has these nodes, or None.
 
-        The column has each of them some steps earlier, by one of the lags.
+        Args:
+            values: The nodes that are read at the steps first, first + 1, ...
+            first: The first step that reads.
+            lags: The numbers of steps by which the column may have the nodes earlier: 0 for the same step.
         """
         owner = self.owner.get(values[0]) if isinstance(values[0], Node) else None
         if owner is None:
@@ -194,7 +219,10 @@ class LoopMatcher:
         return ColumnRef(column, lag) if lag in lags and column_values == list(values) else None
 
     def _add_column(self, values: Sequence[Node], first: int) -> StepColumn:
-        """Add the column with these nodes at the steps first, first + 1, ..., and return it."""
+        """Add the column with these nodes at the steps first, first + 1, ..., and return it.
+
+        Raises NotALoop if a node is in a column already, or if the budget of nodes to examine is exceeded.
+        """
         self.budget -= len(values)
         if self.budget < 0 or any(v in self.owner for v in values):
             raise NotALoop("a node is in several positions of its steps, or there are too many steps")
@@ -208,15 +236,15 @@ def _are_similar(values: Sequence[Any]) -> bool:
     """Return True for calls of one pure op with results of one shape, dtype and device, as a column needs."""
     if any(not isinstance(v, Node) or v.op != "call_function" for v in values):
         return False
-    head = values[0]
-    if not is_pure(head) or any(v.target is not head.target for v in values):
+    first = values[0]
+    if not is_pure(first) or any(v.target is not first.target for v in values):
         return False
-    kind = _value_kind(head)
+    kind = _value_kind(first)
     return all(_value_kind(v) == kind for v in values)
 
 
 def _skip_views(x: Any) -> Any:
-    """Return the value before views that undo each other; copies are ordinary ops of the loop."""
+    """Return the value before views that undo each other; copies, which are ops of the loop, are not skipped."""
     return x if is_copy(x) else value_origin(x)
 
 
@@ -228,20 +256,23 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 def _value_kind(node: Node) -> Any:
-    """Return (shape, dtype, device) of a tensor, else the type of the value, which a column has in common."""
+    """Return what the values of all nodes of a column must have in common.
+
+    For tensors, it is (shape, dtype, device); for other values, their type.
+    """
     value = node.meta.get("val")
     return (as_sizes(value.shape), value.dtype, value.device) if isinstance(value, torch.Tensor) else type(value)
 
 
 def _match_index_read(values: Sequence[Any], first: int) -> IndexRead | Node | None:
-    """Return the reads of one dim of one tensor at successive indices as one operand, or None.
+    """Match reads of one dim of one tensor at successive indices, such as x[:, 0], x[:, 1], ..., or in reverse.
 
     Args:
         values: The values at the steps first, first + 1, ...
         first: The first step.
 
     Returns:
-        The operand; the first node if all read one index, as a value that all steps share; or None.
+        The reads as one operand; the first node if all read the same index, as a value that all steps share; or None.
     """
     reads = [read for read in map(match_piece_read, values) if read is not None]
     if len(reads) < len(values):
@@ -257,13 +288,16 @@ def _match_index_read(values: Sequence[Any], first: int) -> IndexRead | Node | N
 
 
 def match_piece_read(node: Any) -> PieceRead | None:
-    """Return the index of a dim, or the piece of rows of it, that a node reads; None for other nodes."""
+    """Match a read of one index of a dim, x[:, t], or of one piece of several rows, x[:, t * n : (t + 1) * n].
+
+    The size of the dim must be an int. Returns None for other nodes.
+    """
     piece = match_piece(node)
     if piece is None or not isinstance(piece.start, int) or not isinstance(piece.length, int) or not piece.length:
         return None
     if not isinstance(node_shape(piece.source)[piece.dim], int):
         return None
     rows = piece.length if piece.keeps_dim else 0
-    if rows > 1 and (piece.step != 1 or piece.start % rows):
+    if rows > 1 and (piece.step != 1 or piece.start % rows):  # pieces start at multiples of their length
         return None
     return PieceRead(piece.source, piece.dim, rows, piece.start // max(rows, 1))

@@ -72,19 +72,19 @@ class BatchedOps(GraphEditor):
     """Editor that appends ops on batched values at the insertion point of the graph."""
 
     def move_steps(self, x: BatchedValue, time: int) -> BatchedValue:
-        """Return x with the dim of the steps at position `time`; a permutation that computes x is merged."""
+        """Return x with the dim of the steps at position `time`."""
         if x.time == time:
             return x
         node, order = x.node, [d for d in range(x.ndim + 1) if d != x.time]
         order.insert(time, x.time)
-        if node.target is aten.permute.default:
+        if node.target is aten.permute.default:  # one permutation in place of two
             node, order = node.args[0], [node.args[1][d] for d in order]
         if order != sorted(order):
             node = self.compute(aten.permute.default, (node, order), node)
         return BatchedValue(node, time)
 
     def narrow(self, x: BatchedValue, start: int, length: int) -> BatchedValue:
-        """Return `length` steps of x from `start` on. Raises NotALoop if there are fewer."""
+        """Return `length` steps of x from index `start` of their dim on. Raises NotALoop if there are fewer."""
         extent = x.node.meta["val"].shape[x.time]
         if start < 0 or start + length > extent:
             raise NotALoop("steps out of range")
@@ -97,7 +97,7 @@ class BatchedOps(GraphEditor):
         return BatchedValue(self.compute(aten.flip.default, (x.node, [x.time]), x.node), x.time)
 
     def split_rows(self, x: BatchedValue, rows: int) -> BatchedValue:
-        """Split the dim of the steps into steps and pieces of `rows` rows: (N * rows) to (N, rows)."""
+        """Split a dim of N * rows into the dim of N steps and one of the `rows` rows that each step has."""
         if rows == 1:
             return BatchedValue(self.unsqueeze(x.node, x.time + 1), x.time)
         shape = list(node_shape(x.node))
@@ -105,14 +105,15 @@ class BatchedOps(GraphEditor):
         return BatchedValue(self.reshape(x.node, shape, x.node), x.time)
 
     def append_step(self, seed: Value, later: BatchedValue, last: bool) -> BatchedValue:
-        """Add the first step, with the value `seed`, to the steps `later`.
+        """Return the values of all steps, of which the first one has the value `seed`.
 
         Args:
-            seed: The value of one step.
+            seed: The value of the first step.
             later: The values of the other steps.
-            last: True to add it after the others, for tensors read in reverse.
+            last: True if the first step comes after the others, for tensors read in reverse.
         """
-        if (constant_value(seed) if isinstance(seed, Node) else seed) == 0:  # a padding, which stays on shards
+        constant = constant_value(seed) if isinstance(seed, Node) else seed
+        if constant == 0:  # a padding, which ranks compute on their shards
             widths = [0, 0] * later.trailing_dims + ([0, 1] if last else [1, 0])
             padded = self.compute(aten.constant_pad_nd.default, (later.node, widths), later.node)
             return BatchedValue(padded, later.time)
@@ -121,7 +122,10 @@ class BatchedOps(GraphEditor):
         return BatchedValue(self.compute(aten.cat.default, (parts, later.time), later.node), later.time)
 
     def expand_to(self, x: Value, shape: Sequence[Size], like: Node) -> Node:
-        """Expand a node or a number to `shape` and the dtype of `like`. Raises NotALoop if that may round it."""
+        """Return a node or a number expanded to `shape`, in the dtype of `like`.
+
+        Raises NotALoop if the cast may round it, or if it does not broadcast to the shape.
+        """
         value, sizes = like.meta["val"], self.sizes.list(shape)
         if not isinstance(x, Node):
             options = {"dtype": value.dtype, "device": value.device}
@@ -141,10 +145,11 @@ class BatchedOps(GraphEditor):
         return node
 
     def align(self, x: Value, trailing_dims: int) -> Value:
-        """Return x with `trailing_dims` dims after that of the steps, to broadcast with values that have them.
+        """Return the tensor of x, with `trailing_dims` dims after the dim of the steps.
 
-        A batched value gets its dim of the steps at that position. Other tensors get a dim of size 1 there if they have
-        more dims, and numbers are returned unchanged.
+        An op on batched values aligns its operands so, because broadcasting compares dims from the last one on. The dim
+        of the steps is moved there, or a tensor that is equal for all steps gets a dim of size 1 there if it has more
+        dims. Numbers are returned unchanged.
         """
         if isinstance(x, BatchedValue):
             if x.ndim >= trailing_dims:
@@ -155,14 +160,15 @@ class BatchedOps(GraphEditor):
         return x
 
     def batch(self, node: Node, leaves: Sequence[Value]) -> Value:
-        """Apply the op of one step to all steps.
+        """Emit the op of one step for all steps.
 
         Args:
             node: The op of one step.
-            leaves: Batched values in place of the leaves of its arguments.
+            leaves: The leaves of its arguments (tensors and constants), with batched values for those that differ
+                between the steps.
 
         Returns:
-            The batched result.
+            The batched result, or a list of them for an op with several results.
 
         Raises:
             NotALoop: The op cannot be batched.
@@ -180,7 +186,7 @@ class BatchedOps(GraphEditor):
         return result
 
     def pointwise(self, target: Any, *operands: Value, like: Node) -> Value:
-        """Apply a pointwise op to values of steps (for recurrence.py); the result is batched if an operand is."""
+        """Emit a pointwise op on values of steps; the result is batched if an operand is."""
         if not any(isinstance(x, BatchedValue) for x in operands):
             return self.compute(target, operands, like)
         return self.broadcast(target, pytree.tree_flatten((operands, {}))[1], operands, like)
@@ -188,17 +194,18 @@ class BatchedOps(GraphEditor):
     def broadcast(
         self, target: Any, spec: Any, leaves: Sequence[Value], like: Node, fixed_dims: int = 0
     ) -> BatchedValue:
-        """Apply an op to batched leaves whose operands broadcast, except for their last `fixed_dims` dims.
+        """Emit an op for all steps whose operands broadcast, except for their last `fixed_dims` dims.
 
         Args:
             target: The op.
             spec: The pytree spec of its (args, kwargs).
-            leaves: The leaves of its arguments, some of them batched.
+            leaves: The leaves of its arguments (tensors and constants), some of them batched.
             like: The node whose metadata the new node copies.
             fixed_dims: The number of last dims that do not broadcast.
         """
         ndim = max(step_ndim(x) for x in leaves)
-        # The dim of the steps stays where it is in the operand of most dims, if this is before the fixed dims.
+        # The result has the dim of the steps where the operand with most dims has it, if that is before the fixed dims,
+        # so that this operand need not be permuted.
         candidates = [x for x in leaves if isinstance(x, BatchedValue) and x.trailing_dims >= fixed_dims]
         largest = max(candidates, key=lambda x: x.ndim, default=None)
         trailing_dims = ndim if largest is None else largest.trailing_dims
@@ -206,13 +213,13 @@ class BatchedOps(GraphEditor):
         return BatchedValue(self.compute(target, args, like, kwargs), ndim - trailing_dims)
 
     def _vmap(self, node: Node, leaves: Sequence[Value]) -> Value:
-        """Apply the op of one step to all steps by the ops that torch.func.vmap creates.
+        """Emit the op of one step for all steps by the ops that torch.func.vmap creates.
 
         This is for ops without a batcher. Raises NotALoop if vmap has no rule for the op, or if the result is not only
         tensors.
         """
         operands = [self.move_steps(x, 0).node if isinstance(x, BatchedValue) else x for x in leaves]
-        tensors = [i for i, x in enumerate(operands) if is_tensor(x)]
+        tensors = [i for i, x in enumerate(operands) if is_tensor(x)]  # the leaves that vmap maps over or shares
         fake_leaves = torch.fx.map_arg(operands, lambda n: n.meta["val"])
         spec = _argument_spec(node)
 
@@ -241,17 +248,19 @@ class BatchedOps(GraphEditor):
 
 
 def _argument_spec(node: Node) -> Any:
-    """Return the pytree spec of the node's (args, kwargs), which rebuilds them from leaves."""
+    """Return the pytree spec of the node's (args, kwargs), by which tree_unflatten rebuilds them from leaves."""
     return pytree.tree_flatten((node.args, node.kwargs))[1]
 
 
 def _is_batch_of(batched: Value, node: Node) -> bool:
-    """Return True if a step of each batched result has the shape and dtype of the node."""
-    results, values = (x if isinstance(x, list | tuple) else [x] for x in (batched, node.meta["val"]))
-    if not all(isinstance(value, torch.Tensor) for value in values) or len(results) != len(values):
+    """Return True if one step of each batched result has the shape and dtype of the result of the node."""
+    results, step_values = (x if isinstance(x, list | tuple) else [x] for x in (batched, node.meta["val"]))
+    if not all(isinstance(value, torch.Tensor) for value in step_values) or len(results) != len(step_values):
         return False
-    pairs = zip(results, values)
-    return all(x.node.meta["val"].dtype == y.dtype and is_same_shape(x.shape, as_sizes(y.shape)) for x, y in pairs)
+    return all(
+        result.node.meta["val"].dtype == value.dtype and is_same_shape(result.shape, as_sizes(value.shape))
+        for result, value in zip(results, step_values)
+    )
 
 
 def step_ndim(x: Value) -> int:
@@ -262,29 +271,39 @@ def step_ndim(x: Value) -> int:
 
 
 def _batch_pointwise(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> BatchedValue | None:
-    """Batch ops that act on each element independently, as their sharding rule states."""
+    """Emit the op of a step for all steps if it acts on each element independently; None for other ops.
+
+    Its sharding rule shows it: each dim of an operand is the dim of the result to which it broadcasts.
+
+    Args:
+        ops: The editor.
+        node: The op of one step.
+        leaves: The leaves of its arguments, some of them batched.
+    """
     call, rule = lookup_rule(node) or (None, None)
     if call is None or rule is None or rule.reshapes or rule.kinds or rule.sizes or len(rule.results) != 1:
         return None
     if any(isinstance(values, list | tuple) and not any(map(is_tensor, values)) for values in call.args.values()):
-        return None  # a number per dim, and batching adds a dim
+        return None  # an argument with a number for each dim, and batching adds a dim
     (result,) = rule.results
     for dims in rule.operands:
-        if len(dims) > len(result) or any(f not in ("", g) for f, g in zip(dims[::-1], result[::-1])):
+        broadcasts = all(dim in ("", result_dim) for dim, result_dim in zip(dims[::-1], result[::-1]))
+        if len(dims) > len(result) or not broadcasts:
             return None
     return ops.broadcast(node.target, _argument_spec(node), leaves, node)
 
 
 def _batch_view(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> BatchedValue | None:
-    """Batch a copy, or a view to an equal shape, as the batched operand itself."""
+    """Return the batched operand itself for a copy, or a view to an equal shape; None for other ops."""
     return leaves[0] if is_copy(node) and isinstance(leaves[0], BatchedValue) else None
 
 
 def _batch_matmul(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> BatchedValue | None:
-    """Batch products of matrices; a shared (K, N) matrix on the right multiplies the last dim as it is."""
+    """Emit a matrix product of a step for all steps; None for other ops, and for vectors."""
     if node.target not in MATMULS:
         return None
     left, right = leaves
+    # A (K, N) matrix that all steps share multiplies the last dim, so that the dim of the steps need not be moved.
     is_shared_right = step_ndim(right) == 2 and not isinstance(right, BatchedValue)
     if is_shared_right and isinstance(left, BatchedValue) and left.trailing_dims:
         return BatchedValue(ops.compute(aten.matmul.default, (left.node, right), node), left.time)
@@ -294,7 +313,10 @@ def _batch_matmul(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Batch
 
 
 def _batch_trailing(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> BatchedValue | None:
-    """Batch ops on the last dims of the first operand that accept any number of leading dims."""
+    """Emit a linear layer or norm of a step for all steps, as it accepts any number of leading dims.
+
+    None for other ops, if the steps' dim is among the last dims on which it acts, or if its parameters differ by step.
+    """
     if node.target in (aten.layer_norm.default, aten.rms_norm.default):
         num_dims = len(node.args[1])
     elif node.target is aten.linear.default:
@@ -311,7 +333,10 @@ def _batch_trailing(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Bat
 
 
 def _batch_dim_op(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Value | None:
-    """Batch ops of one tensor along dims by shifted dim arguments; their rule locates the steps' dim."""
+    """Emit an op along dims of one tensor, such as sum(x, 1), for all steps; None for other ops.
+
+    Its dim arguments are shifted by the dim of the steps. Its sharding rule shows where that dim is in the results.
+    """
     x = leaves[0]
     if not isinstance(x, BatchedValue) or any(isinstance(y, BatchedValue) or is_tensor(y) for y in leaves[1:]):
         return None
@@ -319,7 +344,7 @@ def _batch_dim_op(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Value
     dim_args = {name: value for name, value in call.args.items() if "dim" in name and name != "keepdim"}
     if not dim_args or not DIM_ARGUMENTS.issuperset(dim_args):
         return None
-    ndim = x.ndim + (node.target is aten.unsqueeze.default)
+    ndim = x.ndim + (node.target is aten.unsqueeze.default)  # unsqueeze counts the dims of its result
     shifted_args = pytree.tree_map(lambda d: _shift_dim(d, x.time, ndim), dim_args)
     if any(d is None for d in pytree.tree_leaves(shifted_args)):
         return None
@@ -335,7 +360,7 @@ def _batch_dim_op(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Value
 
 
 def _shift_dim(dim: Any, time: int, ndim: int) -> int | None:
-    """Return a dim argument of one step as that of a batched value; None if it is no number.
+    """Return a dim argument for one step as the argument for all steps; None if it is not an int.
 
     Args:
         dim: The dim, possibly negative.
@@ -349,9 +374,9 @@ def _shift_dim(dim: Any, time: int, ndim: int) -> int | None:
 
 
 def _result_times(node: Node, time: int) -> list[int] | None:
-    """Return the dim of the steps in each result, or None if the op changes that dim.
+    """Return the dim of the steps in each result of an op, or None if the op does not just pass that dim on.
 
-    `time` is the dim of the steps in the operand.
+    `time` is the dim of the steps in the operand. The op's sharding rule names the same dim in the results.
     """
     _, rule = lookup_rule(node) or (None, None)
     if rule is None or rule.reshapes or rule.kind(rule.operands[0][time]) != "pass":
@@ -363,7 +388,10 @@ def _result_times(node: Node, time: int) -> list[int] | None:
 
 
 def _batch_einsum(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> BatchedValue | None:
-    """Batch einsum with another letter for the steps: "ij,jk->ik" becomes "aij,jk->aik"."""
+    """Emit an einsum for all steps, with another letter for their dim: "ij,jk->ik" becomes "aij,jk->aik".
+
+    None for other ops, and for equations with "..." or without an output.
+    """
     if node.target is not aten.einsum.default:
         return None
     equation = str(leaves[0]).replace(" ", "")
@@ -373,6 +401,7 @@ def _batch_einsum(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Batch
     if not arrow or "." in equation or not letter or len(terms) != len(operands):
         return None
     times = [x.time if isinstance(x, BatchedValue) else None for x in operands]
+    # In the result, the steps have the dim that they have in the first batched operand.
     time = min(next(t for t in times if t is not None), len(output))
     terms = [term if t is None else term[:t] + letter + term[t:] for term, t in zip(terms, times)]
     equation = f"{','.join(terms)}->{output[:time]}{letter}{output[time:]}"
