@@ -128,12 +128,14 @@ class PackedSequences(NamedTuple):
             call: The packed call.
             batch: The batch size.
             device: The device of the tables.
-            unpadded: Leave out rows that belong to no sequence, and sequences without queries or without keys.
+            unpadded: Leave out rows that belong to no sequence, and sequences without queries or without keys. The
+                numbers of rows of both sides count them nevertheless, as rows of q, k and v.
         """
         sides = _packed_sides(call, batch, unpadded, pinned=device.type == "cuda")
         tables = [side.table.to(device, non_blocking=True) for side in sides]
-        sizes = call.query_rows[1] * batch, call.key_rows[1] * batch
-        return PackedSequences(*map(PackedRows, tables, sides, sizes))
+        # The second element of a range of rows is its number of rows in a batch entry.
+        (_, num_queries), (_, num_keys) = call.query_rows, call.key_rows
+        return PackedSequences(*map(PackedRows, tables, sides, (num_queries * batch, num_keys * batch)))
 
 
 @lru_cache(maxsize=256)

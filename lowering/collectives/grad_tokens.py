@@ -5,7 +5,7 @@
 AOTAutograd compiles one backward, in which every result has a gradient: full-size zeros for results without readers,
 such as logits that are returned next to a loss. With ``tap`` the result itself has no gradient. A token, a tensor of
 one element, is returned next to it. The gradient of the token is the number of a gradient that `store_grad` has stored
-for the backward, or 0 for none; ``sp::add_left`` adds it there.
+for the backward, or 0 for none; ``sp::add_stored_grad`` adds it there.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def store_grad(grad: Tensor) -> Tensor:
     return torch.tensor([number], dtype=torch.float64, device="cpu")
 
 
-@opaque("ticket(Tensor x) -> Tensor", lambda x: torch.empty(1, dtype=torch.float64, device="cpu"))
+@opaque("grad_token(Tensor x) -> Tensor", lambda x: torch.empty(1, dtype=torch.float64, device="cpu"))
 def new_token(x: Tensor) -> Tensor:
     """Return a new token on the CPU. Shapes: any -> (1,), float64. Backward: none."""
     return torch.zeros(1, dtype=torch.float64, device="cpu")
 
 
-@opaque("add_left(Tensor(a!) grad, Tensor number) -> ()", lambda grad, number: None, replays=False)
+@opaque("add_stored_grad(Tensor(a!) grad, Tensor number) -> ()", lambda grad, number: None, replays=False)
 def add_stored_grad(grad: Tensor, number: Tensor) -> None:
     """Remove the stored gradient of this number, (1,) float64, and add it to `grad` in place; do nothing for 0.
 
@@ -61,7 +61,7 @@ class _TapFunction(torch.autograd.Function):
         """Return a view of x, and a token for a gradient that is stored later."""
         ctx.set_materialize_grads(False)
         ctx.like = x.shape, x.dtype, x.device
-        return x.view_as(x), sp.ticket.default(x)
+        return x.view_as(x), sp.grad_token.default(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, number: Tensor | None) -> Tensor | None:
@@ -70,7 +70,7 @@ class _TapFunction(torch.autograd.Function):
             return grad
         shape, dtype, device = ctx.like
         total = torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad.clone()
-        sp.add_left.default(total, number)
+        sp.add_stored_grad.default(total, number)
         return total
 
 

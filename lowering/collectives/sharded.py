@@ -403,7 +403,7 @@ def _local_rows(x: Tensor, layout: Layout) -> Tensor:
     if not isinstance(x, Sharded):
         return layout.local_rows(x)
     if x.sharding.has_same_rows(layout):
-        return layout.as_dense(x.local)
+        return layout.as_dense(x.local)  # the same rows, in the memory order of the layout
     return layout.local_rows(x.shard_storage.read())
 
 

@@ -167,7 +167,7 @@ def _ordered_tables(tables: Sequence[Tensor], order: ChunkOrder) -> list[Tensor]
 
 
 @opaque(
-    "deal(Tensor[] vectors, str[] predicates, SymInt[] weights, SymInt[] sizes, SymInt length, SymInt[] front, "
+    "balance_rows(Tensor[] vectors, str[] predicates, SymInt[] weights, SymInt[] sizes, SymInt length, SymInt[] front, "
     "SymInt[] back, int n, int stride, Device device) -> Tensor[]",
     _fake_balanced,
     replays=False,
@@ -216,7 +216,7 @@ def balanced_rows(
 
 
 @opaque(
-    "dealt_tables(Tensor[] vectors, Tensor chunks, SymInt length) -> Tensor[]",
+    "balance_tables(Tensor[] vectors, Tensor chunks, SymInt length) -> Tensor[]",
     lambda vectors, _, length: _fake_tables(vectors, length),
     replays=False,
 )

@@ -335,17 +335,22 @@ class CellGrid:
 
 
 def without_padding(tile: CellPair, key_ranges: Sequence[Range]) -> Iterator[CellPair]:
-    """Yield the parts of a tile in each of these ranges of valid keys, since blocks must not contain padding keys."""
+    """Yield the parts of a tile in each of these ranges of valid keys, since blocks must not contain padding keys.
+
+    The parts of a tile are the pairs of cells in it that attend. A part is in one range, since no cell has both valid
+    and padding keys.
+    """
     for low, high in key_ranges:
         k = max(low, tile.k[0]), min(high, tile.k[1])
         if k == tile.k:
             yield tile
-        elif k[0] < k[1]:
-            parts = tuple(part for part in tile.parts if low <= part.k[0] < high)
-            if len(parts) == 1:
-                yield parts[0]
-            elif parts or not tile.parts:  # a tile with parts has no attending pair in a range without one of them
-                yield CellPair(tile.q, k, tile.undecided, band=None, parts=parts)
+            continue
+        parts = tuple(part for part in tile.parts if low <= part.k[0] < high)
+        has_no_pair = bool(tile.parts) and not parts  # all attending pairs of the tile are in other ranges
+        if k[0] >= k[1] or has_no_pair:
+            continue
+        # The band of the tile does not describe a smaller rectangle.
+        yield parts[0] if len(parts) == 1 else CellPair(tile.q, k, tile.undecided, band=None, parts=parts)
 
 
 def _merge_cells(pairs: list[CellPair]) -> Iterator[CellPair]:

@@ -123,11 +123,12 @@ def linear_attention_state(*operands: Any) -> Tensor:
 
     Placement: Shard(1) for operands with S, invariant for initial -> replicated.
     Shapes: those of ``sp::linear_attention`` -> (B, H, K, V), float32 or float64; with opened and closed (N, H, K, V),
-    the states after the documents. Bytes: those, and those of one state a rank. Backward: as there.
+    the states after the documents. Bytes: those of ``sp::linear_attention``, and (n - 1) * B * H * K * V for the states
+    that each rank sends. Backward: through the same products, differentiable once.
     """
-    shards, _, ends = _process_tokens(*operands)
-    tokens = TokenRows(*operands[:10])
-    exchange = shards.carry_exchange(tokens.v, 1, False)
+    shards, _, ends = _process_tokens(*operands)  # ends: (B, H, folds, K, V), or with closed (N, H, K, V)
+    tokens = TokenRows(*operands[: len(TokenRows.__match_args__)])
+    exchange = shards.carry_exchange(tokens.v, 1, False)  # along dim 1, not reversed
     if tokens.closed is not None:  # each state is computed by the rank with the last token; the others have zeros
         return ends if exchange.is_single else sp.all_reduce(ends, exchange.n, exchange.group)
     return ends[:, :, -1] if exchange.is_single else last_end(ends.movedim(2, 0), exchange)

@@ -209,3 +209,10 @@ class PolicyMode(TorchDispatchMode):
                 decision = CheckpointPolicy.MUST_SAVE if decision else CheckpointPolicy.PREFER_RECOMPUTE
             decisions.append(decision)
         return next((decision for decision in decisions if decision is not decisions[0]), decisions[0])
+
+
+def wrap_in_checkpoint(module: torch.nn.Module) -> torch.nn.Module:
+    """Return a module that recomputes `module` in the backward, and has its state_dict and parameter names."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    return checkpoint_wrapper(module)

@@ -52,7 +52,7 @@ class ReturnPermutation(Pass):
         if has_balanced_input or not has_balanced_output:
             return 0
         # The op that computes the order; its first three results are the RowPermutation.
-        (balance,) = gm.graph.find_nodes(op="call_function", target=torch.ops.sp.deal.default)
+        (balance,) = gm.graph.find_nodes(op="call_function", target=torch.ops.sp.balance_rows.default)
         with gm.graph.inserting_before(gm.graph.output_node()):
             tensors = [self.emit(operator.getitem, (balance, i), balance.meta["val"][i], balance) for i in range(3)]
         leaves = output_leaves(gm)
@@ -120,8 +120,10 @@ class BoundaryPasses(Passes):
         The outputs are then those of the program, the balanced order, and the tokens and operands of deferred outputs.
         The runtime does not return the last group, which starts at `num_program_outputs`.
         """
-        shapes = {i: tuple(as_sizes(gm.meta[OUTPUT_RULES][i].value.shape)) for i in context.boundary.results}
-        context.update_outputs(shape=shapes)
+        # The runtime makes a sharded result of a rank's rows and the shape of the full tensor. It is recorded first,
+        # since the passes replace outputs.
+        full_shapes = {i: tuple(as_sizes(gm.meta[OUTPUT_RULES][i].value.shape)) for i in context.boundary.results}
+        context.update_outputs(shape=full_shapes)
         num_outputs = len(output_leaves(gm))
         changes = super().apply(gm, context)
         num_outputs += len(context.boundary.balanced_order)

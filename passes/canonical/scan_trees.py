@@ -47,12 +47,13 @@ class MarkScanTrees(CanonicalPass):
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Mark the remaining scan ops and unrolled trees of scans, so that their operands are gathered once.
 
-        Returns the number of trees. The mark `scanned` is evidence that a dim is a sequence.
+        Returns the number of trees, without the marked scan ops. The mark `scanned`, the index of an argument and the
+        dim along which it is scanned, is evidence that the dim is a sequence.
         """
         for node in gm.graph.nodes:
             if node.op == "call_function" and node.target in SCANNED_OPS:
                 set_node_info(node, scanned=(SCANNED_OPS[node.target], 0))
-        outer = outermost_trees(gm.graph)
+        outer = outermost_trees(gm.graph)  # (last node of a tree, slice of the first row of a leaf)
         for join, first_row in outer:
             self._mark(join, first_row)
         return len(outer)

@@ -185,14 +185,25 @@ def _measured_kernel(device: torch.device) -> Kernel:
     return expected_kernel(KernelKey(device, dtype, Kind.FULL, dim, 1024))
 
 
+def _unmasked_args(scale: float, span: list[Any]) -> LocalArgs:
+    """Return the arguments of attention on one rank, without mask, score function and dropout."""
+    vectors: dict[str, Any] = {"rows": [], "cols": [], "pieces": [], "sizes": [], "heads": [], "tables": []}
+    no_mask: dict[str, Any] = {"mask": None, "predicate": "", "score": "", "seed": None, "dropout_p": 0.0}
+    return LocalArgs(scale=scale, q_span=span, k_span=span, split_heads=1, group="", **vectors, **no_mask)
+
+
 def _measure_attention(device: torch.device) -> Measurement:
-    """Return the measurement of attention on a rank; seconds per FLOP are (1 + block_keys / keys) / flops."""
+    """Return the measurement of attention on a rank, whose two constants follow from a line through its points.
+
+    With k keys, a FLOP takes (1 + block_keys / k) / flops seconds: a line in 1 / k, whose value at 0 is 1 / flops and
+    whose slope is block_keys / flops. With `block_keys` keys, attention has half of its rate.
+    """
     is_cpu, (heads, dim, dtype) = device.type == "cpu", _attention_sizes(device)
 
     def call(length: int) -> Callable[[], object]:
         """Return a call of attention over a sequence of this length, without a mask."""
         q, rows = torch.ones(1, heads, length, dim, device=device, dtype=dtype), full_span(length)
-        args = LocalArgs(None, [], [], [], [], "", None, 0.0, dim**-0.5, "", [], [], rows, rows, 1, "")
+        args = _unmasked_args(dim**-0.5, rows)
         return lambda: args.attend(q, q, q, rows)
 
     def point(length: int, seconds: float) -> tuple[float, float]:

@@ -130,10 +130,10 @@ class BalanceLayout(Pass):
         orders = self._add_order_inputs(inputs, length, n, device) if shards else []
         with self.graph.inserting_before(first):
             if shards:
-                outputs = self.compute(sp.dealt_tables.default, (self.vectors, orders[-1], self.sizes(length)), first)
+                outputs = self.compute(sp.balance_tables.default, (self.vectors, orders[-1], self.sizes(length)), first)
             else:
                 arguments = self._balance_arguments(attentions, all_frames, length, n, device)
-                outputs = self.compute(sp.deal.default, arguments, first)
+                outputs = self.compute(sp.balance_rows.default, arguments, first)
             results = [self.emit(operator.getitem, (outputs, i), x, first) for i, x in enumerate(outputs.meta["val"])]
             # The chunks are for other graphs. `tables` are those of the vectors, then those of the reordered vectors.
             self.order, self.inverse, _, positions_table, *tables = *orders, *results

@@ -86,7 +86,7 @@ def _is_sharded(node: Node, plan: PlacementPlan) -> bool:
 def _is_cut(node: Node, plan: PlacementPlan) -> bool:
     """Return True if a window cuts off rows of a sharded value at the node, as x[:, :-1] does.
 
-    The local value keeps these rows as padding. For a getitem, its operand is the window.
+    The local value keeps these rows as padding. A getitem is cut if its operand, the op with several results, cuts.
     """
     source = node.args[0] if node.target is operator.getitem else node
     return source.op == "call_function" and _is_sharded(source, plan) and is_shorter_window(source, plan)
@@ -130,9 +130,14 @@ def drops_padding(node: Node) -> bool:
 def _depends_on_padding(user: Node, operand: int, plan: PlacementPlan, ignores_padding: Callable[[Node], bool]) -> bool:
     """Return True if padded rows of an operand of `user` may change valid rows or derivatives, or cause an error.
 
-    ``operand`` is its index. See `_reaches_reader` for `ignores_padding`.
+    Args:
+        user: Node that reads the operand.
+        operand: Index of the operand.
+        plan: The placements.
+        ignores_padding: Returns True for ops whose valid rows do not depend on padded rows of this kind, such as
+            elementwise ops on finite rows.
     """
-    if drops_padding(user):
+    if drops_padding(user):  # it reads only valid rows
         return False
     if any(isinstance(p, Partial) for p in plan.placements.get(user, ())):
         return False  # `Localize` fills the operands of a sum

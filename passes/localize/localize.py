@@ -81,8 +81,9 @@ class _Localizer(GraphEditor):
         self.graph = Graph()
         keep_calling_convention(self.graph, gm.graph)
         self.env: dict[Node, Node] = {}  # global node -> local node
-        # global node of several windows -> the local value of each; they may share one value
-        self.aliases: dict[Node, tuple[Node, ...]] = {}
+        # global split of the sequence -> the local value of each piece. No rank runs the split: the local value of a
+        # piece is that of the operand, of which the piece has another window, or a copy with restored padding.
+        self.split_values: dict[Node, tuple[Node, ...]] = {}
         # (global node, placement that a user demands) -> the local value in this placement
         self.converted: dict[tuple[Node, Placement], Node] = {}
         self.differentiable = differentiable_nodes(gm)  # global nodes that may have a gradient
@@ -109,7 +110,7 @@ class _Localizer(GraphEditor):
         for node in self.old.graph.nodes:
             if node.op == "output":
                 self.graph.output(torch.fx.map_arg(node.args[0], self.env.__getitem__)).meta.update(node.meta)
-            elif node not in self.env and node not in self.aliases:
+            elif node not in self.env and node not in self.split_values:
                 self._emit(node)
         local = graph_module(self.old, self.graph)
         local.meta.update(self.old.meta)
@@ -163,8 +164,8 @@ class _Localizer(GraphEditor):
         """Append the local form of a node of the global graph, and record it as the node's local value."""
         if node.op != "call_function":
             self._copy(node)
-        elif node.target is operator.getitem and node.args[0] in self.aliases:
-            self.env[node] = self.aliases[node.args[0]][node.args[1]]
+        elif node.target is operator.getitem and node.args[0] in self.split_values:
+            self.env[node] = self.split_values[node.args[0]][node.args[1]]
         elif node in self.plan.wants:
             self._emit_on_shards(node)
         elif isinstance(node.meta.get("val"), torch.SymInt) and any(self._is_local(a) for a in node.all_input_nodes):
@@ -234,7 +235,7 @@ class _Localizer(GraphEditor):
         """
         if isinstance(node.meta["val"], (list, tuple)):
             getitems = read_results(node)  # by index of the result
-            self.aliases[node] = tuple(
+            self.split_values[node] = tuple(
                 self._restore_padding(getitems[i], local) if i in getitems else local
                 for i in range(len(self.plan.placements[node]))
             )

@@ -230,8 +230,21 @@ def _node_step(
 ) -> NodeStep:  # fmt: skip
     """Return the step of an op by its rule: the placements of its operands and results, and its demands.
 
-    Without a rule, the op runs on replicated operands. Arguments are those of `_visit`; `have` are the placements of
-    the operands, none of which is partial.
+    Without a rule, the op runs on replicated operands. `_visit` has removed the rule of an op whose result is changed
+    in place.
+
+    Args:
+        axes: The dims of the graph.
+        node: Node of the op.
+        call: Its call; None for a node that is no call of an op.
+        rule: Its rule; None without one.
+        have: Placements of the operands, none of which is partial.
+        n: Number of ranks.
+        keep_replicated: If True, no sequence starts at the node.
+        window: The window of another sequence as which a sequence starts at the node, if any.
+
+    Returns:
+        The step. Its `wants` is None if the operands keep their placements.
     """
     num_results = max(1, len(call.results())) if call is not None else 1
     if call is None or rule is None or node_info(node).no_rule is not None:

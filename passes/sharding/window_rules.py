@@ -277,12 +277,16 @@ def _max_pool_windows(call: OpCall) -> WindowCalls:
 
 
 def _unfold_windows(call: OpCall) -> WindowCalls:
-    """Return the windows of an unfold along its dim, without padding; {} for a tensor without dims."""
+    """Return the windows of an unfold along its dim, without padding.
+
+    The result is {} for a tensor without dims and for a step that is a symbol.
+    """
     dim, width, stride = call.dim("dimension"), as_size(call["size"]), as_size(call["step"])
     if call.ndim() == 0 or not isinstance(stride, int):
         return {}
     sliding = SlidingRows(call.result_shapes()[0][dim], 0, width, stride)
-    return {dim: WindowCall(sliding, sp.unfold.default, (dim,), (0, width, stride))}
+    fill = 0  # of rows beyond the ends, which no window reads
+    return {dim: WindowCall(sliding, sp.unfold.default, (dim,), (fill, width, stride))}
 
 
 def _pad_windows(call: OpCall) -> WindowCalls:

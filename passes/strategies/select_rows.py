@@ -53,9 +53,11 @@ class SelectRows(DemandPass):
         return None if is_simple and is_short and have.dim == OpCall(node).dim() else ""
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        """Replace a slice by sp::rows, the rows that each rank has of it; the ranks add these.
+        """Replace a slice by sp::rows: the rows that a rank has of it, and zeros for the others.
 
-        If the slice has all rows, as of a part of a concatenation with a frame of its own, they are gathered.
+        It is a partial value. Its sum is scattered if the slice has a frame of its own (it `is_apart`), so that a rank
+        gets its part; otherwise a later demand, of the node that reads the slice, adds it on all ranks. If the slice
+        has all rows, as of a part of a concatenation with a frame of its own, they are gathered.
         """
         call, have, span = OpCall(node), demands[0].have, _selected_span(node)
         assert isinstance(have, Shard)

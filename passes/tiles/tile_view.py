@@ -250,15 +250,16 @@ class _TokenViewBuilder:
         return placeholder
 
     def _can_be_inside(self, node: Node) -> bool:
-        """Return True if the node may be token-wise: it has a sharding rule, no exchange and no side effect."""
+        """Return True if the view may contain a copy of the node: an op with a rule, no exchange and no side effect."""
         if node.op != "call_function" or node in self.rejected:
             return False
         if node.target is operator.getitem:
-            return is_tensor(node) and self.copies[node.args[0]].op == "call_function"
+            return is_tensor(node) and self.copies[node.args[0]].op == "call_function"  # a copy, no input of the view
         rule = rule_of(node)
         # Not an op without a rule, with fixed placements of its operands, or with an exchange.
         if rule is None or rule.operand_placements is not None or transfer_of(node.target) is not None:
             return False
+        # Operators of the package depend on the frame of their rows, except those on rows sorted by a key.
         if node.target.namespace == "sp" and node.target not in SORTED_ROWS:
             return False
         return is_pure(node) or node.target is aten.dropout.default  # draws equal numbers in forward and backward

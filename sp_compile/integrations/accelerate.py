@@ -399,14 +399,16 @@ def gather_over_replicas(data: Any, group: dist.ProcessGroup, as_objects: bool =
     elif tensors is None:
         own_kind = "objects"
     else:
-        own_kind = str([(str(x.dtype), [*x.shape]) for x in tensors])
+        own_kind = "tensors " + ", ".join(f"{x.dtype} {[*x.shape]}" for x in tensors)
     message = own_kind, data if is_json else None
     messages = all_gather_object(ranks, GATHER_METHODS.verb, GATHER_METHODS.subject, message)
     kinds = [kind for kind, _ in messages]
     if {*kinds} == {"values"}:
         return [x for _, values in messages for x in values]
     if len({*kinds}) > 1 and not {*kinds} <= {"values", "objects"}:  # values and objects are gathered as objects
-        raise SpError("SP829", format_mismatch("gather_for_metrics: the replicas pass different values", kinds))
+        raise SpError(
+            "SP829", format_mismatch("gather_for_metrics: the replicas pass values of different types or shapes", kinds)
+        )
     channel, start = channel_of(ranks), time.monotonic()
     try:
         if tensors is not None and "objects" not in kinds:

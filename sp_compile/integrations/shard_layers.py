@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.options import SPConfig
-from sp_compile.lowering.torch_compat import flatten_mesh, is_compiled
+from sp_compile.lowering.torch_compat import flatten_mesh, is_compiled, wrap_in_checkpoint
 
 __all__ = ["fully_shard_and_compile"]
 
@@ -120,14 +120,12 @@ def find_layers(model: nn.Module, classes: Collection[str | type[nn.Module]] | N
 
 def _prepare_layers(model: nn.Module, names: list[str], checkpoint: bool) -> None:
     """Make layers of torch.nn traceable between graphs, and wrap the layers in activation checkpoints if asked for."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
     for name in names:
         layer = model.get_submodule(name)
         if type(layer).__module__.startswith("torch.nn"):
             _trace_forward(layer)
         if checkpoint:
-            model.set_submodule(name, checkpoint_wrapper(layer))
+            model.set_submodule(name, wrap_in_checkpoint(layer))
 
 
 def _shard_weights(model: nn.Module, names: list[str], arguments: Mapping[str, Any]) -> None:

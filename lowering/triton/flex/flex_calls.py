@@ -108,7 +108,10 @@ def _fit_options(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
 def _forward_program(
     pair: PairFunctions, tile: int, scale: float, learned: tuple[str, ...], *inputs: Tensor
 ) -> tuple[Tensor, ...]:
-    """Run flex_attention's forward, for a compilation; see `_call_program`. ``learned`` is not used."""
+    """Run flex_attention's forward, for a compilation, and return (out, lse).
+
+    The arguments are those of `_backward_program`, with q, k and v as operands; `learned` is not used.
+    """
     (q, k, v), tables, captured = _split_inputs(inputs, 3)
     options = _fit_options(max(q.shape[3], v.shape[3]), q.dtype)
     return flex_forward(q, k, v, pair.modify_score, pair.attends, tables, tile, scale, options, captured)
@@ -117,7 +120,18 @@ def _forward_program(
 def _backward_program(
     pair: PairFunctions, tile: int, scale: float, learned: tuple[str, ...], *inputs: Tensor
 ) -> tuple[Tensor, ...]:
-    """Run flex_attention's backward, for a compilation; see `_call_program`."""
+    """Run flex_attention's backward, for a compilation.
+
+    Args:
+        pair: The functions of the score and of the mask.
+        tile: Rows of a block of the tables.
+        scale: Factor of the scores.
+        learned: Names of the tables of the score that need a gradient.
+        *inputs: q, k, v, the gradient of out, out and lse; the block tables; the captured tensors.
+
+    Returns:
+        dq, dk, dv, then the gradients of the learned tables.
+    """
     (q, k, v, grad, out, lse), tables, captured = _split_inputs(inputs, 6)
     options = _fit_options(max(q.shape[3], v.shape[3]), q.dtype)
     learned_indices = [pair.names.index(name) for name in learned]

@@ -13,8 +13,8 @@ vectors of a basis: every op with zeros in place of the terms without a state.
 Dims of a state, by the names of dims in the sharding rules of the ops:
 
     mixed      an element of the new state reads other elements of the dim: a dim of m
-    batch      passes through all ops, and a factor has it: m differs along the dim
-    columns    passes through all ops, and no factor has it: m is applied to each column
+    batch      passes through all ops, and a coefficient of the states has it: m differs along the dim
+    repeated   passes through all ops, and no coefficient has it: the same m is applied to each element
 
 Bytes moved: none. Unchanged: states of different shapes, more than `MAX_ROWS` mixed elements, and symbolic sizes.
 """
@@ -133,10 +133,13 @@ class BodyOp:
 class CoupledStates:
     """States that depend on each other, or of which a step mixes the elements; one scan computes all of them.
 
+    A column of the loop (`StepColumn`) is one op of its body: the nodes of this op at all steps. A `ColumnRef` is its
+    value at the same or an earlier step.
+
     Args:
         editor: Emits the ops.
         body: The columns of the cycle, in the order of computation.
-        leaves: The leaves of the arguments of each column.
+        leaves: The flattened arguments of each column: nodes, constants and references to columns.
         seeds: The values before the first step, by columns and lags: states are the values of the previous steps.
     """
 
@@ -153,12 +156,13 @@ class CoupledStates:
             raise NotALoop("a state that is mixed and has a symbolic size")
         # column -> for each dim of its value, the dim of the states that passes to it through all ops, or None
         self.state_dims: dict[StepColumn, list[int | None]] = {}
-        self.factor_dims: set[int] = set()  # dims of the states that a factor has
+        self.coefficient_dims: set[int] = set()  # dims of the states that the other factor of a product has
         self.body = [self._read_op(column, operands) for column, operands in zip(body, leaves)]
-        # The three kinds of dims of a state, see the docstring of the module.
+        # A dim that passes through all ops is no dim of m. If a coefficient has it, m differs along it (a batch of
+        # matrices); else the same m is applied to each of its elements. All other dims are rows and columns of m.
         passing = {d for d in range(len(self.shape)) if all(self.state_dims[x.column][d] == d for x in self.states)}
-        self.batch_dims = sorted(passing & self.factor_dims)
-        self.column_dims = sorted(passing - self.factor_dims)
+        self.batch_dims = sorted(passing & self.coefficient_dims)
+        self.repeated_dims = sorted(passing - self.coefficient_dims)
         self.mixed_dims = [d for d in range(len(self.shape)) if d not in passing]
         self.rows = math.prod(self.shape[d] for d in self.mixed_dims)  # of one state
         if self.rows * len(self.states) > MAX_ROWS:
@@ -234,7 +238,7 @@ class CoupledStates:
         self.state_dims[column] = [result_dims[name] for name in rule.results[0]]
         for i in factors:
             dims_of_factor = (result_dims.get(name) for name in operand_dims.get(i, ()) if name)
-            self.factor_dims |= {dim for dim in dims_of_factor if dim is not None}
+            self.coefficient_dims |= {dim for dim in dims_of_factor if dim is not None}
 
     def scan(self, reverse: bool) -> dict[StepColumn, BatchedValue]:
         """Emit the scan h' = m @ h + b of the stacked states, and return the values of their columns at all steps.
@@ -244,28 +248,28 @@ class CoupledStates:
         """
         num_states, num_rows = len(self.states), self.rows * len(self.states)
         try:
-            results = self._evaluate(frozenset(self.column_dims))  # m is equal for all columns: one column suffices
+            results = self._evaluate(frozenset(self.repeated_dims))  # m is equal for all columns: one column suffices
             has_all_columns = False
         except (RuntimeError, ValueError, NotALoop):  # an op with the sizes of all columns
             results = self._evaluate(frozenset())
             has_all_columns = True
         terms, maps = results[:num_states], results[num_states:]  # (steps, ...) and (steps, basis, ...) of each state
         if has_all_columns:
-            for d in self.column_dims:
+            for d in self.repeated_dims:
                 maps = [self._compute(aten.slice.Tensor, x, d + 2, 0, 1) for x in maps]
         time = len(self.batch_dims)  # the dim of the steps in the scan
         batch, steps = [self.shape[d] for d in self.batch_dims], self.body[0].column.end - self.body[0].column.first
-        num_columns = math.prod(self.shape[d] for d in self.column_dims)
-        order = [*self.batch_dims, None, *self.mixed_dims, *self.column_dims]  # None: the dim of the steps
+        num_columns = math.prod(self.shape[d] for d in self.repeated_dims)
+        order = [*self.batch_dims, None, *self.mixed_dims, *self.repeated_dims]  # None: the dim of the steps
         b = [self._arrange(x, [0 if d is None else d + 1 for d in order]) for x in terms]
         b = [self._reshape(x, (*batch, steps, self.rows, num_columns)) for x in b]
-        order = [*self.batch_dims, None, *self.mixed_dims, -1, *self.column_dims]  # -1: the dim of the basis
+        order = [*self.batch_dims, None, *self.mixed_dims, -1, *self.repeated_dims]  # -1: the dim of the basis
         m = [self._arrange(x, [0 if d is None else d + 2 for d in order]) for x in maps]
         m = [self._reshape(x, (*batch, steps, self.rows, num_rows)) for x in m]
         initial = None
         if any(not _is_zero(seed) for seed in self.seeds.values()):
             seeds = [self.editor.expand_to(seed, self.shape, self.like) for seed in self.seeds.values()]
-            seeds = [self._arrange(x, [*self.batch_dims, *self.mixed_dims, *self.column_dims]) for x in seeds]
+            seeds = [self._arrange(x, [*self.batch_dims, *self.mixed_dims, *self.repeated_dims]) for x in seeds]
             initial = self._join([self._reshape(x, (*batch, self.rows, num_columns)) for x in seeds])
         out = self._compute(torch.ops.sp.affine_scan.default, self._join(m), self._join(b), initial, time, reverse)
         return self._split_states(out, steps)
@@ -280,7 +284,7 @@ class CoupledStates:
         values = {}
         ndim, time = len(self.shape), len(self.batch_dims)
         position = min(1, ndim)  # of the steps in each value
-        scan_order = [*self.batch_dims, None, *self.mixed_dims, *self.column_dims]  # None: the dim of the steps
+        scan_order = [*self.batch_dims, None, *self.mixed_dims, *self.repeated_dims]  # None: the dim of the steps
         value_order: list[int | None] = list(range(ndim))
         value_order.insert(position, None)
         sizes = [steps if d is None else self.shape[d] for d in scan_order]

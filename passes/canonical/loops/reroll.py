@@ -243,7 +243,8 @@ class LoopBuilder:
     def _read_steps(self, x: IndexRead, first: int, end: int) -> BatchedValue:
         """Emit the slice of a tensor that the steps first, ..., end - 1 read, as one value of these steps.
 
-        Each step reads one index of the tensor, or a piece of several rows.
+        Each step reads one index of the tensor (`x.rows` is 0), or a piece of several rows. Successive steps read
+        neighboring indices or pieces: `x.stride` is 1 or -1.
         """
         lowest, highest = sorted((x.start + x.stride * first, x.start + x.stride * (end - 1)))  # of the indices
         rows = max(x.rows, 1)

@@ -66,7 +66,7 @@ class IndexRead:
     source: Node  # tensor
     dim: int  # dim that is indexed
     start: int  # index at step 0
-    stride: int  # difference of the indices of successive steps
+    stride: int  # difference of the indices of successive steps, 1 or -1
     rows: int  # rows of a piece, 0 for an index without the dim
 
 

@@ -94,17 +94,18 @@ class KernelSchedule:
     def _fuse_reductions(self) -> None:
         """Fuse nearby reductions that the graph only returns, if they read a common value and have equal shapes.
 
-        Inductor does so with gradients of scales and biases. The fused kernel runs at the place of its first reduction;
-        nodes between the reductions that it does not need run after it.
+        These are rules of Inductor's scheduler (its methods `can_fuse` and `score_fusion`), which apply to gradients of
+        scales and biases. The fused kernel runs at the place of its first reduction; nodes between the reductions that
+        it does not need run after it.
         """
         # Position in Inductor's order, in which an op with several results has places for itself and for each of them.
         num_results = (len(node_tensors(node)) for node in self.kernel_writes)
         places = (1 if n < 2 else 1 + n for n in num_results)
         position = dict(zip(self.kernel_writes, accumulate(places, initial=0)))
         sums = [node for node in self.kernel_writes if self._is_returned_reduction(node)]
-        pairs = [(a, b) for i, b in enumerate(sums) for a in sums[:i] if self._has_common_reads(a, b)]
+        pairs = [(a, b) for i, b in enumerate(sums) for a in sums[:i] if self._can_fuse_reductions(a, b)]
         if any(map(is_on_gpu, sums)):  # pairs with the most common bytes are fused first
-            pairs.sort(key=lambda pair: -sum(map(self.sizes.__getitem__, self._common_reads(*pair))))
+            pairs.sort(key=lambda pair: -self._common_bytes(*pair))
         group_of = {node: [node] for node in sums}  # reduction -> reductions of its fused kernel
         for a, b in pairs:
             merged = sorted({*group_of[a], *group_of[b]}, key=position.__getitem__)
@@ -114,14 +115,19 @@ class KernelSchedule:
             # A reduction that a row-wise kernel can compute is fused with one other only.
             if len(merged) == 2 or not _can_join_row_kernel(a):
                 group_of.update(dict.fromkeys(merged, merged))
-        self._merge_kernels(list({id(group): group for group in group_of.values()}.values()))  # each group once
+        distinct_groups = {id(group): group for group in group_of.values()}  # all members have the same list
+        self._merge_kernels([*distinct_groups.values()])
 
     def _common_reads(self, a: Node, b: Node) -> frozenset[StorageKey]:
         """Return the storages that both kernels read."""
         return self.kernel_reads[a] & self.kernel_reads[b]
 
-    def _has_common_reads(self, a: Node, b: Node) -> bool:
-        """Return True if two reductions read enough common storages to fuse.
+    def _common_bytes(self, a: Node, b: Node) -> int:
+        """Return the number of bytes that both kernels read."""
+        return sum(self.sizes[storage] for storage in self._common_reads(a, b))
+
+    def _can_fuse_reductions(self, a: Node, b: Node) -> bool:
+        """Return True if two reductions have equal shapes and read enough common storages to fuse.
 
         One is enough; for wide rows on GPUs two are required, as observed.
         """

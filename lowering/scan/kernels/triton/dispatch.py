@@ -61,20 +61,22 @@ def run_sweep(sweep: Sweep, initial: State | None, out: State | None, total: boo
         total: True to return the total.
 
     Returns:
-        The total, (1, lines), if requested.
+        The total, (1, lines), if requested. The schedule in parts computes it in any case, and always returns it.
     """
     sizes = tile_sizes()
-    tile_bytes, warps = sizes.walk
+    tile_bytes, warps = sizes.walk  # bytes of the states of a tile, and warps of its program
     elements = _floor_power_of_2(tile_bytes // sweep.state_bytes)
     if sweep.compute.itemsize == 8:  # more warps, so that registers suffice
-        warps = max(warps, _floor_power_of_2(elements * sweep.value_bytes // WARP_BYTES))
+        needed_warps = elements * sweep.value_bytes // WARP_BYTES
+        warps = max(warps, _floor_power_of_2(needed_warps))
     tile = sweep.tile(elements, warps)
     across, along = triton.cdiv(sweep.lines, tile.lines), triton.cdiv(sweep.length, tile.steps)
     multiprocessors = _multiprocessors(sweep.x.device)
     if choose_schedule(across, along, multiprocessors, sizes) == "one":
         return scan_single_pass(sweep, tile, initial, out, total)
-    parts = min(triton.cdiv(sizes.programs * multiprocessors, across), along)
-    return scan_in_parts(sweep, tile, tile.steps * triton.cdiv(along, parts), initial, out)
+    num_parts = min(triton.cdiv(sizes.programs * multiprocessors, across), along)  # of a line
+    steps_of_part = tile.steps * triton.cdiv(along, num_parts)
+    return scan_in_parts(sweep, tile, steps_of_part, initial, out)
 
 
 def _floor_power_of_2(number: int) -> int:
