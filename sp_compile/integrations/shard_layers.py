@@ -12,7 +12,8 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
+import logging
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -23,12 +24,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.options import SPConfig
+from sp_compile.lowering.base.ranks import process_rank
 from sp_compile.lowering.torch_compat import flatten_mesh, is_compiled, wrap_in_checkpoint
 
 __all__ = ["fully_shard_and_compile"]
 
+log = logging.getLogger(__name__)
+
 HSDP_AXIS = "dp_replicate"  # the axis of ranks that store equal shards, as torchtitan and accelerate name it
 SHARDED_AXES = "sp_compile_weights"  # the flattened axes of the ranks that store different shards
+SHARED_WEIGHTS = (
+    "fully_shard is not applied to %d of the %d layers of %s, such as %s, since they share weights with other modules: "
+    "these layers are gathered for the whole step."
+)
 
 
 def fully_shard_and_compile(
@@ -65,7 +73,7 @@ def fully_shard_and_compile(
 
     Raises:
         SpError: The model is already compiled (SP831) or sharded (SP835), it has no layers of the given classes
-            (SP836), or an option is invalid (SP101 to SP116).
+            (SP836), "dp_replicate" is not the first axis of the mesh (SP115), or an option is invalid (SP101 to SP116).
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -82,12 +90,13 @@ def fully_shard_and_compile(
     if mesh is None and dist.is_initialized():
         mesh = init_device_mesh(_device_to_train_on(model), (dist.get_world_size(),))
     SPConfig.of({"mesh": mesh, **options}).ranks()  # raises before the model is changed
+    weight_mesh = None if mesh is None else _weight_mesh(mesh)
     _disable_cache(model)
     _prepare_layers(model, names, checkpoint)
     if mesh is None:
         model.compile(backend=sp, options=options, dynamic=dynamic)
         return model
-    _shard_weights(model, names, {"mesh": _weight_mesh(mesh), **(fsdp or {})})
+    _shard_weights(model, names, {"mesh": weight_mesh, **(fsdp or {})})
     return compile_under_fsdp(model, mesh, dynamic=dynamic, **options)
 
 
@@ -120,27 +129,38 @@ def find_layers(model: nn.Module, classes: Collection[str | type[nn.Module]] | N
 
 def _prepare_layers(model: nn.Module, names: list[str], checkpoint: bool) -> None:
     """Make layers of torch.nn traceable between graphs, and wrap the layers in activation checkpoints if asked for."""
+    paths = defaultdict[nn.Module, list[str]](list)  # module -> its names: several, if it is in several places
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths[module].append(path)
     for name in names:
         layer = model.get_submodule(name)
         if type(layer).__module__.startswith("torch.nn"):
             _trace_forward(layer)
         if checkpoint:
-            model.set_submodule(name, wrap_in_checkpoint(layer))
+            wrapper = wrap_in_checkpoint(layer)
+            for path in paths[layer]:
+                model.set_submodule(path, wrapper)
 
 
 def _shard_weights(model: nn.Module, names: list[str], arguments: Mapping[str, Any]) -> None:
     """Apply `fully_shard` with the arguments to the input embedding, the layers with the names, and the model.
 
-    An embedding whose weight is also that of the head remains in the unit of the model.
+    Those with a weight that another module has, too, such as that of a tied head, remain in the unit of the model.
     """
     from torch.distributed.fsdp import fully_shard
 
+    units = [model.get_submodule(name) for name in names]
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
-    if isinstance(embedding, nn.Embedding) and names and not _is_shared(model, embedding.weight):
-        fully_shard(embedding, **arguments)
-    for name in names:
-        fully_shard(model.get_submodule(name), **arguments)
+    if isinstance(embedding, nn.Embedding) and names:
+        units.insert(0, embedding)
+    shared = find_shared_units(model, units)
+    for unit in units:
+        if unit not in shared:
+            fully_shard(unit, **arguments)
     fully_shard(model, **arguments)
+    left = [name for name, unit in zip(names, units[-len(names) :]) if unit in shared]
+    if left and process_rank() <= 0:
+        log.warning(SHARED_WEIGHTS, len(left), len(names), type(model).__name__, left[0])
 
 
 def _repeated_classes(model: nn.Module) -> set[str]:
@@ -184,8 +204,14 @@ def _trace_forward(layer: nn.Module) -> None:
 
 
 def _weight_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh for `fully_shard`: all axes as one, after the axis of replicas if there is one."""
+    """Return the mesh for `fully_shard`: all axes as one, after the axis of replicas if there is one.
+
+    Raises:
+        SpError: The axis of replicas is not the first one (SP115).
+    """
     names = mesh.mesh_dim_names or ()
+    if HSDP_AXIS in names[1:]:
+        raise SpError("SP115", f"mesh: expected {HSDP_AXIS!r} as the first axis, got axes {names}.")
     if HSDP_AXIS not in names or mesh.ndim == 1:
         return flatten_mesh(mesh, SHARDED_AXES) if mesh.ndim > 1 else mesh
     others = tuple(name for name in names if name != HSDP_AXIS)
@@ -195,6 +221,21 @@ def _weight_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[(HSDP_AXIS, *others)]
 
 
-def _is_shared(model: nn.Module, weight: nn.Parameter) -> bool:
-    """Return True if several modules have the weight, such as an embedding and a head with tied weights."""
-    return sum(weight is p for module in model.modules() for p in module.parameters(recurse=False)) > 1
+def find_shared_units(model: nn.Module, units: list[nn.Module]) -> set[nn.Module]:
+    """Return the units of which a weight is also that of a module outside of the unit.
+
+    Args:
+        model: The model.
+        units: Modules of the model, none of which is inside of another one.
+
+    Returns:
+        Some of the units.
+    """
+    paths = [*model.named_modules(remove_duplicate=False)]
+    paths_of_units = [(path, module) for path, module in paths if module in units]
+    owners = defaultdict[nn.Parameter, set[nn.Module]](set)  # weight -> units with it; the model for other modules
+    for path, module in paths:
+        owner = next((unit for start, unit in paths_of_units if f"{path}.".startswith(f"{start}.")), model)
+        for weight in module.parameters(recurse=False):
+            owners[weight].add(owner)
+    return {unit for sharing in owners.values() if len(sharing) > 1 for unit in sharing} - {model}

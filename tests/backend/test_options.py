@@ -107,8 +107,8 @@ def of_backend(model: nn.Module, x: Tensor, options: Options) -> str:
 
     guard = CompileSession.guard
 
-    def guarded(self: CompileSession, *args: Any) -> Any:
-        run = guard(self, *args)
+    def guarded(self: CompileSession, *args: Any, **kwargs: Any) -> Any:
+        run = guard(self, *args, **kwargs)
         checked = run
         while isinstance(checked, InProcesses | ShardedProgram):
             seen.append(type(checked).__name__)

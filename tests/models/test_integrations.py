@@ -232,7 +232,7 @@ def test_metrics_of_replicas(accelerate: Any, ranks: Ranks) -> None:
         assert plain == [0, ("a", None), 1, ("a", None)]
         assert arrays == [np.float64([0]), np.float64([1])]
         assert objects == [torch.ones(1)] * 2
-        assert "rank 0: [('torch.float32', [1])]\n  rank 1: [('torch.float32', [2])]" in sizes
+        assert "rank 0: tensors torch.float32 [1]\n  rank 1: tensors torch.float32 [2]" in sizes
         assert "rank 1: values" in kinds
         assert "did not arrive" in alone or not alone
 

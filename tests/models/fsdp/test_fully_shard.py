@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import sp_compile
 from sp_compile.data import Replica
-from sp_compile.integrations.shard_layers import find_layers
+from sp_compile.integrations.shard_layers import find_layers, find_shared_units
 
 LENGTH, VOCABULARY = 13, 64  # a length that no number of ranks divides
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
@@ -77,7 +78,7 @@ def inputs_of(model: nn.Module, replicas: int) -> dict[str, Tensor]:
     """Return a batch of two sequences for each replica; in the first one, three tokens are padding."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(1, VOCABULARY, (2 * replicas, LENGTH), generator=generator)
-    if isinstance(model, Encoder):
+    if isinstance(model, Encoder | Repeated):
         return {"input_ids": ids, "labels": ids}
     mask = torch.ones_like(ids)
     mask[0, -3:] = 0
@@ -142,6 +143,57 @@ def test_models_of_transformers(ranks: Ranks, make: Callable[[], nn.Module], che
 def test_replicas(ranks: Ranks, make: Callable[[], nn.Module], names: tuple[str, ...], shards: int) -> None:
     pytest.importorskip("transformers")
     check(ranks.run(4, train, make, names), shards)
+
+
+class Repeated(nn.Module):
+    """Two layers in three places, of which the layers share a weight."""
+
+    def __init__(self, shares_weight: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 32)
+        first, second = (nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True) for _ in range(2))
+        if shares_weight:
+            second.linear1 = first.linear1
+        self.layers = nn.ModuleList([first, second, first])
+        self.head = nn.Linear(32, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        h = self.embed(input_ids)
+        for layer in self.layers:
+            h = layer(h)
+        return {"loss": F.cross_entropy(self.head(h).flatten(0, 1), labels.flatten())}
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shares_weight", [False, True])
+def test_layers_in_several_places(ranks: Ranks, shares_weight: bool) -> None:
+    check(ranks.run(2, _train_repeated, shares_weight), 2)
+
+
+def _train_repeated(shares_weight: bool) -> Any:
+    return train(functools.partial(Repeated, shares_weight), checkpoint=True)
+
+
+def test_units_that_share_weights() -> None:
+    model = Repeated(shares_weight=False)
+    first, second, _ = model.layers
+    assert find_shared_units(model, [model.embed, first, second]) == set()
+    model.head.weight = model.embed.weight
+    model.last = second.linear2
+    assert find_shared_units(model, [model.embed, first, second]) == {model.embed, second}
+
+
+def _order_error() -> str:
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp", "dp_replicate"))
+    return error_text(lambda: sp_compile.fully_shard_and_compile(Encoder(), mesh))
+
+
+def test_replicas_are_the_first_axis(ranks: Ranks) -> None:
+    for message in ranks.run(4, _order_error):
+        assert "SP115: mesh: expected 'dp_replicate' as the first axis" in message
 
 
 def test_layers_are_the_repeated_modules() -> None:
