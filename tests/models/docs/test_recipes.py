@@ -160,9 +160,10 @@ SAID = ("loss", "eval_rows", "eval_right", "eval_size", "test_rows", "test_right
 OF_BATCHES = ("eval_loss", "test_loss")  # of a last batch that replicas do not divide the Trainer counts rows twice
 
 
-def trained(folder: Path, processes: int, words: Sequence[str], *checkpoint: str) -> dict[str, Any]:
+def trained(folder: Path, processes: int, words: Sequence[str], *checkpoint: str, **environment: str) -> dict[str, Any]:
     """Run a Trainer and return its log, predictions and results; log and metrics are under `losses`."""
-    launch(folder, processes, "trainer.py", str(result := folder / f"trainer{processes}.pt"), *checkpoint)
+    result = folder / f"trainer{processes}.pt"
+    launch(folder, processes, "trainer.py", str(result), *checkpoint, **environment)
     found = torch.load(result)
     lines = [*found["log"], found["metrics"]]
     assert [line["eval_rows"] for line in lines if "eval_rows" in line] == [7, 7]  # each once

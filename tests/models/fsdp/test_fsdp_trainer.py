@@ -7,20 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from models.docs.test_recipes import WEIGHT, compare, launch, run
+from models.docs.test_recipes import WEIGHT, compare, run, trained
 
 WORDS = "loss", "grad_norm", "eval_rows", "eval_right", "eval_size", "test_rows", "test_right", "test_size"
 
 
-def trained(folder: Path, processes: int, kind: str, *checkpoint: str) -> dict[str, Any]:
-    """Run a Trainer and return its results; its log and metrics are under `losses`."""
-    result = folder / f"trainer{processes}.pt"
-    launch(folder, processes, "trainer.py", str(result), *checkpoint, TRAINER_FSDP=kind)
-    found = torch.load(result)
-    lines = [*found["log"], found["metrics"]]
-    assert [line["eval_rows"] for line in lines if "eval_rows" in line] == [7, 7]  # each once
-    assert found["metrics"]["test_rows"] == len(found["predictions"]) == 5
-    return {**found, "losses": [line[word] for line in lines for word in WORDS if word in line]}
+def train_sharded(folder: Path, processes: int, kind: str, *checkpoint: str) -> dict[str, Any]:
+    """Run a Trainer with FSDP and return its results; its log and metrics are under `losses`."""
+    return trained(folder, processes, WORDS, *checkpoint, TRAINER_FSDP=kind)
 
 
 @pytest.mark.slow
@@ -32,15 +26,15 @@ def test_a_sharded_trainer(tmp_path: Path, kind: str, processes: int, others: in
     pytest.importorskip("accelerate")
     for name in ("alone", "shared"):
         (tmp_path / name).mkdir()
-    alone, whole = trained(tmp_path / "alone", 1, kind), trained(tmp_path / "shared", processes, kind)
+    alone, whole = train_sharded(tmp_path / "alone", 1, kind), train_sharded(tmp_path / "shared", processes, kind)
     compare(whole, alone, steps=5)
     assert torch.allclose(whole["predictions"], alone["predictions"], rtol=0, atol=WEIGHT)
     assert whole["parts"] == [1 / processes] * 2
     assert {file, "model.safetensors"} <= whole["files"]
-    resumed = trained(tmp_path / "shared", processes, kind, "out/checkpoint-3")
+    resumed = train_sharded(tmp_path / "shared", processes, kind, "out/checkpoint-3")
     assert resumed["losses"] == whole["losses"]
     assert all(weight.equal(whole["weights"][name]) for name, weight in resumed["weights"].items())
-    compare(trained(tmp_path / "shared", others, kind, "out/checkpoint-3"), alone, steps=5)
+    compare(train_sharded(tmp_path / "shared", others, kind, "out/checkpoint-3"), alone, steps=5)
 
 
 CONFIG_FILE = {  # what `accelerate launch` makes of its file
