@@ -186,9 +186,8 @@ def test_in_shards_of_products(ranks: Ranks, program: str, n: int, length: int) 
     assert ranks.run(n, compared, program, length, True, LAZY) == [[]] * n
 
 
-@pytest.mark.parametrize(
-    "program", ["flat", *(pytest.param(one, marks=pytest.mark.slow) for one in PROGRAMS if one != "flat")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_by_inductor(ranks: Ranks, program: str) -> None:
     assert ranks.run(2, compared, program, 7, True, {"outputs": "lazy"}, timeout=300) == [[]] * 2
 

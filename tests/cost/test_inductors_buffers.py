@@ -130,6 +130,7 @@ class Tied(nn.Module):
         return F.cross_entropy(logits, ids), logits
 
 
+@pytest.mark.slow
 def test_a_step_that_inductor_compiles(examples: None) -> None:
     """On one device, against every allocation."""
     from peak_memory import peak_activation_bytes

@@ -75,6 +75,7 @@ def test_gradients_are_torchs_where_elements_are_equal_or_zero(op: str) -> None:
     torch.testing.assert_close(ours, torchs, equal_nan=True)
 
 
+@pytest.mark.slow
 def test_gradients_of_half_precision_stay_close() -> None:
     for op in OPS:
         x = sample((2, 300, 3), torch.bfloat16, op).requires_grad_()

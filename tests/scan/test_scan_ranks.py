@@ -228,6 +228,7 @@ def _from_the_cache() -> list[float]:
     return first + _compiled([case], backend="inductor")
 
 
+@pytest.mark.slow
 def test_a_program_from_the_cache_knows_its_routes(ranks) -> None:
     for worst in ranks.run(3, _from_the_cache):
         assert max(worst) < 1e-9

@@ -58,7 +58,7 @@ def image_tokens(rows: int, columns: int) -> Tensor:
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize(("rows", "columns"), [(8, 4), (7, 5), (9, 3)])
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 def test_each_rank_has_complete_rows(rows: int, columns: int, n: int) -> None:
     report = check(ConvFeedForward(columns).double(), image_tokens(rows, columns), sp=n)
     assert not report.fallbacks, report
@@ -67,6 +67,7 @@ def test_each_rank_has_complete_rows(rows: int, columns: int, n: int) -> None:
 
 
 @pytest.mark.parametrize("name", list(MIDDLES))
+@pytest.mark.sampled(every=2)
 def test_kinds_of_convolutions(name: str) -> None:
     report = check(ConvFeedForward(5, MIDDLES[name]()).double(), image_tokens(12, 5), sp=3)
     assert not report.fallbacks, report

@@ -161,7 +161,7 @@ def assert_on_shards(report: Report) -> None:
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("attention", ["auto", "ulysses", "ring", "gather"])
 @pytest.mark.parametrize("text_first", [False, True])
-@pytest.mark.sampled(every=7)
+@pytest.mark.sampled(every=11)
 def test_each_part_is_on_shards(text_first: bool, attention: str, n: int) -> None:
     if attention == "ulysses" and n == 3:
         pytest.skip("3 ranks do not divide the heads")
@@ -173,7 +173,7 @@ def test_each_part_is_on_shards(text_first: bool, attention: str, n: int) -> Non
 
 @pytest.mark.parametrize(("text", "image"), [(3, 19), (19, 19), (20, 19), (2, 3)])
 @pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=8)
 def test_lengths_of_parts(text: int, image: int, n: int) -> None:
     """Parts of equal lengths, shorter than the number of ranks, or of which the text is longer."""
     assert_on_shards(check(TwoStreams().double(), *tokens(text=text, image=image), sp=n))
@@ -183,7 +183,9 @@ def test_a_part_of_one_row() -> None:
     check(TwoStreams().double(), *tokens(text=1), sp=2)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "balanced"])
+@pytest.mark.parametrize(
+    "layout", ["balanced", *(pytest.param(x, marks=pytest.mark.slow) for x in ("contiguous", "zigzag"))]
+)
 def test_layouts_of_causal_parts(layout: str) -> None:
     check(TwoStreams(is_causal=True).double(), *tokens(), sp=2, layout=layout)
 
@@ -290,6 +292,6 @@ def _train(name: str) -> object:
 
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("name", list(MODELS))
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=3)
 def test_parts_on_real_ranks(ranks: Ranks, name: str, n: int) -> None:
     check_ranks(ranks.run(n, _train, name))

@@ -131,7 +131,7 @@ class Chunks(nn.Module):
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @pytest.mark.parametrize("attention", ["auto", "ulysses", "ring", "gather"])
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=7)
 def test_video_tokens_are_one_sequence(attention: str, n: int) -> None:
     """T, H and W share a class because they read one table; their product is the sequence."""
     if attention == "ulysses" and n == 3:
@@ -200,7 +200,7 @@ def test_patches_with_many_copies_of_an_image_remain_a_convolution() -> None:
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("lengths", [(35, 5), (40, 8), (33, 20)])
 @pytest.mark.parametrize("text_first", [False, True])
-@pytest.mark.sampled(every=7)
+@pytest.mark.sampled(every=11)
 def test_joint_streams_need_no_gather(text_first: bool, lengths: tuple[int, int], n: int) -> None:
     image = torch.randn(2, lengths[0], 6, dtype=torch.float64, requires_grad=True)
     text = torch.randn(2, lengths[1], 5, dtype=torch.float64, requires_grad=True)
@@ -415,7 +415,7 @@ def _train(name: str) -> object:
 
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("name", ["video", "joint", "chunks"])
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=5)
 def test_on_real_ranks(ranks: Ranks, name: str, n: int) -> None:
     check_ranks(ranks.run(n, _train, name))
 

@@ -62,7 +62,10 @@ def step(length: int, **options: str) -> None:
 
 @pytest.mark.parametrize(
     ("length", "options", "words"),
-    [(9, {"compiler": "aot_eager"}, "compiled by {'aot_eager'}"), (8, {}, "the ranks divide every length")],
+    [
+        (9, {"compiler": "aot_eager"}, "compiled by {'aot_eager'}"),
+        pytest.param(8, {}, "the ranks divide every length", marks=pytest.mark.slow),
+    ],
     ids=["compiler", "length"],
 )
 def test_other_compilers_and_lengths_are_reported(

@@ -53,7 +53,7 @@ def exact(x: Tensor, op: str, *how: object) -> Tensor:
     return scan_by_loop(x if op in ("max", "min") else x.to(wide), 1, op, *how)
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(every=11)
 @needs_compiler
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -92,7 +92,7 @@ def test_segments_of_all_some_or_one(op: str, exclusive: bool, reverse: bool) ->
             torch.testing.assert_close(total, last, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=4)
 @needs_compiler
 @pytest.mark.parametrize("shape", [(1, 9000, 16), (1, 20000, 1), (2, 13000, 3), (1, 8200, 300), (9, 30, 20)])
 @pytest.mark.parametrize("number", [2, 5])

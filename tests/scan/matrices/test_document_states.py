@@ -65,7 +65,7 @@ def _train(kernel: str, documents: str) -> tuple[Any, list[str]]:
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.sampled(every=17)
+@pytest.mark.sampled(every=43)
 def test_states_of_documents_are_on_shards(ranks: Ranks, kernel: str, documents: str, n: int) -> None:
     answers = ranks.run(n, _train, kernel, documents)
     check_ranks([answer for answer, _ in answers])
@@ -73,7 +73,7 @@ def test_states_of_documents_are_on_shards(ranks: Ranks, kernel: str, documents:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 def test_nothing_is_gathered(kernel: str) -> None:
     x, bounds = torch.randn(1, LENGTH, WIDTH, dtype=torch.float64), torch.tensor(DOCUMENTS["cut"])
     report = sp_compile.explain(Mixer(kernel, "cut"), x, bounds, sp=2, seq_dims={"x": 1})
@@ -82,7 +82,7 @@ def test_nothing_is_gathered(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["chunk_gated_delta_rule", "chunk_gla"])
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 def test_simulated_ranks(kernel: str) -> None:
     x = torch.randn(1, LENGTH, WIDTH, dtype=torch.float64, requires_grad=True)
     for documents, bounds in DOCUMENTS.items():

@@ -150,7 +150,7 @@ def _train(kernel: str, documents: str, with_kernel: bool) -> tuple[Any, list[st
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("kernel", PROGRAMS)
-@pytest.mark.sampled(every=13)
+@pytest.mark.sampled(every=25)
 def test_kernels_are_on_shards(ranks: Ranks, kernel: str, documents: str, n: int) -> None:
     answers = ranks.run(n, _train, kernel, documents, False)
     check_ranks([answer for answer, _ in answers])
@@ -160,7 +160,7 @@ def test_kernels_are_on_shards(ranks: Ranks, kernel: str, documents: str, n: int
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("kernel", sorted(KERNELS))
-@pytest.mark.sampled(every=9)
+@pytest.mark.sampled(every=17)
 def test_installed_kernels_run_on_the_rows_of_ranks(ranks: Ranks, kernel: str, documents: str, n: int) -> None:
     answers = ranks.run(n, _train, kernel, documents, True)
     check_ranks([answer for answer, _ in answers])
@@ -218,8 +218,8 @@ def test_options_without_a_stand_in_run_the_original(caplog: pytest.LogCaptureFi
 def _train_lengths(kernel: str) -> list[float]:
     """Return the errors of losses and gradients of lengths that follow each other, on the ranks."""
     model, errors = Mixer(kernel), []
-    compiled = compile_model(model, mesh=mesh(), seq_dims={"x": 1})
-    for length in (21, 34, 50):
+    compiled = compile_model(model, mesh=mesh(), seq_dims={"x": 1}, dynamic=True)
+    for length in (21, 34):
         torch.manual_seed(length)
         x = torch.randn(2, length, WIDTH, dtype=torch.float64)
         parameters = list(model.parameters())
@@ -234,7 +234,7 @@ def _train_lengths(kernel: str) -> list[float]:
 @pytest.mark.sampled(every=2)
 def test_lengths_that_change(ranks: Ranks, kernel: str) -> None:
     for errors in ranks.run(2, _train_lengths, kernel):
-        assert len(errors) > 9
+        assert len(errors) > 6
         assert max(errors) < 1e-11
 
 

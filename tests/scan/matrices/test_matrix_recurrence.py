@@ -125,7 +125,7 @@ class DeltaRule(nn.Module):
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @pytest.mark.parametrize("length", [13, 16, 31])
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 def test_a_delta_rule_is_on_shards(length: int, n: int) -> None:
     report = check(DeltaRule().double(), torch.randn(2, length, WIDTH, dtype=torch.float64, requires_grad=True), sp=n)
     if n > 1:
@@ -177,6 +177,6 @@ def _train(length: int) -> object:
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=3)
 def test_on_real_ranks(ranks: Ranks, n: int) -> None:
     check_ranks(ranks.run(n, _train, 21))
