@@ -1,4 +1,4 @@
-"""Run the command line: `python -m sp_compile explain|verify|plan module:function`.
+"""Run the command line: `python -m sp_compile explain|verify|plan module:function`, or `selftest`.
 
 The function returns (model, args) or (model, args, kwargs): the model and its arguments, with global shapes.
 """
@@ -20,6 +20,7 @@ from sp_compile.planner.page import page
 from sp_compile.planner.plan import plan
 from sp_compile.planner.report_json import plan_json, report_json
 
+from .selftest.launch import selftest, selftest_table
 from .verify import verify
 
 TOLERANCE = 1e-3  # default of --tolerance, a relative error
@@ -32,17 +33,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments; those of the process by default.
 
     Returns:
-        0 on success; 1 if `verify` finds a larger error than allowed or `plan` finds that nothing fits; 2 for invalid
-        input, with an error of one line.
+        0 on success; 1 if `verify` or `selftest` finds a larger error than allowed or `plan` finds that nothing fits;
+        2 for invalid input, with an error of one line.
     """
     args, unknown = _make_parser().parse_known_args(argv)
     try:
         if unknown:
             cause = f"{args.command}: unknown argument {' '.join(unknown)!r}."
             raise SpError("SP731", cause, _memory_fix(args.command, unknown[0]))
-        for path in filter(None, (args.json, args.html)):
+        for path in filter(None, (args.json, getattr(args, "html", None))):
             _check_writable(path)
-        return _run_command(args)
+        return _run_selftest(args) if args.command == "selftest" else _run_command(args)
     except OSError as error:  # errors that the earlier check did not detect
         sys.stderr.write(f"sp_compile {args.command}: {_cannot_write(error.filename, error)}\n")
         return 2
@@ -51,8 +52,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+def _run_selftest(args: argparse.Namespace) -> int:
+    """Run `selftest`, write its results, and return the exit status."""
+    found = selftest(args.ranks, args.device, args.compiler)
+    sys.stdout.write(f"{selftest_table(found)}\n")
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    return int(not all(row["is_right"] for row in found["results"]))
+
+
 def _run_command(args: argparse.Namespace) -> int:
-    """Run a parsed command, write its results, and return the exit status."""
+    """Run a parsed command on a target, write its results, and return the exit status."""
     ranks = _parse_ranks(args.ranks) if args.command == "plan" else []
     model, inputs, kwargs = _call_target(args.target)
     options = dict(map(_parse_option, args.option))
@@ -140,6 +150,12 @@ def _make_parser() -> argparse.ArgumentParser:
             command.add_argument("--sp", type=int, default=2, help="number of ranks that share the sequence")
         if name == "verify":
             command.add_argument("--tolerance", type=float, default=TOLERANCE, help="the largest relative error")
+    text = "compare each attention strategy on processes of this machine with a single device: values, bytes, times"
+    command = commands.add_parser("selftest", help=text, description=text)
+    command.add_argument("--ranks", type=int, help="number of processes; by default the GPUs, or 2 on a CPU")
+    command.add_argument("--device", choices=("cuda", "cpu"), help="by default cuda, if there are two GPUs or more")
+    command.add_argument("--compiler", help="the option `compiler`; by default inductor on GPUs, aot_eager on a CPU")
+    command.add_argument("--json", type=Path, help="also write the results to this JSON file")
     return parser
 
 

@@ -65,7 +65,6 @@ def read_of_a_later_step(x: Tensor, y: Tensor) -> Tensor:
 
 STAY: dict[str, Loop] = {
     "tanh": steps_of(lambda h, x, t: torch.tanh(h + x)),
-    "a matrix times the state": steps_of(lambda h, x, t: h @ x.mT @ x),
     "a square": steps_of(lambda h, x, t: h * h + x),
     "a product of two": steps_of(lambda h, x, t: h * (h + x)),
     "steps that differ": steps_of(lambda h, x, t: h * x + x if t % 2 else h + x),
