@@ -142,8 +142,9 @@ class KernelSelector:
         """Return the calls that the attention runs, with their kernels: packed calls, and blocks.
 
         A packed call computes several sequences, such as documents, each with a window (a range of keys around each
-        query). Windows are used only if all kernels that would run them support windows. A kernel with tensor masks
-        does not: if one is selected, there are no packed calls, and the plan without windows is used.
+        query). Windows are used only if all kernels that would run them support windows, which kernels with mask
+        tensors (`supports_masks`) do not: if one of these is selected, the blocks of the plan without windows are
+        returned, and no packed calls.
         """
         if not self._has_mask and not self.select(Kind.PACKED, self._rows).supports_masks:
             packed = [(call, self._select_for(call)) for call in self._plan.packed]
@@ -351,11 +352,14 @@ def _backward_workspace(
 ) -> int:
     """Return the peak memory of the backward, without its operands and results, in bytes, for estimates.
 
-    It is the larger of two moments. During a kernel call there are its workspace, copies of operands, the lse, the
-    packed tensor of dk and dv that is sent, and its gradients in q's dtype. The results of the operator, which the
-    estimate must not contain, do not exist yet, so that their bytes are subtracted. After the call, its gradients exist
-    besides the results if they are cast to a wider dtype or copied to the packed tensor. For a zigzag shard each kernel
-    call has half of the queries, and adds to existing results.
+    The caller adds the bytes of the results. The peak is the larger of two moments:
+
+        in_kernel       workspace of the kernel call, copies of its operands, lse, packed tensor of dk and dv, and the
+                        gradients that it returns, in q's dtype; minus the results, which do not exist yet
+        after_kernel    the results exist, and besides them the gradients of the call that are cast to a wider dtype or
+                        copied to the packed tensor
+
+    For a zigzag shard each kernel call has half of the queries, so that the results exist during the second one.
     """
     args, mask_grad, packed = _parse_backward(arguments)
     num_score_tensors = 6 if args.score else 5  # of a dense kernel at a time

@@ -154,13 +154,14 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tens
 
     Bytes: (n - 1) * bytes(k, v) in the forward; the same in the backward, and dK and dV in float32.
     """
-    args, optional = ShardArgs.of(arguments)
+    args, optional = ShardArgs.of(arguments)  # the dispatcher omits trailing arguments with default values
+    orders = optional[0] if optional else None
     mask_rows = len(optional) > 1 and bool(optional[1])
     q, k, v = autocast(q, k, v)
-    keys = GatheredKeys(list(args.k_frame) or None, args.n, args.group, *optional[:1])
-    # With ``balance``, queries are exchanged for the zigzag layout during the computation.
-    layout = _to_zigzag(args, mask_rows) if args.balance else args
+    keys = GatheredKeys(list(args.k_frame) or None, args.n, args.group, orders)
+    # With ``balance``, the queries are in the zigzag layout during the computation. Keys are gathered as they are.
+    query_args = _to_zigzag(args, mask_rows) if args.balance else args
     q = to_zigzag_rows([q], args.n, args.group)[0] if args.balance else q
-    out = attention(q, k, v, autocast_args(_local_args(layout, q, 1, mask_rows)), keys, args.sinks, args.lse)
-    out = _zero_padding_lse(out, layout)
+    out = attention(q, k, v, autocast_args(_local_args(query_args, q, 1, mask_rows)), keys, args.sinks, args.lse)
+    out = _zero_padding_lse(out, query_args)
     return to_zigzag_rows([out], args.n, args.group, back=True)[0] if args.balance else out

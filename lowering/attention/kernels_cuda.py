@@ -250,7 +250,8 @@ class _EfficientLayout(NamedTuple):
 def _is_bias_aligned(bias: Tensor, keys: int) -> bool:
     """Return True if efficient attention can read the additive mask (B | 1, H | 1, Q | 1, K) without a copy.
 
-    It reads 16 bytes at a time, so each row must start at an aligned element, and its length must be a multiple.
+    It reads 16 bytes at a time: the first element of each row and the number of keys must be multiples of
+    _ALIGNED_ELEMENTS.
     """
     if bias.shape[3] != keys or bias.stride(3) != 1:
         return False

@@ -243,10 +243,12 @@ def _line_starts(values: Ints) -> Ints:
     starts = np.concatenate([[0], _slope_changes(values)])  # of runs
     ends = np.append(starts[1:], length - 1)
     run_numbers, is_long = np.arange(len(starts)), ends - starts > 1
+    # The number of the last long run up to each run (of more than two positions); -1 if there is none.
     last_long = np.maximum.accumulate(np.where(is_long, run_numbers, -1))
-    # A long run is a line. Of consecutive runs of two positions every second is one, since the next run shares a
-    # position with it; after a long run, the first one is only the step to the next line.
-    is_line = (run_numbers - last_long) % 2 == (last_long < 0)
+    # A long run is a line. The run after it is only the step to the next line. Of the runs of two positions after that,
+    # every second one is a line, as the run between two of them shares its positions with both. The same holds from
+    # run 0 on if no long run precedes.
+    is_line = (run_numbers - np.maximum(last_long, 0)) % 2 == 0
     starts = (starts + np.append(False, is_line[:-1]))[is_line]
     return starts if is_line[-1] else np.append(starts, length - 1)
 
