@@ -170,9 +170,10 @@ class KernelSelector:
 def _query_strips(q: Tensor, v: Tensor, masking: CallMask, mask_grad: bool) -> Iterator[QueryStrip]:
     """Yield the kernel calls of an attention as strips: lists of calls with the same queries, to merge their results.
 
-    A strip is cut into fewer queries where a kernel would create too large tensors. If blocks need tensor masks and a
-    fused kernel can evaluate the predicate instead, one call computes all pairs. If a score function may return fills
-    (large finite scores in place of -inf), results cannot be merged, so that all keys of a query are in one block.
+    The calls are those of the plan, except in three cases. If blocks need tensor masks and a fused kernel can evaluate
+    the predicate instead, one call computes all pairs. If a score function may return fills (large finite scores in
+    place of -inf), results cannot be merged, so that all keys of a query are in one block. If a kernel would create too
+    large tensors for a strip, the strip is cut into several with fewer queries.
 
     Args:
         q: The queries.

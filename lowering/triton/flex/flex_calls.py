@@ -101,6 +101,7 @@ def _fit_options(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
     warps = (8, 4) if dtype == torch.float32 else (4 if head_dim > 128 else 8, 8)  # forward, backward
     options = dict(zip(("fwd_BLOCK_M", "fwd_BLOCK_N", "fwd_num_stages"), forward))
     options |= dict(zip(("bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_num_stages"), backward))
+    # The backward's loop for dq has the sizes of the loop for dk and dv, exchanged.
     options |= {"bwd_BLOCK_M2": backward[1], "bwd_BLOCK_N2": backward[0]}
     return options | {"fwd_num_warps": warps[0], "bwd_num_warps": warps[1]}
 
