@@ -323,7 +323,9 @@ def _match_row_wise(node: Node, rows: RowsAt) -> RowWiseNode | None:
         The node with the same description of the rows of each operand, or None if it does not match.
     """
     call, rule = lookup_rule(node) or (None, None)
-    if call is None or rule is None or not is_tensor(node) or rule.operand_placements is not None or rule.lenders:
+    if call is None or rule is None or not is_tensor(node):
+        return None
+    if rule.operand_placements is not None or rule.lenders:  # fixed placements, or an operand that is read as a shape
         return None
     has_sizes = rule.sizes and not rule.reshapes  # an argument with the number of rows, which would change
     if not is_pure(node) or is_random(node) or has_sizes:

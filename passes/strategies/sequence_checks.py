@@ -140,8 +140,8 @@ def _refuse_local(sequence_dims: dict[Node, list[int]], job: PassContext) -> Non
         names = [argument_name(node) for node in sequence_dims if is_tensor(node)]
         raise SpError(
             "SP307",
-            f"inputs='local': no dim of the inputs {names} is known to be the sequence. In an input it may be only a "
-            "part of a dim, or have another length, as before a concatenation, a pad or a split into patches.",
+            f"inputs='local': no dim of the inputs {names} is known to be the sequence. The sequence may be a part of "
+            "a dim of an input, or have another length, as before a concatenation, a pad or a split into patches.",
         )
 
 
