@@ -213,7 +213,7 @@ def _mean_pairs(
 def _count_pairs_at_distance(predicate: str, queries: int, keys: int, distance: int, sizes: tuple[int, ...]) -> int:
     """Count the attending pairs of consecutive queries and consecutive keys.
 
-    ``distance`` is the first key's index minus the first query's.
+    ``distance`` is the first key's index minus the first query's. The smaller one of the two indices is set to 0.
     """
     q_rows, k_rows = (Segment(max(0, -distance), 0, queries),), (Segment(max(0, distance), 0, keys),)
     return _count_known_pairs(predicate, q_rows, k_rows, sizes)

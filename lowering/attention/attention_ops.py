@@ -74,7 +74,7 @@ def _to_zigzag(args: ShardArgs, mask_rows: bool) -> ShardArgs:
 
 
 def _zero_padding_lse(out: Tensor, args: ShardArgs) -> Tensor:
-    """Return the result with log-sum-exps of padded rows set to 0 instead of -inf, so that later values are finite.
+    """Return the result with padded rows set to 0, since their log-sum-exps of -inf would make later values infinite.
 
     Without ``args.lse`` the result has no log-sum-exps and is returned unchanged.
     """
@@ -104,7 +104,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
 
     Bytes: (steps - 1) * bytes(k, v) in the forward; the same in the backward, and dK and dV in float32.
     """
-    args, (steps, grads, *mask_rows) = ShardArgs.of(arguments)
+    args, (steps, grads, *mask_rows) = ShardArgs.of(arguments)  # mask_rows is [] if the dispatcher omits it (False)
     q, k, v = autocast(q, k, v)
     return _attend_in_rings(q, k, v, args, 1, steps, grads, *mask_rows)
 

@@ -179,7 +179,8 @@ def supports_efficient_window(window: Window, square: bool) -> bool:
 def _efficient_mask(args: KernelArgs) -> tuple[int, dict[str, int]]:
     """Return the mask type and the window, as a keyword argument, of efficient attention.
 
-    Its window size includes the query's own position; `args.window.left` does not.
+    The mask type is 0 without a causal limit, or `_EFFICIENT_CAUSAL`. The kernel's window size includes the query's own
+    position; `args.window.left` does not.
     """
     left, right = args.window
     mask_type = _EFFICIENT_CAUSAL if args.causal or right == 0 else 0
@@ -284,7 +285,7 @@ def _rows_without_keys(added: Tensor, args: KernelArgs, queries: int) -> Tensor:
         args: Arguments of the call; with ``causal``, later keys than the query's do not count.
         queries: The number of queries.
     """
-    # The kernel treats scores up to this one as -inf; float16 has no smaller finite number.
+    # The kernel treats scores up to _MIN_SCORE as -inf; float16 has no such finite numbers.
     keys, masked_score = added.shape[3], -torch.inf if added.dtype == torch.float16 else _MIN_SCORE
     if not args.causal:
         return added.amax(-1) <= masked_score

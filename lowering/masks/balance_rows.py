@@ -100,14 +100,15 @@ def order_tensors(order: ChunkOrder, device: torch.device) -> tuple[Tensor, Tens
 
 def identity_order(length: int, n: int, device: torch.device) -> list[Tensor]:
     """Return (order, inverse, encoded chunks), as `balanced_rows` does, of a sequence whose rows are not moved."""
-    order = ChunkOrder.of(np.array([[0], [length]]))
+    order = ChunkOrder.of(np.array([[0], [length]]))  # one chunk: its first position and its length
     return [*order_tensors(order, device), torch.from_numpy(order.encode(n))]
 
 
 def ordered_positions_table(order: ChunkOrder) -> Tensor:
     """Return a table, as of ``sp::pieces``, of the vector of positions in the new order.
 
-    A predicate reads this vector in place of q or k, the index of a row.
+    A predicate reads this vector in place of q or k, the index of a row. Each chunk is a piece: from its offset in the
+    order on, the values ascend by 1 from its first position.
     """
     slopes = np.ones_like(order.firsts)
     table = np.stack([order.offsets, order.firsts, order.firsts, slopes])

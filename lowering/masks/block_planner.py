@@ -356,7 +356,7 @@ class BlockPlanner:
         It is cut if the mask of its block would be too large, or if both parts together have less work.
         """
         symbols = {name for condition in undecided for name in language.predicate_symbols(condition)}
-        if q[1] - q[0] < 2 or not any(map(is_query_symbol, symbols)):
+        if q[1] - q[0] < 2 or not any(map(is_query_symbol, symbols)):  # all queries see the same keys
             return None
         cut = self._middle_cut(q)
         if self._mask_batch(undecided) * (q[1] - q[0]) * (k[1] - k[0]) > MAX_MASK_ELEMENTS:

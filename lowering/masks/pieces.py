@@ -312,6 +312,7 @@ def _batch_bounds(first: Ints, last: Ints, slopes: Ints, spans: Ints) -> tuple[I
     same_slope = (slopes == slopes[:1]).all(0)
     lows = np.where(same_slope, first.min(0), np.minimum(first, last).min(0))
     highs = np.where(same_slope, first.max(0), np.maximum(first, last).max(0))
+    # As floats, since the rise of a piece may not fit int64.
     sizes = np.abs(np.stack([first, last, slopes * 1.0 * spans], dtype=np.float64)).max((0, 1))
     too_large = sizes >= FAR_VALUE
     common_slopes = np.where(same_slope & ~too_large, slopes[0], 0)

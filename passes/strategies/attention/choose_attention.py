@@ -229,6 +229,7 @@ def _choose_candidate(
     Raises:
         SpError: The requested strategy does not support the attention.
     """
+    # A relayout exchanges the rows to zigzag order for this attention only.
     can_relayout = all(_has_even_chunks(plan.of(x), job.ranks.n) for x in OpCall(node).operands[:2])
     allowed = [c for c in found if _is_allowed(c, job) and (can_relayout or not c.relayout)]
     requested = STRATEGIES.get(_requested_strategy(job))

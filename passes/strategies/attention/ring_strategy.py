@@ -218,7 +218,7 @@ def ring_send_bytes(keys: Size, widening: int, grads: str, size: int, hops: int)
 def _ring_sends(call: OpCall, n: int) -> tuple[Size, Size]:
     """Return (bytes that one rank sends in the forward, in the backward) for a call of the op, for the report."""
     heads = head_bytes(call)
-    relayout = relayout_bytes(call, heads.exchange_bytes(1), n)
+    relayout = relayout_bytes(call, heads.exchange_bytes(1), n)  # rows to zigzag order and back, if requested
     forward, backward = ring_send_bytes(heads.keys, heads.widening, call["grads"], n, hops=call["steps"] - 1)
     return relayout + forward, relayout + backward
 
