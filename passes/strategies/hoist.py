@@ -120,7 +120,7 @@ class HoistSlices(DemandPass):
         chain, source = self._find_chain(node), OpCall(node).operands[0]
         assert chain is not None
         first_node = min(chain.nodes)
-        for x in _late_inputs(node, source, first_node) or ():
+        for x in _late_inputs(node, source, first_node) or ():  # nodes of the slice's indices and sizes
             first_node.prepend(x)
         new_slices = {i: self._rebuild_chain(chain, source, piece, node) for i, piece in _slices_read(node).items()}
         self.replace(node, new_slices[0] if is_tensor(node) else new_slices)
@@ -167,7 +167,7 @@ class HoistSlices(DemandPass):
             cuts = [user for user in source.users if user in self.demanding and user.target in SLICE_OPS]
             lengths = [piece.length for cut in cuts for piece in _slices_read(cut).values()]
             self.rows_read[source] = sum(map(assume_large, lengths))
-        rows_of_ranks = n * self.rows_read[source]
+        rows_of_ranks = n * self.rows_read[source]  # of all ranks together: each computes the rows of all slices
         return all(rows_of_ranks <= assume_large(node_shape(source)[piece.dim]) for piece in pieces.values())
 
     def _extend_chain(self, chain: RowChain, cut: Node) -> RowChain | None:

@@ -197,6 +197,7 @@ class JoinSequences(Pass):
                     elif is_split:
                         args = (x, dim, self.sizes(start), self.sizes(start + length))
                         pieces[index] = self.compute(aten.slice.Tensor, args, node)
+            # A slice has a piece only if it is a part with a frame of its own.
             if pieces and (not is_split or all(user.target is operator.getitem for user in node.users)):
                 self.replace(node, pieces if is_split else pieces[0])
                 changes += 1

@@ -170,7 +170,8 @@ def _call_program(
     tables, tile = build_tables(pairs.plan, queries, keys, has_bool_mask, q.device), tile_size(queries, keys)
     table_lengths = [(2,), (2, 3)] * (len(tables) // 2)  # tables of numbers and of indices alternate
     captured_lengths = [_length_dims(name, pair) for name in pair.names]
-    lengths, variant = [(2,)] * len(operands) + table_lengths + captured_lengths, (pair, tile, scale, learned)
+    lengths = [(2,)] * len(operands) + table_lengths + captured_lengths  # dims of each input that are lengths
+    variant = pair, tile, scale, learned  # the arguments of `fn` that are no tensors
     return _run_program(partial(fn, *variant), (fn, *variant), [*operands, *tables, *captured], lengths)
 
 
