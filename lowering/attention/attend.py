@@ -311,8 +311,8 @@ def _key_grad_buffers(k: Tensor, v: Tensor, dtype: torch.dtype, packed: str) -> 
 def _score_bytes(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bool, tensors: int) -> int:
     """Return the bytes of the score tensors that one kernel call has at a time if the kernel is dense; else 0.
 
-    A dense kernel computes the matrix of scores. Estimates of memory call this before the attention runs, possibly
-    without its device, whose kernel is then the one that is expected on a GPU.
+    A dense kernel computes the matrix of scores. Estimates of memory call this before the attention runs. For tensors
+    on the meta device, the kernel of a GPU is assumed.
 
     Args:
         q: The queries.

@@ -84,8 +84,8 @@ def assign_chunks(work: WorkBefore, length: int, n: int, rows: int, front: int =
     """Assign positions of a sequence to n ranks in chunks, so that all ranks have similar work.
 
     Work is the number of pairs that attend. Tries increasing numbers of chunks per rank until the busiest rank has at
-    most BALANCE_TOLERANCE times the mean work (the order is balanced); otherwise returns the best order. Numbers for
-    which one chunk alone has more work are tried last.
+    most BALANCE_TOLERANCE times the mean work (the order is balanced); otherwise returns the best order. Numbers of
+    chunks for which one chunk alone has more work than that are tried last.
 
     Args:
         work: A function from sorted positions to the work of all queries before each of them.
