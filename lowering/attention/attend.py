@@ -163,7 +163,8 @@ class KernelSelector:
             other_calls: The number of other calls of the attention.
         """
         for kernel, group in groupby(packed, key=lambda pair: pair[1]):
-            calls, row_bytes = tuple(call for call, _ in group), self._row_bytes if kernel.pads else None
+            calls = tuple(call for call, _ in group)
+            row_bytes = self._row_bytes if kernel.pads else None
             yield from ((call, kernel) for call in split_by_length(calls, self._batch, row_bytes, other_calls))
 
 

@@ -93,7 +93,8 @@ class _AttentionFunction(Function):
             # further column adds it: dlse in dout, ones in v, and zeros in out.
             ones, zeros = torch.ones_like(v[..., :1]), torch.zeros_like(out[..., :1])
             grad = torch.cat([grad, lse_grad.unsqueeze(-1).to(grad.dtype)], -1)
-            upstream, values = (grad, torch.cat([out, zeros], -1), lse), torch.cat([v, ones], -1)
+            upstream = (grad, torch.cat([out, zeros], -1), lse)
+            values = torch.cat([v, ones], -1)
         # `learned` is the gradient of the mask, or those of all tables as one flat tensor: no attention has both.
         dq, dk, dv, learned = ctx.keys.backward(upstream, q, k, values, args, needs_mask or needs_tables)
         dmask = learned if needs_mask else None

@@ -215,5 +215,6 @@ def _count_pairs_at_distance(predicate: str, queries: int, keys: int, distance: 
 
     ``distance`` is the first key's index minus the first query's. The smaller one of the two indices is set to 0.
     """
-    q_rows, k_rows = (Segment(max(0, -distance), 0, queries),), (Segment(max(0, distance), 0, keys),)
+    q_rows = (Segment(first=max(0, -distance), offset=0, length=queries),)
+    k_rows = (Segment(first=max(0, distance), offset=0, length=keys),)
     return _count_known_pairs(predicate, q_rows, k_rows, sizes)

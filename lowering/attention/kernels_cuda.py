@@ -285,8 +285,9 @@ def _rows_without_keys(added: Tensor, args: KernelArgs, queries: int) -> Tensor:
         args: Arguments of the call; with ``causal``, later keys than the query's do not count.
         queries: The number of queries.
     """
+    keys = added.shape[3]
     # The kernel treats scores up to _MIN_SCORE as -inf; float16 has no such finite numbers.
-    keys, masked_score = added.shape[3], -torch.inf if added.dtype == torch.float16 else _MIN_SCORE
+    masked_score = -torch.inf if added.dtype == torch.float16 else _MIN_SCORE
     if not args.causal:
         return added.amax(-1) <= masked_score
     is_allowed = (added > masked_score).view(torch.uint8)

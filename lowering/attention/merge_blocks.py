@@ -213,7 +213,8 @@ class GradAccumulator:
             self._total = part
             return
         for offset, length, is_new in parts:
-            total, addend = self._buffer().narrow(2, offset, length), part.narrow(2, offset - rows[0], length)
+            total = self._buffer().narrow(2, offset, length)
+            addend = part.narrow(2, offset - rows[0], length)
             total.copy_(addend) if is_new else total.add_(addend)
 
     def _buffer(self) -> Tensor:

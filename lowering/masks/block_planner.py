@@ -404,7 +404,8 @@ class BlockPlanner:
         if verdict or k[1] - k[0] <= TILE_ROWS:
             return [k]
         middle = (k[0] + k[1]) // 2
-        before, after = self._attended_parts(q, (k[0], middle)), self._attended_parts(q, (middle, k[1]))
+        before = self._attended_parts(q, (k[0], middle))
+        after = self._attended_parts(q, (middle, k[1]))
         if before and after and before[-1][1] == after[0][0]:  # adjacent parts are one
             return [*before[:-1], (before[-1][0], after[0][1]), *after[1:]]
         return before + after

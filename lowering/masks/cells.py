@@ -224,7 +224,8 @@ class CellGrid:
             if sums is None or sums.linear.relation != "==":
                 continue
             # of_query + of_key + constant == 0: the bounds that of_query must overlap, for each key cell.
-            lows, highs = -sums.of_key.highs - sums.linear.constant, -sums.of_key.lows - sums.linear.constant
+            lows = -sums.of_key.highs - sums.linear.constant
+            highs = -sums.of_key.lows - sums.linear.constant
             order = np.argsort(lows, kind="stable")
             # In this order, lows ascend, and so does the running maximum of highs. The candidates of a query cell are
             # consecutive: from the first running maximum >= its lower bound up to the last low <= its upper bound.

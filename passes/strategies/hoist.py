@@ -247,7 +247,8 @@ class HoistSlices(DemandPass):
         indices, extent = piece.indices, node_shape(piece.source)[piece.dim]
         if not is_same_size(node_shape(x)[dim], extent):
             # The rows are x[first : first + extent]. Indices of these, possibly negative ones, become indices of x.
-            ends, device = (self.sizes(first), self.sizes(first + extent)), {"device": indices.meta["val"].device}
+            ends = self.sizes(first), self.sizes(first + extent)
+            device = {"device": indices.meta["val"].device}
             positions = self.compute(aten.arange.start, ends, like, device)
             indices = self._select_rows(positions, 0, indices, like)
         return self._select_rows(x, dim, indices, like)

@@ -153,7 +153,8 @@ class _TwoLevelScan:
         # Unflatten the dim: (batch, sequence), or (batch * sequence, choices) if each position has several elements.
         dim, length, has_choices = self.dim, shard.frame.length, not is_same_size(shard.inner, 1)
         factors = (shard.outer * length, shard.inner) if has_choices else (shard.outer, length)
-        x, shape = self.editor.cast(self.x, self.accumulate, self.node), as_sizes(self.value.shape)
+        shape = as_sizes(self.value.shape)
+        x = self.editor.cast(self.x, self.accumulate, self.node)
         x = self.editor.reshape(x, (*shape[:dim], *factors, *shape[dim + 1 :]), self.node)
         inner_scan, totals_before = self.two_levels(x, dim)
         set_node_info(inner_scan if has_choices else totals_before, is_aside=True)  # the one not along the sequence

@@ -167,7 +167,8 @@ def _call_program(
     queries, keys = q.shape[2], k.shape[2]
     pair, captured = pair_functions(pairs, queries, keys, q.device)
     has_bool_mask = pair.mask_dims is not None and not pair.is_mask_additive
-    tables, tile = build_tables(pairs.plan, queries, keys, has_bool_mask, q.device), tile_size(queries, keys)
+    tables = build_tables(pairs.plan, queries, keys, has_bool_mask, q.device)
+    tile = tile_size(queries, keys)
     table_lengths = [(2,), (2, 3)] * (len(tables) // 2)  # tables of numbers and of indices alternate
     captured_lengths = [_length_dims(name, pair) for name in pair.names]
     lengths = [(2,)] * len(operands) + table_lengths + captured_lengths  # dims of each input that are lengths

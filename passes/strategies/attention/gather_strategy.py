@@ -61,7 +61,8 @@ def _gather_candidates(shape: AttentionShape, machine: Machine, layout: str) -> 
     grad_bytes = kv_bytes * shape.widening
     # A reduce_scatter takes the time of an all_gather of the same bytes.
     scatter = runs * machine.seconds("all_gather", grad_bytes / runs, n) + machine.copy(2 * n * grad_bytes)
-    forward, backward = compute + gather + calls, BACKWARD_FLOPS * compute + gather + scatter + calls
+    forward = compute + gather + calls
+    backward = BACKWARD_FLOPS * compute + gather + scatter + calls
     if shape.causal:
         forward += machine.copy(shape.merge_bytes)
         backward += machine.copy(shape.accumulate_bytes)
