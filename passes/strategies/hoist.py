@@ -97,7 +97,7 @@ class HoistSlices(DemandPass):
     kinds = frozenset({"whole"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Move each short slice for which a full sequence would be gathered before the ops that widen its rows.
+        """Move short slices, for which full sequences would be gathered, before the ops that widen their rows.
 
         Return the number of slices that are moved.
         """
@@ -375,7 +375,7 @@ def _is_same_slice(a: RowsAt, b: RowsAt) -> bool:
 
 
 def _defer_chain_outputs(chain: RowChain) -> None:
-    """Mark the nodes of a chain as `recomputed` of which, after the rewrite, only outputs and marked nodes are users.
+    """Mark each node of a chain as `recomputed` if, after the rewrite, all its users are outputs or marked nodes.
 
     An output that only repeats other work, such as full logits next to those of a slice, can then be computed when the
     caller reads it.

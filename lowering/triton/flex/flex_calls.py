@@ -177,7 +177,7 @@ def _call_program(
 
 
 def _length_dims(name: str, pair: PairFunctions) -> tuple[int, ...]:
-    """Return the dims of a captured tensor that are numbers of queries or keys, which vary within a family.
+    """Return the dims of a captured tensor that are numbers of queries or keys: calls with other ones share a program.
 
     These are dims of the mask, the last dim of row<i> and col<i> (which may have a batch dim), and the dim of the
     positions q and k. Sizes, and the vectors and tables of the score, have none.
