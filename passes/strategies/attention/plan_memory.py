@@ -107,8 +107,7 @@ def _state_bytes(inputs: Iterable[Node], plan: PlacementPlan, n: int) -> ModelBy
 def _is_loss_of_product(node: Node, trained: set[Node]) -> bool:
     """Return True if a loss reads the result of one product, directly or through ops with one operand.
 
-    Both can then run in tiles.
-    An example is cross_entropy(linear(h, w).float(), targets).
+    Both can then run in tiles. An example is cross_entropy(linear(h, w).float(), targets).
     """
     while True:
         operands = [operand for operand in node.all_input_nodes if operand in trained]
