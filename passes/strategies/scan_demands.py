@@ -215,6 +215,7 @@ class ShardScans(DemandPass):
         scan = to_sp_scan(self, node)
         call, ranks, folds = OpCall(scan), self.job.ranks, shard.frame.folds
         carry_bytes, _ = message_bytes(call, folds, size_hint)  # of the forward
+        # The exchange is one all-gather, or steps in which each rank sends to the rank 1, 2, 4, ... after it.
         supports_steps = scan.target not in (sp.affine_scan.default, *LINEAR_ATTENTION_OPS)
         cost = choose_exchange(int(carry_bytes), ranks.n, self.job.machine_of(scan), folds, supports_steps)
         options = {"exchange": cost.exchange, "n": ranks.n, "group": ranks.group}
