@@ -142,8 +142,9 @@ class KernelSelector:
         """Return the calls that the attention runs, with their kernels: packed calls, and blocks.
 
         A packed call computes several sequences, such as documents, each with a window (a range of keys around each
-        query). Windows are used only if all kernels that would run them support windows. A kernel with tensor masks
-        does not: if one is selected, there are no packed calls, and the plan without windows is used.
+        query). Windows are used only if all kernels that would run them support windows, which kernels with mask
+        tensors (`supports_masks`) do not: if one of these is selected, the blocks of the plan without windows are
+        returned, and no packed calls.
         """
         if not self._has_mask and not self.select(Kind.PACKED, self._rows).supports_masks:
             packed = [(call, self._select_for(call)) for call in self._plan.packed]
@@ -162,16 +163,18 @@ class KernelSelector:
             other_calls: The number of other calls of the attention.
         """
         for kernel, group in groupby(packed, key=lambda pair: pair[1]):
-            calls, row_bytes = tuple(call for call, _ in group), self._row_bytes if kernel.pads else None
+            calls = tuple(call for call, _ in group)
+            row_bytes = self._row_bytes if kernel.pads else None
             yield from ((call, kernel) for call in split_by_length(calls, self._batch, row_bytes, other_calls))
 
 
 def _query_strips(q: Tensor, v: Tensor, masking: CallMask, mask_grad: bool) -> Iterator[QueryStrip]:
     """Yield the kernel calls of an attention as strips: lists of calls with the same queries, to merge their results.
 
-    A strip is cut into fewer queries where a kernel would create too large tensors. If blocks need tensor masks and a
-    fused kernel can evaluate the predicate instead, one call computes all pairs. If a score function may return fills
-    (large finite scores in place of -inf), results cannot be merged, so that all keys of a query are in one block.
+    The calls are those of the plan, except in three cases. If blocks need tensor masks and a fused kernel can evaluate
+    the predicate instead, one call computes all pairs. If a score function may return fills (large finite scores in
+    place of -inf), results cannot be merged, so that all keys of a query are in one block. If a kernel would create too
+    large tensors for a strip, the strip is cut into several with fewer queries.
 
     Args:
         q: The queries.
@@ -309,8 +312,8 @@ def _key_grad_buffers(k: Tensor, v: Tensor, dtype: torch.dtype, packed: str) -> 
 def _score_bytes(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bool, tensors: int) -> int:
     """Return the bytes of the score tensors that one kernel call has at a time if the kernel is dense; else 0.
 
-    A dense kernel computes the matrix of scores. Estimates of memory call this before the attention runs, possibly
-    without its device, whose kernel is then the one that is expected on a GPU.
+    A dense kernel computes the matrix of scores. Estimates of memory call this before the attention runs. For tensors
+    on the meta device, the kernel of a GPU is assumed.
 
     Args:
         q: The queries.
@@ -351,11 +354,14 @@ def _backward_workspace(
 ) -> int:
     """Return the peak memory of the backward, without its operands and results, in bytes, for estimates.
 
-    It is the larger of two moments. During a kernel call there are its workspace, copies of operands, the lse, the
-    packed tensor of dk and dv that is sent, and its gradients in q's dtype. The results of the operator, which the
-    estimate must not contain, do not exist yet, so that their bytes are subtracted. After the call, its gradients exist
-    besides the results if they are cast to a wider dtype or copied to the packed tensor. For a zigzag shard each kernel
-    call has half of the queries, and adds to existing results.
+    The caller adds the bytes of the results. The peak is the larger of two moments:
+
+        in_kernel       workspace of the kernel call, copies of its operands, lse, packed tensor of dk and dv, and the
+                        gradients that it returns, in q's dtype; minus the results, which do not exist yet
+        after_kernel    the results exist, and besides them the gradients of the call that are cast to a wider dtype or
+                        copied to the packed tensor
+
+    For a zigzag shard each kernel call has half of the queries, so that the results exist during the second one.
     """
     args, mask_grad, packed = _parse_backward(arguments)
     num_score_tensors = 6 if args.score else 5  # of a dense kernel at a time

@@ -89,12 +89,13 @@ class _AttentionFunction(Function):
         dsinks = sinks_grad(grad, out, lse, sinks) if needs_sinks else None
         upstream, values = (grad, out, lse), v
         if ctx.with_lse:
-            # d(score) = p * (dout . (v - out) + dlse): a value column of ones, with output 0 and cotangent dlse, adds
-            # the last term.
+            # With weights p, d(score) = p * (dout . v - dout . out + dlse); kernels do not compute the last term. A
+            # further column adds it: dlse in dout, ones in v, and zeros in out.
             ones, zeros = torch.ones_like(v[..., :1]), torch.zeros_like(out[..., :1])
             grad = torch.cat([grad, lse_grad.unsqueeze(-1).to(grad.dtype)], -1)
-            upstream, values = (grad, torch.cat([out, zeros], -1), lse), torch.cat([v, ones], -1)
-        # `learned` is the gradient of the mask or the flat one of all tables: an attention never has both.
+            upstream = (grad, torch.cat([out, zeros], -1), lse)
+            values = torch.cat([v, ones], -1)
+        # `learned` is the gradient of the mask, or those of all tables as one flat tensor: no attention has both.
         dq, dk, dv, learned = ctx.keys.backward(upstream, q, k, values, args, needs_mask or needs_tables)
         dmask = learned if needs_mask else None
         dtables = args.table_grads(learned) if needs_tables else [None] * len(args.tables)

@@ -135,6 +135,7 @@ def _count_planned_pairs(
         device: Device of the vectors.
     """
     masked = [block for block in plan.others if block.kind is Kind.MASKED]
+    # `count_pairs` counts all pairs of masked blocks, which are counted below instead.
     in_bands = count_pairs(plan) - sum(block.q_len * block.k_len for block in masked)
     settled, undecided = count_decided_pairs(masked, MAX_COUNTED_BLOCKS, *args)
     evaluated = _count_block_pairs(_evaluation_mask(args, rows, cols, device), undecided, batch)
@@ -201,7 +202,10 @@ def _mean_pairs(
     # The predicate depends only on the distance of a query and a key. Pairs of segments (consecutive positions) with
     # the same lengths and the same distance thus have the same count, which is computed once.
     segment_pairs = Counter((q.length, k.length, k.first - q.first) for qs, ks in row_pairs for q in qs for k in ks)
-    counts = (times * _count_pairs_at_distance(conditions, *key, sizes) for key, times in segment_pairs.items())
+    counts = (
+        times * _count_pairs_at_distance(conditions, q_length, k_length, distance, sizes)
+        for (q_length, k_length, distance), times in segment_pairs.items()
+    )
     return sum(counts) // len(ranks)
 
 
@@ -209,7 +213,8 @@ def _mean_pairs(
 def _count_pairs_at_distance(predicate: str, queries: int, keys: int, distance: int, sizes: tuple[int, ...]) -> int:
     """Count the attending pairs of consecutive queries and consecutive keys.
 
-    ``distance`` is the first key's index minus the first query's.
+    ``distance`` is the first key's index minus the first query's. The smaller one of the two indices is set to 0.
     """
-    q_rows, k_rows = (Segment(max(0, -distance), 0, queries),), (Segment(max(0, distance), 0, keys),)
+    q_rows = (Segment(first=max(0, -distance), offset=0, length=queries),)
+    k_rows = (Segment(first=max(0, distance), offset=0, length=keys),)
     return _count_known_pairs(predicate, q_rows, k_rows, sizes)

@@ -74,7 +74,7 @@ def _to_zigzag(args: ShardArgs, mask_rows: bool) -> ShardArgs:
 
 
 def _zero_padding_lse(out: Tensor, args: ShardArgs) -> Tensor:
-    """Return the result with log-sum-exps of padded rows set to 0 instead of -inf, so that later values are finite.
+    """Return the result with padded rows set to 0, since their log-sum-exps of -inf would make later values infinite.
 
     Without ``args.lse`` the result has no log-sum-exps and is returned unchanged.
     """
@@ -104,7 +104,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
 
     Bytes: (steps - 1) * bytes(k, v) in the forward; the same in the backward, and dK and dV in float32.
     """
-    args, (steps, grads, *mask_rows) = ShardArgs.of(arguments)
+    args, (steps, grads, *mask_rows) = ShardArgs.of(arguments)  # mask_rows is [] if the dispatcher omits it (False)
     q, k, v = autocast(q, k, v)
     return _attend_in_rings(q, k, v, args, 1, steps, grads, *mask_rows)
 
@@ -154,13 +154,14 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tens
 
     Bytes: (n - 1) * bytes(k, v) in the forward; the same in the backward, and dK and dV in float32.
     """
-    args, optional = ShardArgs.of(arguments)
+    args, optional = ShardArgs.of(arguments)  # the dispatcher omits trailing arguments with default values
+    orders = optional[0] if optional else None
     mask_rows = len(optional) > 1 and bool(optional[1])
     q, k, v = autocast(q, k, v)
-    keys = GatheredKeys(list(args.k_frame) or None, args.n, args.group, *optional[:1])
-    # With ``balance``, queries are exchanged for the zigzag layout during the computation.
-    layout = _to_zigzag(args, mask_rows) if args.balance else args
+    keys = GatheredKeys(list(args.k_frame) or None, args.n, args.group, orders)
+    # With ``balance``, the queries are in the zigzag layout during the computation. Keys are gathered as they are.
+    query_args = _to_zigzag(args, mask_rows) if args.balance else args
     q = to_zigzag_rows([q], args.n, args.group)[0] if args.balance else q
-    out = attention(q, k, v, autocast_args(_local_args(layout, q, 1, mask_rows)), keys, args.sinks, args.lse)
-    out = _zero_padding_lse(out, layout)
+    out = attention(q, k, v, autocast_args(_local_args(query_args, q, 1, mask_rows)), keys, args.sinks, args.lse)
+    out = _zero_padding_lse(out, query_args)
     return to_zigzag_rows([out], args.n, args.group, back=True)[0] if args.balance else out

@@ -120,10 +120,10 @@ class GatheredKeys(NamedTuple):
         frame, n = self.frame, self.n
         if frame is None:  # the keys are replicated
             return k, v
-        if n == 1:
-            return trim(k, SEQUENCE, frame, 1, 1), trim(v, SEQUENCE, frame, 1, 1)
+        if n == 1:  # only padding has to be removed
+            return trim(k, SEQUENCE, frame, n, inner=1), trim(v, SEQUENCE, frame, n, inner=1)
         rows = current_communicator().all_gather(_concat_keys_values(k, v, cat), n, self.group)
-        rows = trim(to_sequence_order(rows, frame, n), 0, frame, n, 1)
+        rows = trim(to_sequence_order(rows, frame, n), 0, frame, n, inner=1)
         if self.orders:  # the ranks store the sequence in another order
             order, inverse = self.orders
             rows = torch.ops.sp.reorder(rows, 0, frame, inverse, order)

@@ -150,9 +150,10 @@ def _apply_dropout(weights: Tensor, args: KernelArgs) -> Tensor:
 def _softmax_weights(scores: Tensor, lse: Tensor, args: KernelArgs) -> Tensor:
     """Return the weights (B, Hq, Q, K) of a block's keys in the softmax over all keys: exp(scores - lse).
 
-    Rows may consist of fills: large finite numbers, at most -MIN_FILL, that models use in place of -inf. The rounded
-    lse of such a row does not contain the number of its keys, so that its softmax is computed from the scores. The
-    block then contains all keys of the row, as keys are not split for a mask that may have such rows.
+    The formula fails for rows of fills only, the large finite numbers (at most -MIN_FILL) that models use in place of
+    -inf. The lse of 4 scores of -1e30 is -1e30 + log(4), which rounds to -1e30, so that each weight would be 1 instead
+    of 1/4. The weights of these rows are computed from the scores: the block contains all keys of the row, since keys
+    are not split for a mask that may have such rows.
 
     Args:
         scores: (B, Hq, Q, K), masked.
@@ -162,7 +163,8 @@ def _softmax_weights(scores: Tensor, lse: Tensor, args: KernelArgs) -> Tensor:
     if args.score is not None and may_have_fills(args.score.name):
         return scores.softmax(-1).masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0)
     has_only_fills = (lse <= -MIN_FILL) & (lse != -torch.inf)
-    if args.bias is None or (lse.is_cpu and not has_only_fills.any()):  # a GPU would wait for the value
+    # Without a bias there are no fills. On a GPU, `any` would synchronize, so the general form is always computed.
+    if args.bias is None or (lse.is_cpu and not has_only_fills.any()):
         return torch.exp(scores - mask_empty(lse).unsqueeze(-1))
     shift = torch.where(has_only_fills, scores.amax(-1), mask_empty(lse))
     weights = torch.exp(scores - shift.unsqueeze(-1))

@@ -179,7 +179,8 @@ def supports_efficient_window(window: Window, square: bool) -> bool:
 def _efficient_mask(args: KernelArgs) -> tuple[int, dict[str, int]]:
     """Return the mask type and the window, as a keyword argument, of efficient attention.
 
-    Its window size includes the query's own position; `args.window.left` does not.
+    The mask type is 0 without a causal limit, or `_EFFICIENT_CAUSAL`. The kernel's window size includes the query's own
+    position; `args.window.left` does not.
     """
     left, right = args.window
     mask_type = _EFFICIENT_CAUSAL if args.causal or right == 0 else 0
@@ -250,7 +251,8 @@ class _EfficientLayout(NamedTuple):
 def _is_bias_aligned(bias: Tensor, keys: int) -> bool:
     """Return True if efficient attention can read the additive mask (B | 1, H | 1, Q | 1, K) without a copy.
 
-    It reads 16 bytes at a time, so each row must start at an aligned element, and its length must be a multiple.
+    It reads 16 bytes at a time: the first element of each row and the number of keys must be multiples of
+    _ALIGNED_ELEMENTS.
     """
     if bias.shape[3] != keys or bias.stride(3) != 1:
         return False
@@ -283,8 +285,9 @@ def _rows_without_keys(added: Tensor, args: KernelArgs, queries: int) -> Tensor:
         args: Arguments of the call; with ``causal``, later keys than the query's do not count.
         queries: The number of queries.
     """
-    # The kernel treats scores up to this one as -inf; float16 has no smaller finite number.
-    keys, masked_score = added.shape[3], -torch.inf if added.dtype == torch.float16 else _MIN_SCORE
+    keys = added.shape[3]
+    # The kernel treats scores up to _MIN_SCORE as -inf; float16 has no such finite numbers.
+    masked_score = -torch.inf if added.dtype == torch.float16 else _MIN_SCORE
     if not args.causal:
         return added.amax(-1) <= masked_score
     is_allowed = (added > masked_score).view(torch.uint8)

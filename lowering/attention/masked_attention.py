@@ -46,7 +46,7 @@ def masked_attention(
         dropout_p: As for ``scaled_dot_product_attention``, and so are ``scale`` and ``enable_gqa``.
         scale: The factor of the scores.
         enable_gqa: Whether k and v may have fewer heads than q.
-        pieces: Tables of rows and cols (``sp::pieces``), if they exist already.
+        pieces: Bounds of the values of rows, then of cols, on the host (``sp::pieces``), if they exist already.
         score: Name of the score function (``masks/score.py``).
         heads: Vectors (H,) that the score function reads.
         attn_mask: An additional bool or additive mask that broadcasts to (..., Sq, Sk).
@@ -75,7 +75,8 @@ def masked_attention(
     batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
     if attn_mask is not None:
         args = autocast_args(replace(args, mask=_expand_mask(attn_mask, batch, headless)))
-    out = attention(*_to_four_dims(q, k, v, batch, enable_gqa), args, GatheredKeys(None, 1, ""), sinks, lse)
+    keys = GatheredKeys(None, 1, "")  # every rank has all keys: nothing is exchanged
+    out = attention(*_to_four_dims(q, k, v, batch, enable_gqa), args, keys, sinks, lse)
     out = out.reshape(*batch, *out.shape[1:])
     return out.squeeze(-3) if headless else out
 
@@ -119,6 +120,7 @@ def _to_four_dims(
 
     k and v keep their number of heads, even if all query heads broadcast over it: the kernels group query heads.
     """
+    # Numbers of heads, as shapes of one dim, since they broadcast.
     key_heads = torch.broadcast_shapes(k.shape[-3:-2], v.shape[-3:-2])
     heads = q.shape[-3:-2] if enable_gqa else torch.broadcast_shapes(q.shape[-3:-2], key_heads)
 

@@ -166,6 +166,7 @@ class CallMask:
         if block.kind is Kind.BAND:
             return KernelArgs(scale, window=block.window)
         # Mask tensors: the evaluated predicate, unless the kernel is causal itself, and the block's part of the mask.
+        # Of the kernels with a causal flag, only those aligned at the end are called with the flag and a mask tensor.
         causal = block.kind is Kind.CAUSAL and not kernel.dense and (self.mask is None or kernel.aligned_at_end)
         allowed = None if causal else self.evaluate_predicate(block)
         bias = self._mask_block(block)

@@ -213,7 +213,8 @@ class GradAccumulator:
             self._total = part
             return
         for offset, length, is_new in parts:
-            total, addend = self._buffer().narrow(2, offset, length), part.narrow(2, offset - rows[0], length)
+            total = self._buffer().narrow(2, offset, length)
+            addend = part.narrow(2, offset - rows[0], length)
             total.copy_(addend) if is_new else total.add_(addend)
 
     def _buffer(self) -> Tensor:
@@ -266,7 +267,7 @@ class SoftmaxAccumulator:
         total = self._buffers()
         if not all(part.is_new for part in parts):  # `out` of several calls is merged in the precision of lse
             total = self._total = total[0].to(lse.dtype), total[1]
-        if parts == [(*all_rows, False)]:  # all rows are merged: no copy is needed
+        if parts == [RowRange(*all_rows, is_new=False)]:  # all rows are merged: no copy is needed
             self._total = merge(*total, out, lse)
             return
         for offset, length, is_new in parts:

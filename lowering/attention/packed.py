@@ -42,7 +42,8 @@ ROW_ALIGNMENT = 32  # memory-efficient attention pads log-sum-exps to a multiple
 class SequenceSide(NamedTuple):
     """One side (queries or keys) of the sequences of a packed call, on the host."""
 
-    # int32 (2, sequences + 1): each sequence's end in the packed rows, from 0 on; and its first row in all rows
+    # int32 (2, sequences + 1). For the rows a a a . . b c c: [0, 3, 4, 6], the boundaries of a, b and c in the packed
+    # rows (cu_seqlens), and [0, 5, 6, 8], the first row of each in all rows, then the number of these
     table: Tensor
     is_scattered: bool  # whether there are rows between sequences that belong to none
     total: int  # number of rows of all sequences
@@ -181,8 +182,8 @@ def split_by_length(
         calls: The packed calls.
         batch: The batch size.
         row_bytes: Bytes of a query row, for a kernel that allocates memory for each sequence as for the longest of its
-            call; None for other kernels. Such calls are split where sequence lengths differ much, into at most
-            MAX_CALLS unless a call still allocates more than MAX_PADDING times the number of rows.
+            call; None for other kernels. Calls of such a kernel are split if sequence lengths differ much: into at most
+            MAX_CALLS, or more if one of these would still allocate over MAX_PADDING times the rows in use.
         other_calls: The number of the attention's other kernel calls.
 
     Returns:

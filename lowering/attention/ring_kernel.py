@@ -48,6 +48,8 @@ class RingStep(NamedTuple):
 def window_hops(window: int, rows: int, n: int) -> int:
     """Return the number of preceding ranks whose keys a causal window reaches; a ring has one step more.
 
+    With 4 rows per rank, windows of 2 to 5 keys reach one rank: the first query of a rank reads up to 4 rows before it.
+
     Args:
         window: The number of keys of a query, counted backward from its own position.
         rows: The number of rows per rank, in sequence order.
@@ -95,8 +97,8 @@ class RingKeys(NamedTuple):
             after = _drop_none(step.next_shift, last_result)
             block_out, block_lse = args.attend(q, step.keys, step.values, step.span, after)
             if out is None:
-                # Cast out to the dtype in which several blocks are accumulated. The next block waits for this block and
-                # not for its cast: a compiler that has not written the cast yet would write it a second time.
+                # Cast out to the dtype in which several blocks are accumulated. The next block waits for `block_out`
+                # instead of the cast, which a compiler would write to memory twice: for the wait and as accumulator.
                 out = block_out if self.steps == 1 else block_out.to(block_lse.dtype)
                 lse, last_result = block_lse, block_out
             else:

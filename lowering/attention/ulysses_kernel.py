@@ -44,7 +44,8 @@ def to_heads(q: Tensor, k: Tensor, v: Tensor, args: ShardArgs, ranks: int) -> li
     results = []
     for xs, frame in zip(exchanges, (args.q_frame, args.k_frame)):
         rows = _neighborhood_frame(frame, xs[0].shape[SEQUENCE] * ranks)
-        results += torch.ops.sp.all_to_all(xs, HEADS, [1, heads, 0, heads], SEQUENCE, rows, ranks, route)
+        head_frame = [1, heads, 0, heads]  # the heads are split without padding
+        results += torch.ops.sp.all_to_all(xs, HEADS, head_frame, SEQUENCE, rows, ranks, route)
     return results
 
 
@@ -76,4 +77,4 @@ def _neighborhood_frame(frame: FrameArg, length: int) -> FrameArg:
     ``sp::all_to_all`` then removes no padding. Zigzag rows arrive in sequence order: the first chunks of all ranks,
     then their second chunks in reverse.
     """
-    return [1, length, 0, length, frame_folds(frame)]
+    return [1, length, 0, length, frame_folds(frame)]  # outer, size, start, length, chunks per rank

@@ -74,18 +74,18 @@ class _EvenChunks(NamedTuple):
     is_large: np.ndarray  # whether a chunk has one more row than others, bool (chunks,)
     is_fixed: np.ndarray  # whether a chunk is not moved, bool (chunks,)
 
-    @property
-    def min_rank_work(self) -> float:
-        """Return the share of the heaviest chunk in all work: the busiest rank has at least this share."""
+    def min_imbalance(self, n: int) -> float:
+        """Return a lower bound of the imbalance over n ranks: one of them has the chunk with the most work."""
         total = self.works.sum()
-        return float(self.works.max() / total) if total else 0.0
+        return n * float(self.works.max() / total) if total else 0.0
 
 
 def assign_chunks(work: WorkBefore, length: int, n: int, rows: int, front: int = 0, back: int = 0) -> ChunkOrder:
     """Assign positions of a sequence to n ranks in chunks, so that all ranks have similar work.
 
     Work is the number of pairs that attend. Tries increasing numbers of chunks per rank until the busiest rank has at
-    most BALANCE_TOLERANCE times the mean work; otherwise returns the best order.
+    most BALANCE_TOLERANCE times the mean work (the order is balanced); otherwise returns the best order. Numbers of
+    chunks for which one chunk alone has more work than that are tried last.
 
     Args:
         work: A function from sorted positions to the work of all queries before each of them.
@@ -109,18 +109,18 @@ def assign_chunks(work: WorkBefore, length: int, n: int, rows: int, front: int =
 
     imbalance_of = operator.attrgetter("imbalance")
     best = contiguous = _order_chunks(cut(1), length, n)
-    coarse_cuts = []  # cuts with a chunk that alone has too much work for a rank
+    coarse_cuts = []  # cuts with a chunk that alone has too much work for a rank, so that no order is balanced
     for chunks in _chunk_counts(min(rows, MAX_CHUNKS, max(rows // CHUNK_ROWS, MIN_CHUNKS))):
         if best.imbalance <= BALANCE_TOLERANCE:
             break
         current = cut(chunks)
-        if n * current.min_rank_work > BALANCE_TOLERANCE:
+        if current.min_imbalance(n) > BALANCE_TOLERANCE:
             coarse_cuts.append(current)
         else:
             best = min(best, _order_chunks(current, length, n), key=imbalance_of)
     # If no order is balanced, that of a coarse cut may still be better than the best one so far.
     for current in reversed(coarse_cuts):
-        if best.imbalance > BALANCE_TOLERANCE and best.imbalance > n * current.min_rank_work:
+        if best.imbalance > BALANCE_TOLERANCE and best.imbalance > current.min_imbalance(n):
             best = min(best, _order_chunks(current, length, n), key=imbalance_of)
     return best._replace(contiguous_imbalance=contiguous.imbalance)
 

@@ -66,6 +66,7 @@ def balance_rows(
             totals = [total + weight * pairs for total, pairs in zip(totals, count_pairs_before(plan, positions))]
         return totals
 
+    # Ranks that split the heads count as one, with the rows of all of them.
     order = assign_chunks(work, length, n // stride, stride * -(-length // n), front, back)
     log.debug(
         "balanced %d positions in %d chunks over %d ranks: maximum over mean of pairs is %.3f, contiguous %.3f",
@@ -85,8 +86,9 @@ def order_tensors(order: ChunkOrder, device: torch.device) -> tuple[Tensor, Tens
     """
     length, by_position = int(order.lengths.sum()), np.argsort(order.firsts)
     shifts, lengths = order.firsts - order.offsets, order.lengths
-    # In a chunk, a position is its place in the order plus a shift. Send the shifts and the lengths of the chunks: in
-    # the new order, and for the inverse in the order of positions.
+    # In a chunk, a position is its place in the order plus a shift. The order 4 5 0 1 2 3 has two chunks, with the
+    # shifts 4 and -2. Send the shifts and the lengths of the chunks: in the new order, and for the inverse in the order
+    # of positions, with opposite signs.
     host = torch.from_numpy(np.stack([shifts, lengths, -shifts[by_position], lengths[by_position]]))
     index = torch.arange(length, device=device)
     positions, inverse = (
@@ -98,14 +100,15 @@ def order_tensors(order: ChunkOrder, device: torch.device) -> tuple[Tensor, Tens
 
 def identity_order(length: int, n: int, device: torch.device) -> list[Tensor]:
     """Return (order, inverse, encoded chunks), as `balanced_rows` does, of a sequence whose rows are not moved."""
-    order = ChunkOrder.of(np.array([[0], [length]]))
+    order = ChunkOrder.of(np.array([[0], [length]]))  # one chunk: its first position and its length
     return [*order_tensors(order, device), torch.from_numpy(order.encode(n))]
 
 
 def ordered_positions_table(order: ChunkOrder) -> Tensor:
     """Return a table, as of ``sp::pieces``, of the vector of positions in the new order.
 
-    A predicate reads this vector in place of q or k, the index of a row.
+    A predicate reads this vector in place of q or k, the index of a row. Each chunk is a piece: from its offset in the
+    order on, the values ascend by 1 from its first position.
     """
     slopes = np.ones_like(order.firsts)
     table = np.stack([order.offsets, order.firsts, order.firsts, slopes])

@@ -90,7 +90,8 @@ class BlockPlanner:
         """Return the plan of an attention whose attending pairs are in these tiles (rectangles of queries and keys).
 
         It has two forms. For kernels that support windows: runs (rectangles with a window), which are packed into few
-        calls, and blocks that no run describes. For other kernels: functions that create the blocks of each tile.
+        calls, and the blocks of tiles that runs do not describe. For other kernels: functions that create the blocks of
+        each tile, since they are not needed if the first form is used.
         """
         runs, others, tile_blocks = list[AttendedRun](), list[Block](), list[TileBlocks]()
         for tile in tiles:
@@ -102,6 +103,7 @@ class BlockPlanner:
                 continue
             blocks = tuple(self._cover_tile(tile))
             tile_blocks.append((tile, partial(tuple, blocks)))
+            # Masked blocks are replaced by runs of the tile's parts, if there are windows for all of these.
             window_runs = part_runs(tile) if has_masked(blocks) else None
             if window_runs is None:
                 others += map(as_band, blocks)
@@ -184,6 +186,7 @@ class BlockPlanner:
         lower, upper = band
         rows, keys, q_off, k_off = q[1] - q[0], k[1] - k[0], q[0], k[0]
         width = min(upper, keys) - max(lower, -rows) + 1  # keys that a query sees, at most
+        # A strip has a quarter of the width, in units of TILE_ROWS, so that most of its keys are full.
         max_height = math.isqrt(MAX_MASK_ELEMENTS // self._mask_batch(undecided))
         height = min(max(width // 4 // TILE_ROWS, 1) * TILE_ROWS, max_height)
         end = min(rows, keys - lower)  # later queries see no key
@@ -236,10 +239,12 @@ class BlockPlanner:
     def cover(self, q: Range, k: Range) -> Iterator[Block]:
         """Yield the blocks of the pairs q x k, for kernels without windows.
 
-        They are found in the first of these ways that applies. One causal condition decides all pairs: causal and full
-        blocks. All queries see all keys but those of one segment: full blocks, and the blocks of that segment. Halves
-        of the queries have less work together: the blocks of each half. Otherwise: one block, without keys that no
-        query sees.
+        Queries and keys at the ends that have no attending pair are removed. Then the first case that applies is used:
+
+            only one condition is undecided, and it is causal     FULL and CAUSAL blocks
+            all queries see all keys outside of one segment       FULL blocks, and the blocks of that segment
+            two parts of the queries have less work together      the blocks of each part
+            otherwise                                             one block, or few if no query sees keys between them
         """
         q, k = self._trim(q, k)
         if q[0] == q[1]:
@@ -292,7 +297,8 @@ class BlockPlanner:
                 (query_value, query_slope), (key_value, key_slope) = query_line, key_line
                 if key_slope <= 0 or query_slope != -key_slope:
                     return None
-                # With i and j counted from the first query and key: key_slope * (j - i) <= -first_sum.
+                # With i and j counted from the first query and key: key_slope * (j - i) <= -first_sum. The indices are
+                # k = of_key[0] + j and q = of_query[0] + i.
                 first_sum = query_value + key_value + linear.constant
                 shifts.add(of_key[0] - of_query[0] + -first_sum // key_slope)
         return shifts.pop() if len(shifts) == 1 else None
@@ -300,8 +306,8 @@ class BlockPlanner:
     def _cover_causal(self, q: Range, k: Range, shift: int, undecided: tuple[str, ...]) -> Iterator[Block]:
         """Yield the FULL and CAUSAL blocks of the pairs with ``k <= q + shift``, in terms of indices.
 
-        Every query of q sees a key, and every key is seen by a query. Queries are cut until each part has exactly one
-        key more per query.
+        Every query of q sees a key, and every key is seen by a query. Queries are cut into parts in which each query
+        sees exactly one key more than the query before it.
         """
         if shift == 0 and index_intervals(self._q_rows, *q) == index_intervals(self._k_rows, *k):
             yield Block.of(q, k, Kind.CAUSAL, undecided)  # the same indices, in any number of segments
@@ -350,7 +356,7 @@ class BlockPlanner:
         It is cut if the mask of its block would be too large, or if both parts together have less work.
         """
         symbols = {name for condition in undecided for name in language.predicate_symbols(condition)}
-        if q[1] - q[0] < 2 or not any(map(is_query_symbol, symbols)):
+        if q[1] - q[0] < 2 or not any(map(is_query_symbol, symbols)):  # all queries see the same keys
             return None
         cut = self._middle_cut(q)
         if self._mask_batch(undecided) * (q[1] - q[0]) * (k[1] - k[0]) > MAX_MASK_ELEMENTS:
@@ -398,7 +404,8 @@ class BlockPlanner:
         if verdict or k[1] - k[0] <= TILE_ROWS:
             return [k]
         middle = (k[0] + k[1]) // 2
-        before, after = self._attended_parts(q, (k[0], middle)), self._attended_parts(q, (middle, k[1]))
+        before = self._attended_parts(q, (k[0], middle))
+        after = self._attended_parts(q, (middle, k[1]))
         if before and after and before[-1][1] == after[0][0]:  # adjacent parts are one
             return [*before[:-1], (before[-1][0], after[0][1]), *after[1:]]
         return before + after
@@ -448,7 +455,10 @@ class BlockPlanner:
 
 
 def _known_runs(tile: CellPair) -> list[AttendedRun] | None:
-    """Return the runs of a tile, or of its parts if these need no windows; None if no windows describe its pairs."""
+    """Return the runs (rectangles with a window) whose pairs are those that attend in a tile; None if unknown.
+
+    They are runs of the tile as a whole, or else of its parts, if FULL and CAUSAL blocks can compute the latter.
+    """
     runs = tile_runs(tile)
     if runs is None and tile.parts:
         runs_of_parts = part_runs(tile)

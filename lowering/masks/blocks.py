@@ -211,8 +211,8 @@ def _band_runs(q: Range, k: Range, lower: int, upper: int) -> list[AttendedRun]:
     q, k = (q[0] + first, q[0] + end), (k[0] + low, k[0] + high)
     rows, keys = end - first, high - low
     lower, upper = lower + first - low, upper + first - low
-    # A window counts keys around the position of the query, and the last query has the position of the last key. A
-    # limit is None if it excludes no key.
+    # A window counts keys around the position of the query, which is i + keys - rows for query i: the last query has
+    # the position of the last key. A limit is None if it excludes no key.
     left = None if lower <= 1 - rows else keys - rows - lower
     right = None if upper >= keys - 1 else upper - (keys - rows)
     window = Window(left, right)
@@ -229,8 +229,8 @@ def _band_runs(q: Range, k: Range, lower: int, upper: int) -> list[AttendedRun]:
 def supports_window(window: Window, queries: int, keys: int) -> bool:
     """Return True if FlashAttention applies a window correctly to at least two more queries than keys.
 
-    FlashAttention counts from the last key, and clips the right side to ``keys``. The first queries of more queries
-    than keys then see too few keys, or, without a left limit, too many.
+    FlashAttention counts from the last key. A right limit of ``keys`` or more is the same as none to it, and none is
+    ``keys`` if there is a left limit. Queries that are more than ``keys`` before the last one then see the wrong keys.
 
     Args:
         window: The window.
@@ -238,11 +238,10 @@ def supports_window(window: Window, queries: int, keys: int) -> bool:
         keys: The number of keys, at most queries - 2.
     """
     left, right = window
-    is_clipped = right is not None and right >= keys
-    if left is not None:  # then FlashAttention takes no right limit as `keys`
-        return right is not None and not is_clipped
-    excludes_no_key = right is not None and right >= queries - 1
-    return not is_clipped or excludes_no_key
+    if left is not None:  # a right limit of None, or of `keys` or more, would become `keys`: too few keys
+        return right is not None and right < keys
+    # A right limit of `keys` or more would become None: too many keys, unless it excludes no key in any case.
+    return right is None or right < keys or right >= queries - 1
 
 
 def split_run(run: AttendedRun) -> list[AttendedRun]:
@@ -390,7 +389,9 @@ def _chain_runs(runs: Sequence[AttendedRun]) -> list[list[AttendedRun]]:
 def merge_runs(runs: Sequence[AttendedRun], window: Window) -> PackedCall:
     """Return one packed call with this window for runs whose queries and keys ascend: each is a sequence.
 
-    Queries between two runs become a sequence without keys, and keys between them one without queries.
+    Queries between two runs become a sequence without keys, and keys between them one without queries. The runs with
+    queries 0 to 2 and keys 0 to 2, and queries 5 to 6 and keys 3 to 4, have the boundaries (0, 3, 5, 7) of queries and
+    (0, 3, 3, 5) of keys.
     """
     boundaries = [(runs[0].q[0], runs[0].k[0])]  # (first query, first key) of each sequence, then the ends
     for run in runs:

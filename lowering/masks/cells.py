@@ -98,7 +98,7 @@ def trim_range(rows: Range, verdict: Callable[[Range], Verdict]) -> Range:
 def _find_edge(rows: Range, verdict: Callable[[Range], Verdict], last: bool) -> int:
     """Return the first row, or with ``last`` the last one, that may have an attending pair, by bisection.
 
-    If no row has one, the results for the first and the last row are in the wrong order.
+    If no row has one, the bisection ends at the opposite end of the rows: the first row is then after the last one.
     """
     low, high = rows
     while high - low > 1:
@@ -213,9 +213,10 @@ class CellGrid:
 
         All pairs that meet are among them. If there are few cells, these are all pairs. Otherwise an equation of the
         predicate, such as that of document numbers, limits the key cells to those whose bounds overlap the bounds of a
-        query cell. None if these are too many as well, or if there is no equation.
+        query cell; of several equations, the one with the fewest pairs is used. None if these are too many as well, or
+        if there is no equation.
         """
-        n, m = len(self._q.offsets), len(self._k.offsets)
+        n, m = len(self._q.offsets), len(self._k.offsets)  # numbers of query cells and of key cells
         limit, fewest = MAX_CELL_PAIRS * (n + m), None  # fewest: the smallest set of candidates so far
         if n * m <= limit:
             return np.repeat(np.arange(n), m), np.tile(np.arange(m), n)
@@ -223,10 +224,11 @@ class CellGrid:
             if sums is None or sums.linear.relation != "==":
                 continue
             # of_query + of_key + constant == 0: the bounds that of_query must overlap, for each key cell.
-            lows, highs = -sums.of_key.highs - sums.linear.constant, -sums.of_key.lows - sums.linear.constant
+            lows = -sums.of_key.highs - sums.linear.constant
+            highs = -sums.of_key.lows - sums.linear.constant
             order = np.argsort(lows, kind="stable")
-            # In this order, the running maximum of highs also ascends, so that the candidates of a query cell are
-            # consecutive: find the first one and their number.
+            # In this order, lows ascend, and so does the running maximum of highs. The candidates of a query cell are
+            # consecutive: from the first running maximum >= its lower bound up to the last low <= its upper bound.
             firsts = np.searchsorted(np.maximum.accumulate(highs[order]), sums.of_query.lows, "left")
             counts = np.maximum(np.searchsorted(lows[order], sums.of_query.highs, "right") - firsts, 0)
             if counts.sum() <= limit:
@@ -234,7 +236,8 @@ class CellGrid:
         if fewest is None:
             return None
         order, firsts, counts = fewest
-        # Query cell i has the candidates firsts[i], .., firsts[i] + counts[i] - 1 in this order of the key cells.
+        # Query cell i has the candidates firsts[i], .., firsts[i] + counts[i] - 1 in this order of the key cells. They
+        # are the pairs begins[i], .., begins[i] + counts[i] - 1 of the result.
         begins = np.cumsum(counts) - counts
         candidates = np.arange(counts.sum()) + np.repeat(firsts - begins, counts)
         return np.repeat(np.arange(n), counts), order[candidates]
@@ -273,27 +276,14 @@ class CellGrid:
             keys: The key cell of each pair of cells.
             undecided: Flags (conditions, pairs of cells): whether the condition may be False for some of their rows.
         """
-        bands, undecided_of = self._bands(rows, keys, undecided), undecided.T.tolist()
-        key_lows = self._k.offsets[keys]
-        key_ranges = list(zip(key_lows.tolist(), (key_lows + self._k.lengths[keys]).tolist()))
-        # The pairs of cells begins[i] to ends[i] have the same query cell.
-        begins = np.flatnonzero(np.append(True, rows[1:] != rows[:-1])) if len(rows) else rows
-        ends, cells = np.append(begins[1:], len(rows)).tolist(), rows[begins]
-        query_lows = self._q.offsets[cells]
-        query_ranges = zip(query_lows.tolist(), (query_lows + self._q.lengths[cells]).tolist())
         tiles, joins_next = list[CellPair](), False  # whether the last tile's queries meet several key cells
-        for q, begin, end in zip(query_ranges, begins.tolist(), ends):
-            pairs = [
-                CellPair(q, key_ranges[i], tuple(compress(self._conditions, undecided_of[i])), bands[i])
-                for i in range(begin, end)
-            ]
-            pairs = list(_merge_cells(pairs)) if len(pairs) > 1 else pairs
+        for pairs in self._pairs_by_query(rows, keys, undecided):
             if len(pairs) == 1:
                 tiles += pairs
                 joins_next = False
                 continue
             # The query cell meets several key cells: one tile, also for the previous queries if they do, too.
-            parts = tuple(pairs)
+            q, parts = pairs[0].q, tuple(pairs)
             if joins_next and tiles[-1].q[1] == q[0]:
                 previous = tiles.pop()
                 q, pairs = (previous.q[0], q[1]), [previous, *pairs]
@@ -303,12 +293,33 @@ class CellGrid:
             joins_next = True
         return tiles
 
+    def _pairs_by_query(self, rows: Ints, keys: Ints, undecided: Flags) -> Iterator[list[CellPair]]:
+        """Yield the pairs of each query cell with the key cells that it meets. Args: as of `_join_pairs`.
+
+        Adjacent key cells that it sees in full are one pair.
+        """
+        bands, undecided_of = self._bands(rows, keys, undecided), undecided.T.tolist()
+        key_lows = self._k.offsets[keys]
+        key_ranges = list(zip(key_lows.tolist(), (key_lows + self._k.lengths[keys]).tolist()))
+        # The pairs of cells begins[i] to ends[i] have the same query cell.
+        begins = np.flatnonzero(np.append(True, rows[1:] != rows[:-1])) if len(rows) else rows
+        ends, cells = np.append(begins[1:], len(rows)).tolist(), rows[begins]
+        query_lows = self._q.offsets[cells]
+        query_ranges = zip(query_lows.tolist(), (query_lows + self._q.lengths[cells]).tolist())
+        for q, begin, end in zip(query_ranges, begins.tolist(), ends):
+            pairs = [
+                CellPair(q, key_ranges[i], tuple(compress(self._conditions, undecided_of[i])), bands[i])
+                for i in range(begin, end)
+            ]
+            yield list(_merge_cells(pairs)) if len(pairs) > 1 else pairs
+
     def _bands(self, rows: Ints, keys: Ints, undecided: Flags) -> list[Band | None]:
         """Return the band of each pair of cells; None if the attending pairs are not those of a band.
 
         A band (lower, upper) means: the pairs with lower <= key - query <= upper attend, where query and key count from
         the first rows of the cells. A linear condition limits key - query if its sides are lines of opposite slopes in
-        the cells, as in `k <= q`. Args: as of `_join_pairs`.
+        the cells: `k <= q`, for cells that begin at q = 6 and k = 4, is 4 - 6 + (key - query) <= 0, so that upper is 2.
+        Args: as of `_join_pairs`.
         """
         # The bands without conditions: all pairs.
         lower, upper = -self._q.lengths[rows], self._k.lengths[keys]

@@ -243,10 +243,12 @@ def _line_starts(values: Ints) -> Ints:
     starts = np.concatenate([[0], _slope_changes(values)])  # of runs
     ends = np.append(starts[1:], length - 1)
     run_numbers, is_long = np.arange(len(starts)), ends - starts > 1
+    # The number of the last long run up to each run (of more than two positions); -1 if there is none.
     last_long = np.maximum.accumulate(np.where(is_long, run_numbers, -1))
-    # A long run is a line. Of consecutive runs of two positions every second is one, since the next run shares a
-    # position with it; after a long run, the first one is only the step to the next line.
-    is_line = (run_numbers - last_long) % 2 == (last_long < 0)
+    # A long run is a line. The run after it is only the step to the next line. Of the runs of two positions after that,
+    # every second one is a line, as the run between two of them shares its positions with both. The same holds from
+    # run 0 on if no long run precedes.
+    is_line = (run_numbers - np.maximum(last_long, 0)) % 2 == 0
     starts = (starts + np.append(False, is_line[:-1]))[is_line]
     return starts if is_line[-1] else np.append(starts, length - 1)
 
@@ -310,6 +312,7 @@ def _batch_bounds(first: Ints, last: Ints, slopes: Ints, spans: Ints) -> tuple[I
     same_slope = (slopes == slopes[:1]).all(0)
     lows = np.where(same_slope, first.min(0), np.minimum(first, last).min(0))
     highs = np.where(same_slope, first.max(0), np.maximum(first, last).max(0))
+    # As floats, since the rise of a piece may not fit int64.
     sizes = np.abs(np.stack([first, last, slopes * 1.0 * spans], dtype=np.float64)).max((0, 1))
     too_large = sizes >= FAR_VALUE
     common_slopes = np.where(same_slope & ~too_large, slopes[0], 0)
@@ -336,7 +339,7 @@ def _coarsen(table: Ints, length: int) -> Ints:
     crowded = np.bincount(table[0] // CELL, minlength=length // CELL + 2) > MAX_PIECES
     if not crowded.any():
         return table
-    # Cut the pieces at the ends of crowded cells.
+    # Cut the pieces where crowded cells begin and end. A piece starts at position 0 in any case.
     edges = np.append(np.flatnonzero(crowded[1:] | crowded[:-1]) + 1, 0) * CELL
     table = cut_pieces(table, edges[edges < length])
     starts, lows, highs, slopes = table

@@ -127,7 +127,7 @@ def _compile_operation(operation: Callable[[Any, Any], Any], operands: list[Eval
 
 def _unsupported_node_error(expr: Any) -> SpError:
     """Return the error of a predicate with a sympy node that cannot be evaluated."""
-    return SpError("SP442", f"mask predicate: expected supported functions, got {type(expr).__name__} in {expr}.")
+    return SpError("SP442", f"mask predicate: the operation {type(expr).__name__} in {expr} is not supported.")
 
 
 # Intervals.
@@ -387,7 +387,8 @@ def check_known(text: str, known: Collection[str]) -> None:
     """Raise SpError if the predicate reads a symbol that is not in ``known``, the symbols that have a value."""
     missing = sorted(predicate_symbols(text) - set(known))
     if missing:
-        raise SpError("SP443", f"mask predicate {text!r}: expected a value for {', '.join(missing)}, got none.")
+        names = ", ".join(missing)
+        raise SpError("SP443", f"mask predicate {text!r}: expected a value for each symbol, got none for {names}.")
 
 
 # Linear conditions.

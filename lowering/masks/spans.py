@@ -91,14 +91,14 @@ def span_rows(span: Sequence[int], local_length: int, rank: int) -> Rows:
 
     Args:
         span: [n, folds, stride, shift, start, length]: folds chunks on each of n ranks, of a sequence with `length`
-            valid positions from `start` on.
+            valid positions from `start` on. Negative folds: the second chunks of -folds zigzag ranks, gathered.
         local_length: The number of local rows.
         rank: The rank, or the index of its neighborhood, rank // stride, see `shard_span`.
     """
     n, folds, _, shift, start, length = (int(x) for x in span)
     owner = (rank - shift) % n  # in a ring, a shard has moved `shift` ranks from its owner
     chunk_rows = local_length // abs(folds)
-    # The index of each local chunk in the sequence. Negative folds: the second chunks of -folds zigzag ranks.
+    # The index of each local chunk in the sequence. The second chunks of 4 zigzag ranks (folds -4) are 7, 6, 5, 4.
     chunks = (owner, 2 * n - 1 - owner)[:folds] if folds > 0 else range(-2 * folds - 1, -folds - 1, -1)
     segments = []
     for fold, chunk in enumerate(chunks):

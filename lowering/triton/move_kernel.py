@@ -103,7 +103,7 @@ def choose_tiling(
     unit = math.gcd(MAX_UNIT, aligned, *(length * itemsize for length in lengths))
     run = run * itemsize // unit
     others = [Stride(dim.size, dim.read * itemsize // unit, dim.written * itemsize // unit) for dim in others]
-    # The rows are adjacent to the run in the target: writes of a tile fill cache lines.
+    # The dim with the smallest stride in the target is adjacent to the run there: writes of a tile fill cache lines.
     rows = min(others, key=lambda dim: dim.written, default=NO_STRIDE)
     others = [dim for dim in others if dim is not rows]
     columns = NO_STRIDE
@@ -143,8 +143,9 @@ def _tile_shape(run: int, rows: int, columns: int, unit: int) -> tuple[int, int,
     run, rows, columns = (triton.next_power_of_2(max(n, 1)) for n in (run * (unit // word), rows, columns))
     run = min(run, MOVE_TILE // word)
     max_runs = MOVE_TILE // word // run  # rows times columns of a tile
-    # Columns get what rows leave, and at least about the square root.
-    columns = min(columns, max(max_runs // rows, 1 << max_runs.bit_length() // 2))
+    # Columns get what all rows would leave, but at least about the square root of max_runs.
+    root = 1 << (max_runs.bit_length() // 2)
+    columns = min(columns, max(max_runs // rows, root))
     return min(rows, max_runs // columns), columns, run
 
 

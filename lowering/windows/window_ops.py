@@ -49,8 +49,10 @@ def _read_rows(before: int, width: int, stride: int, frame: FrameArg, result: Fr
     Result row j reads rows j * stride - before + [0, width). Arguments: as of `window_shifts`.
     """
     assert frame_folds(frame) == frame_folds(result) == 1, "the zigzag layout separates the neighbors of a window"
-    low = frame[2] - before - stride * result[2]  # frame[2]: first valid position
-    return low, low + local_row_count(frame, n) + width - stride
+    # A rank with s rows from position p on has the result's positions from p / stride on. The first of them is row
+    # j = p / stride - result[2] of the result, and x begins at position frame[2].
+    low = frame[2] - before - stride * result[2]
+    return low, low + local_row_count(frame, n) + width - stride  # the last window begins at low + s - stride
 
 
 def window_shifts(
@@ -261,7 +263,8 @@ def wrapped_rows(shift: int, frame: FrameArg, s: int) -> WrappedRows:
     """Return the wrapped rows of a roll by 0 < abs(shift) < length, for a sequence with padding.
 
     They are the first `shift` positions of the result, whose sources are at the end of the sequence, or for a negative
-    shift the last ones. All ranks read the same local rows [low, high), which contain those that wrap on any rank.
+    shift the last ones. All ranks read the same local rows [low, high), which contain those that wrap on any rank. For
+    7 positions, s = 2 and a shift of 1, position 0 has the source 6: first = 0, last = 1, delta = 6, low = 0, high = 1.
 
     Args:
         shift: Number of rows, as of `roll`.

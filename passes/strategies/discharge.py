@@ -18,7 +18,7 @@ from sp_compile.passes.graph.sizes import Size
 from sp_compile.passes.sharding.placement import Demand, PlacementPlan
 
 aten = torch.ops.aten
-MAX_REWRITE_ROUNDS = 8  # each discharges a demand of every kind it met; real models take two
+MAX_REWRITE_ROUNDS = 8  # maximum number of runs of all rewrites; real models take two
 
 
 class DemandPass(Pass):

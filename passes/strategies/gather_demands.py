@@ -91,8 +91,8 @@ class GatherOperands(DemandPass):
         source = demanded_operand(node, demand.operand)
         have = self.plan.of(source)
         set_node_info(node, replicated=True)  # propagation would otherwise shard the replicated node again
-        if not isinstance(have, Shard):  # a demand for a replicated operand, at a scan or window that starts a sequence
-            if have == SUMMAND_DEMAND:
+        if not isinstance(have, Shard):  # a replicated operand, of a scan or window at which a sequence would start
+            if have == SUMMAND_DEMAND:  # it is an sp::all_gather, which expects a part of the gradient from each rank
                 self._regather(node, demand)
             return
         op = sp.all_gather.default if demand.keeps_sharding else sp.unshard.default

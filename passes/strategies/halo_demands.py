@@ -84,7 +84,8 @@ class ExchangeHalos(DemandPass):
                 op, args = window_call.first
                 x = self.compute(op, (x, *args), node)
             new = self._emit_on_shards(window_call, x, have, result, node.meta["val"], node)
-        set_node_info(new, joins=node_info(node).joins)  # `JoinSequences` padded x as a part of a concatenation
+        # A pad of `JoinSequences`, a part of a concatenation that is padded to its length, remains marked as such.
+        set_node_info(new, joins=node_info(node).joins)
         self.replace(node, new)
 
     def _emit_on_shards(
@@ -142,6 +143,7 @@ class ExchangeHalos(DemandPass):
     def _rewrite_cat(self, node: Node, cat: CatOfRow) -> None:
         """Replace a cat with one row by where(arange(S) == position of the row, row, shifted x)."""
         call, (i, shard, result) = OpCall(node), cat
+        # sp.shift(x, dim, before, after, 0): rows outside of x are 0, and the other operand has the row.
         shift = WindowCall(self._rows_of_x(call, i), sp.shift.default, (shard.dim,), (0,))
         length = call.result_shapes()[0][shard.dim]
         with self.graph.inserting_before(node):
@@ -166,8 +168,10 @@ class ExchangeHalos(DemandPass):
         have = demand.have
         if demand.kind != "align" or not isinstance(have, Shard) or not isinstance(want, Shard):
             return None
-        placed = place_window(SlidingRows(have.frame.length), have, self.job.ranks.n)
-        if isinstance(placed, str) or have.dim != want.dim or not want.frame.order.is_in_order:
+        placed_or_reason = place_window(SlidingRows(have.frame.length), have, self.job.ranks.n)
+        if isinstance(placed_or_reason, str):  # the reason why rows cannot be read from neighbors
+            return None
+        if have.dim != want.dim or not want.frame.order.is_in_order:
             return None
         if not (is_same_size(want.outer, 1) and is_same_size(want.inner, 1)):  # the dim has other factors
             return None

@@ -97,7 +97,7 @@ class HoistSlices(DemandPass):
     kinds = frozenset({"whole"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Move each short slice for which a full sequence would be gathered before the ops that widen its rows.
+        """Move short slices, for which full sequences would be gathered, before the ops that widen their rows.
 
         Return the number of slices that are moved.
         """
@@ -120,7 +120,7 @@ class HoistSlices(DemandPass):
         chain, source = self._find_chain(node), OpCall(node).operands[0]
         assert chain is not None
         first_node = min(chain.nodes)
-        for x in _late_inputs(node, source, first_node) or ():
+        for x in _late_inputs(node, source, first_node) or ():  # nodes of the slice's indices and sizes
             first_node.prepend(x)
         new_slices = {i: self._rebuild_chain(chain, source, piece, node) for i, piece in _slices_read(node).items()}
         self.replace(node, new_slices[0] if is_tensor(node) else new_slices)
@@ -167,7 +167,7 @@ class HoistSlices(DemandPass):
             cuts = [user for user in source.users if user in self.demanding and user.target in SLICE_OPS]
             lengths = [piece.length for cut in cuts for piece in _slices_read(cut).values()]
             self.rows_read[source] = sum(map(assume_large, lengths))
-        rows_of_ranks = n * self.rows_read[source]
+        rows_of_ranks = n * self.rows_read[source]  # of all ranks together: each computes the rows of all slices
         return all(rows_of_ranks <= assume_large(node_shape(source)[piece.dim]) for piece in pieces.values())
 
     def _extend_chain(self, chain: RowChain, cut: Node) -> RowChain | None:
@@ -247,7 +247,8 @@ class HoistSlices(DemandPass):
         indices, extent = piece.indices, node_shape(piece.source)[piece.dim]
         if not is_same_size(node_shape(x)[dim], extent):
             # The rows are x[first : first + extent]. Indices of these, possibly negative ones, become indices of x.
-            ends, device = (self.sizes(first), self.sizes(first + extent)), {"device": indices.meta["val"].device}
+            ends = self.sizes(first), self.sizes(first + extent)
+            device = {"device": indices.meta["val"].device}
             positions = self.compute(aten.arange.start, ends, like, device)
             indices = self._select_rows(positions, 0, indices, like)
         return self._select_rows(x, dim, indices, like)
@@ -323,7 +324,9 @@ def _match_row_wise(node: Node, rows: RowsAt) -> RowWiseNode | None:
         The node with the same description of the rows of each operand, or None if it does not match.
     """
     call, rule = lookup_rule(node) or (None, None)
-    if call is None or rule is None or not is_tensor(node) or rule.operand_placements is not None or rule.lenders:
+    if call is None or rule is None or not is_tensor(node):
+        return None
+    if rule.operand_placements is not None or rule.lenders:  # fixed placements, or an operand that is read as a shape
         return None
     has_sizes = rule.sizes and not rule.reshapes  # an argument with the number of rows, which would change
     if not is_pure(node) or is_random(node) or has_sizes:
@@ -372,7 +375,7 @@ def _is_same_slice(a: RowsAt, b: RowsAt) -> bool:
 
 
 def _defer_chain_outputs(chain: RowChain) -> None:
-    """Mark the nodes of a chain as `recomputed` of which, after the rewrite, only outputs and marked nodes are users.
+    """Mark each node of a chain as `recomputed` if, after the rewrite, all its users are outputs or marked nodes.
 
     An output that only repeats other work, such as full logits next to those of a slice, can then be computed when the
     caller reads it.

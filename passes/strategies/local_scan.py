@@ -52,7 +52,7 @@ def is_slow(node: Node) -> bool:
         return False
     kind = "scan" if node.target in CUMULATIVE_OPS else "extremes"
     outer, length, inner = math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :])
-    accumulate = accumulate_dtype(op, result.dtype, result.device)
-    dtypes = (call.operands[0].meta["val"].dtype, result.dtype, accumulate)
+    dtypes = (call.operands[0].meta["val"].dtype, result.dtype, accumulate_dtype(op, result.dtype, result.device))
+    # Without total: the scan has no further result, the combination of all rows.
     problem = ScanProblem(kind, result.device.type, outer, length, inner, *dtypes, op=op, total=False)
     return not is_torch_lowering(problem)

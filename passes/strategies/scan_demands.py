@@ -153,7 +153,8 @@ class _TwoLevelScan:
         # Unflatten the dim: (batch, sequence), or (batch * sequence, choices) if each position has several elements.
         dim, length, has_choices = self.dim, shard.frame.length, not is_same_size(shard.inner, 1)
         factors = (shard.outer * length, shard.inner) if has_choices else (shard.outer, length)
-        x, shape = self.editor.cast(self.x, self.accumulate, self.node), as_sizes(self.value.shape)
+        shape = as_sizes(self.value.shape)
+        x = self.editor.cast(self.x, self.accumulate, self.node)
         x = self.editor.reshape(x, (*shape[:dim], *factors, *shape[dim + 1 :]), self.node)
         inner_scan, totals_before = self.two_levels(x, dim)
         set_node_info(inner_scan if has_choices else totals_before, is_aside=True)  # the one not along the sequence
@@ -214,6 +215,7 @@ class ShardScans(DemandPass):
         scan = to_sp_scan(self, node)
         call, ranks, folds = OpCall(scan), self.job.ranks, shard.frame.folds
         carry_bytes, _ = message_bytes(call, folds, size_hint)  # of the forward
+        # The exchange is one all-gather, or steps in which each rank sends to the rank 1, 2, 4, ... after it.
         supports_steps = scan.target not in (sp.affine_scan.default, *LINEAR_ATTENTION_OPS)
         cost = choose_exchange(int(carry_bytes), ranks.n, self.job.machine_of(scan), folds, supports_steps)
         options = {"exchange": cost.exchange, "n": ranks.n, "group": ranks.group}

@@ -123,7 +123,7 @@ def _refuse_local(sequence_dims: dict[Node, list[int]], job: PassContext) -> Non
     """Raise SpError for inputs='local' if inputs with a sequence were not captured with the length of a rank's rows.
 
     Those that were are in `job.inputs`. The length of another one sets the number of steps of the program, so that it
-    cannot be changed (SP306). SP307 is raised if there are none.
+    cannot be changed (SP306). SP307 is raised if `job.inputs` is empty.
 
     Args:
         sequence_dims: The dims of each input along the sequence.
@@ -140,8 +140,8 @@ def _refuse_local(sequence_dims: dict[Node, list[int]], job: PassContext) -> Non
         names = [argument_name(node) for node in sequence_dims if is_tensor(node)]
         raise SpError(
             "SP307",
-            f"inputs='local': no dim of the inputs {names} is known to be the sequence. In an input it may be only a "
-            "part of a dim, or have another length, as before a concatenation, a pad or a split into patches.",
+            f"inputs='local': no dim of the inputs {names} is known to be the sequence. The sequence may be a part of "
+            "a dim of an input, or have another length, as before a concatenation, a pad or a split into patches.",
         )
 
 

@@ -81,14 +81,14 @@ def choose_tile_counts(
     layer_bytes = [size * times(view.to_local[region.seed_products[0]]) for region, size in zip(regions, saved_bytes)]
     loss_bytes = sum(nbytes for nbytes, is_loss in zip(layer_bytes, losses) if is_loss)
     other_bytes = memory.used - loss_bytes  # bytes in memory while a region runs, besides its inside
-    # The peak of a region without tiles: its inside and the gradients of the inside.
+    # The peak of a region without tiles: its inside, of a loss in float32, and the gradients of the inside.
     peaks = [
         2 * (nbytes if is_loss else inner_bytes(region))
         for region, nbytes, is_loss in zip(regions, saved_bytes, losses)
     ]
     peaks_of_rows = [peak for peak, is_loss in zip(peaks, losses) if not is_loss]  # of regions that end in rows
     must_tile_rows = other_bytes + max(peaks_of_rows, default=0) > memory.device
-    if must_tile_rows:  # then they save nothing of their inside
+    if must_tile_rows:  # tiled regions that end in rows save nothing of their inside
         other_bytes -= sum(layer_bytes) - loss_bytes
 
     def count_tiles(region: TileRegion, peak: int, is_loss: bool) -> int:

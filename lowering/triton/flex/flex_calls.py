@@ -101,6 +101,7 @@ def _fit_options(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
     warps = (8, 4) if dtype == torch.float32 else (4 if head_dim > 128 else 8, 8)  # forward, backward
     options = dict(zip(("fwd_BLOCK_M", "fwd_BLOCK_N", "fwd_num_stages"), forward))
     options |= dict(zip(("bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_num_stages"), backward))
+    # The backward's loop for dq has the sizes of the loop for dk and dv, exchanged.
     options |= {"bwd_BLOCK_M2": backward[1], "bwd_BLOCK_N2": backward[0]}
     return options | {"fwd_num_warps": warps[0], "bwd_num_warps": warps[1]}
 
@@ -166,15 +167,17 @@ def _call_program(
     queries, keys = q.shape[2], k.shape[2]
     pair, captured = pair_functions(pairs, queries, keys, q.device)
     has_bool_mask = pair.mask_dims is not None and not pair.is_mask_additive
-    tables, tile = build_tables(pairs.plan, queries, keys, has_bool_mask, q.device), tile_size(queries, keys)
+    tables = build_tables(pairs.plan, queries, keys, has_bool_mask, q.device)
+    tile = tile_size(queries, keys)
     table_lengths = [(2,), (2, 3)] * (len(tables) // 2)  # tables of numbers and of indices alternate
     captured_lengths = [_length_dims(name, pair) for name in pair.names]
-    lengths, variant = [(2,)] * len(operands) + table_lengths + captured_lengths, (pair, tile, scale, learned)
+    lengths = [(2,)] * len(operands) + table_lengths + captured_lengths  # dims of each input that are lengths
+    variant = pair, tile, scale, learned  # the arguments of `fn` that are no tensors
     return _run_program(partial(fn, *variant), (fn, *variant), [*operands, *tables, *captured], lengths)
 
 
 def _length_dims(name: str, pair: PairFunctions) -> tuple[int, ...]:
-    """Return the dims of a captured tensor that are numbers of queries or keys, which vary within a family.
+    """Return the dims of a captured tensor that are numbers of queries or keys: calls with other ones share a program.
 
     These are dims of the mask, the last dim of row<i> and col<i> (which may have a batch dim), and the dim of the
     positions q and k. Sizes, and the vectors and tables of the score, have none.

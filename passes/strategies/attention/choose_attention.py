@@ -52,7 +52,7 @@ from .base import has_broadcast_heads, has_fills, head_counts, mask_shard, seque
 from .plan_memory import memory_needed
 from .row_layouts import balanced_layout_refusal, balancing_seconds, candidate_orders, unpermute_seconds
 
-MANY_NODES = 1 << 20  # number of rows that any condition on large blocks accepts, to predict the kernel
+MANY_ROWS = 1 << 20  # assumed rows of a block, to predict its kernel: more than the minimum of any kernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,14 +97,11 @@ class ChooseAttention(Pass):
             machines = {n: replace(machine, memory=memory.available) for n, machine in machines.items()}
         orders = candidate_orders(list(shapes.values()), plan, job)
         decisions = {order: _decide_all(shapes, machines, order, plan, job) for order in orders}
-        seconds: dict[RowOrder, float] = {}
-        for order, of_order in decisions.items():
-            seconds[order] = sum(d.nodes * d.chosen.seconds for d in of_order)
-            if order.is_balanced and of_order:
-                seconds[order] += balancing_seconds(d.shape for d in of_order)
-        order = min(decisions, key=lambda order: seconds[order])
+        seconds = {order: _order_seconds(order, of_order) for order, of_order in decisions.items()}
+        order = min(seconds, key=seconds.__getitem__)
         folds = order.folds
         if order.is_balanced and not balanced_inputs(job) and all(d.chosen.ring == 1 for d in decisions[order]):
+            # Without a ring the chosen strategies have full sequences, so the program keeps its own order of rows.
             why = "attention is not sharded along the sequence, so there is no work to balance"
             self._reject_balanced(why)
             folds = job.folds
@@ -139,7 +136,8 @@ class ChooseAttention(Pass):
             job: The context of the compilation.
 
         Raises:
-            SpError: The option names the order. If inputs arrive in it, sets the job's refusal instead.
+            SpError: The program does not allow the order, which the option `layout` names. With sharded inputs,
+                `job.refusal` is set instead.
         """
         has_balanced_inputs = bool(balanced_inputs(job))
         # Attention without a ring has full sequences in the program's own order between its exchanges.
@@ -167,6 +165,14 @@ class ChooseAttention(Pass):
     def _reject_balanced(self, why: str) -> None:
         """Add a line to the report that states why the load-balanced order is not used."""
         self.notes.append(Note(NoteKind.DECLINED, BALANCED.name, why))
+
+
+def _order_seconds(order: RowOrder, decisions: Collection[AttentionDecision]) -> float:
+    """Return the predicted seconds of all attention in an order of rows, and to compute a load-balanced order."""
+    seconds = sum(d.nodes * d.chosen.seconds for d in decisions)
+    if order.is_balanced and decisions:
+        seconds += balancing_seconds(d.shape for d in decisions)
+    return seconds
 
 
 def _decide_all(
@@ -223,6 +229,7 @@ def _choose_candidate(
     Raises:
         SpError: The requested strategy does not support the attention.
     """
+    # A relayout exchanges the rows to zigzag order for this attention only.
     can_relayout = all(_has_even_chunks(plan.of(x), job.ranks.n) for x in OpCall(node).operands[:2])
     allowed = [c for c in found if _is_allowed(c, job) and (can_relayout or not c.relayout)]
     requested = STRATEGIES.get(_requested_strategy(job))
@@ -370,7 +377,7 @@ def _kernel_rate(
     has_dropout, has_score = call["dropout_p"] > 0, bool(call.get("score"))
     scores = has_dropout, has_score, bias_dtype, mask in trained  # what a kernel must support
     visible = Window(window - 1, 0) if window else FULL_WINDOW
-    key = KernelKey(_planned_device(q), _operand_dtype(q, call.node), kind, head_dim, MANY_NODES, *scores, visible)
+    key = KernelKey(_planned_device(q), _operand_dtype(q, call.node), kind, head_dim, MANY_ROWS, *scores, visible)
     return expected_kernel(key).rate
 
 

@@ -61,7 +61,8 @@ def _gather_candidates(shape: AttentionShape, machine: Machine, layout: str) -> 
     grad_bytes = kv_bytes * shape.widening
     # A reduce_scatter takes the time of an all_gather of the same bytes.
     scatter = runs * machine.seconds("all_gather", grad_bytes / runs, n) + machine.copy(2 * n * grad_bytes)
-    forward, backward = compute + gather + calls, BACKWARD_FLOPS * compute + gather + scatter + calls
+    forward = compute + gather + calls
+    backward = BACKWARD_FLOPS * compute + gather + scatter + calls
     if shape.causal:
         forward += machine.copy(shape.merge_bytes)
         backward += machine.copy(shape.accumulate_bytes)
@@ -83,7 +84,7 @@ def _gather_sends(call: OpCall, n: int) -> tuple[Size, Size]:
     """
     heads = head_bytes(call)
     key_bytes = heads.keys if len(call["k_frame"]) else 0  # without a frame, every rank has all keys
-    relayout = relayout_bytes(call, heads.queries + heads.results, n)
+    relayout = relayout_bytes(call, heads.queries + heads.results, n)  # rows to zigzag order and back, if requested
     forward = relayout + collective_bytes("all_gather", key_bytes, n)
     return forward, forward + collective_bytes("reduce_scatter", key_bytes * heads.widening, n)
 

@@ -103,6 +103,7 @@ def _hybrid_candidates(shape: AttentionShape, machine: Machine, layout: str) -> 
     for u in range(2, shape.n):
         if shape.n % u == 0 and shape.heads % u == 0:
             seconds, exchanged_bytes = exchange_seconds(shape, machine, u), exchanged_memory(shape, u)
+            # The ring has the memory that exchanged tensors leave.
             ring_machine = replace(machine, memory=max(machine.memory - exchanged_bytes, 1.0))
             ring = ring_candidate(shape, ring_machine, layout, u)
             yield replace(

@@ -56,6 +56,7 @@ def memory_needed(
     """
     n, options = job.ranks.n, job.options
     inputs = [node for op in ("placeholder", "get_attr") for node in gm.graph.find_nodes(op=op) if is_tensor(node)]
+    # A graph of a few layers may represent one of many (`job.repeats`), whose weights are known.
     state = _state_bytes(inputs, plan, n) if job.repeats is None else job.repeats.weights
     weights, gradients = state.sharded_bytes(n) if options.state == "sharded" else (state.parameters, state.trainable)
     counts = Counter[Node]()  # of saved values; above 1 for a node that represents equal layers
@@ -99,13 +100,14 @@ def _state_bytes(inputs: Iterable[Node], plan: PlacementPlan, n: int) -> ModelBy
     largest_layer = max(layer_bytes.values(), default=0)
     total = sum(weights[node] for node in parameters)
     trainable = sum(weights[node] for node in parameters if node_info(node).requires_grad)
-    return ModelBytes(total, trainable, sum(weights.values()) - total, largest_layer, outside_layers)
+    buffers = sum(weights.values()) - total
+    return ModelBytes(total, trainable, buffers, unit=largest_layer, outside_layers=outside_layers)
 
 
 def _is_loss_of_product(node: Node, trained: set[Node]) -> bool:
-    """Return True if a loss reads the result of one product, up to ops with one operand, so that both can run in tiles.
+    """Return True if a loss reads the result of one product, directly or through ops with one operand.
 
-    An example is cross_entropy(linear(h, w).float(), targets).
+    Both can then run in tiles. An example is cross_entropy(linear(h, w).float(), targets).
     """
     while True:
         operands = [operand for operand in node.all_input_nodes if operand in trained]

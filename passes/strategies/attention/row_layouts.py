@@ -56,6 +56,7 @@ def candidate_orders(shapes: Iterable[AttentionShape], plan: PlacementPlan, job:
             return [order]
     if requested is not None:
         return [CONTIGUOUS]
+    # layout="auto": the contiguous order, and each other one that is possible.
     can_balance, can_fold = any(shape.documents for shape in shapes), _is_permutable(plan, job)
     possible = {order: can_balance if order.is_balanced else can_fold for order in LAYOUTS.values()}
     return [order for order in LAYOUTS.values() if order.is_in_order or possible[order]]

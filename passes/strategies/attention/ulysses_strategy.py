@@ -167,7 +167,8 @@ class UlyssesAttention(AttentionPass):
             if isinstance(have, Shard):
                 moved[x] = have
         groups = _group_by_frame(moved)
-        # The frame of the fewest heads; in an operand with more of them, each position has several heads.
+        # The heads of q, k and v are split by one frame, that of the fewest heads (of a symbolic number, if there is
+        # one). In an operand with more heads, each position of the frame has several of them.
         heads = min((call.shape(i)[HEADS_FROM_END] for i in range(3)), key=lambda h: h if isinstance(h, int) else 0)
         heads_dim = (HEADS_FROM_END, (1, heads, 0, heads))
         exchanged: dict[Node, Node] = {}
@@ -267,7 +268,8 @@ def _ulysses_candidates(shape: AttentionShape, machine: Machine, layout: str) ->
     seconds = _ulysses_seconds(shape, machine, 1)
     candidates = [Candidate("ulysses", n, 1, layout, *seconds, memory, rounds, legal=why)]
     rank_heads = math.lcm(shape.kv_heads, n) // n  # key heads of a rank, after they are repeated
-    for chunks in range(2, rank_heads + 1 if n > 1 and why is None else 0):
+    is_exchanged = n > 1 and why is None
+    for chunks in range(2, rank_heads + 1) if is_exchanged else ():
         if rank_heads % chunks == 0 and shape.heads % (chunks * n) == 0:
             forward, backward = _ulysses_seconds(shape, machine, chunks)
             rounds = (2 * chunks, 2 * chunks)
