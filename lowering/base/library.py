@@ -141,8 +141,8 @@ class LinearMap(torch.autograd.Function):
 def sources_digest(*folders: str) -> str:
     """Return a digest that changes with each edit of `lowering/`, of an operator, or of a file in the given folders.
 
-    It is part of the keys of compile caches, and ranks compare it. The caches see only the operators' names, and would
-    return code compiled from an older body.
+    It is part of the keys of compile caches, and ranks compare it. Without it the caches, whose keys contain only the
+    names of operators, would return code that was compiled from an older body.
     """
     lowering = Path(__file__).resolve().parents[1]
     resolved = {lowering, *(Path(folder).resolve() for folder in folders)}
