@@ -141,7 +141,7 @@ def _to_blocks(x: Tensor, reshard: Reshard, rows: int) -> Tensor:
     """Return (..., g, ..., n * h, ...) as the blocks to send, (n, rows, ...); in most cases a view.
 
     Block r is for rank r. The dims after `rows` are the other dims of x in order, with h in place of the scatter dim.
-    If g exceeds `rows`, a dim of g / rows precedes them: x (B, g, n * h, D) has the blocks (n, rows, g / rows, B, h, D).
+    If g exceeds `rows`, a dim of g / rows precedes them: x (B, g, n * h, D) gives (n, rows, g / rows, B, h, D).
     """
     n, scatter, gather = reshard.n, reshard.scatter_dim, reshard.gather_dim
     if frames.frame_folds(reshard.scatter_frame) == 2:  # zigzag: rank r receives the chunks r and 2n - 1 - r
