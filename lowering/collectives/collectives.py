@@ -206,9 +206,9 @@ def broadcast(x: Tensor, group: str) -> Tensor:
 def broadcast_grad(x: Tensor, group: str) -> Tensor:
     """Return x, and copy rank 0's cotangent to every rank: invariant -> invariant.
 
-    Inserted before a random op whose result ``broadcast`` replaces by rank 0's: the gradient of its operand is then
-    also that of rank 0's random values. Shapes: any -> same, a view. Bytes: none. Backward: a broadcast, bytes(x) from
-    rank 0.
+    Inserted on the operand x of a random op, such as dropout, whose result ``broadcast`` replaces by rank 0's. In the
+    backward each rank's gradient of x belongs to its own draw. That of rank 0, whose draw was used, replaces them.
+    Shapes: any -> same, a view. Bytes: none. Backward: a broadcast, bytes(x) from rank 0.
     """
     return LinearMap.apply(x, _identity, _broadcast_first, group)
 

@@ -42,6 +42,7 @@ def _is_exact(problem: ScanProblem) -> bool:
     The total is read from the result, which is rounded unless it has the accumulation dtype.
     """
     result, accumulate = problem.result, problem.accumulate
+    # On a CPU torch accumulates in a wider dtype than that of the result, on other devices in the same.
     torch_accumulate = accumulate_dtype(problem.op, result, "cpu") if problem.device == "cpu" else result
     if torch.promote_types(torch_accumulate, accumulate) != torch_accumulate:
         return False

@@ -34,7 +34,10 @@ INTERPRETER_SIZES = TileSizes((128, 1), programs=2, min_tiles=2)
 
 
 def choose_schedule(across: int, along: int, multiprocessors: int, sizes: TileSizes) -> str:
-    """Return the schedule: "parts" of lines, or "one" program per line if these keep the device busy.
+    """Return the schedule: "one" program per line, or "parts" of lines with a program each.
+
+    One program per line takes two passes over memory in place of three. It is selected if the lines alone keep the
+    device busy, or have too few tiles to be divided.
 
     Args:
         across: Number of tiles across the lines: of programs, with one per line.
