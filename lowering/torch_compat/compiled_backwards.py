@@ -60,7 +60,8 @@ def find_backward_nodes(
 
     Args:
         outputs: Outputs of one call of a compiled function.
-        selected: Indices of the outputs whose gradients the caller's hook handles in another way.
+        selected: Indices of the outputs whose gradients the caller's hook handles in another way, such as those of
+            which a rank has only its rows.
         context: Returns a new context, for each run of a backward.
 
     Returns:

@@ -108,8 +108,11 @@ def describe_training() -> str:
         values.extend(value if isinstance(value, tuple) else (value,))  # a tuple: *args
     models = {id(x): x for x in values if isinstance(x, torch.nn.Module)}  # without duplicates
     texts = {class_name(model): _training_text(model) for model in models.values()}
-    if len(set(texts.values())) <= 1:
-        return "".join(f"is in {text}" for text in {*texts.values()})
+    if not texts:
+        return ""
+    first, *others = {*texts.values()}
+    if not others:  # all models have the same mode
+        return f"is in {first}"
     return "has " + " and ".join(f"{name} in {text}" for name, text in texts.items())
 
 

@@ -44,8 +44,9 @@ def find_loose_padding(gm: GraphModule, plan: PlacementPlan, n: int) -> set[Node
 
     They have loose padded rows (not equal to the nearest valid row), and an op may depend on these.
     """
-    # Nodes whose padded rows reach an op that depends on them, directly or through other ops: if the rows may be
-    # infinite, as those that a window cuts off, every op but a move depends on them; if they are finite, fewer ops do.
+    # Nodes whose padded rows reach an op that depends on them, directly or through other ops, for two kinds of rows.
+    # Rows that a window has cut off may be infinite: every op but a move depends on them. On finite rows, smooth ops do
+    # not depend, either.
     read_if_cut, read_if_finite = set[Node](), set[Node]()
     for node in reversed(gm.graph.nodes):
         for read_nodes, ignores_padding in ((read_if_cut, is_pure_move), (read_if_finite, is_smooth)):

@@ -152,7 +152,7 @@ def start_sharding(axes: Axes, call: OpCall, rule: BoundRule, n: int, window: Fr
     """
     node, value = call.node, next(iter(call.results()), None)
     is_draw = is_random(node)
-    if value is None or (rule.lazy and not is_draw and not node_info(node).starts_sequence):
+    if value is None or (rule.lazy and not is_draw and not node_info(node).starts_sequence):  # `lazy`: only moves data
         return None
     is_float = value.is_floating_point() or value.is_complex()
     starts = is_float or is_draw or rule.starts_sequence or _is_large_broadcast(call)
@@ -225,6 +225,7 @@ def through_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], n:
     leading = _leading_operand(call, rule, {i: factor for i, (factor, _) in factors.items()})
     main_factor, base = factors[leading] if leading is not None else ("", None)
     for i, (factor, shard) in factors.items():
+        # Once this operand is gathered, the node still runs on shards of the leading one, if only that has the factor.
         keeps_sharding = leading is not None and main_factor not in flatten_dims(rule.operands[i])
         if not factor or rule.kind(factor) == "whole":
             why = f"needs all of {factor!r}" if factor and not rule.reshapes else NO_PLACEMENT

@@ -54,7 +54,8 @@ from .node_steps import (
 def mask_values(gm: GraphModule) -> set[Node]:
     """Return the values that are used only as masks, or to compute masks: no sequence starts at them.
 
-    Ops such as attention read masks replicated if they are (`BoundRule.masks`).
+    An op such as attention indexes a mask by position, so that it can read a replicated one as it is
+    (`BoundRule.masks`).
     """
     masks: set[Node] = set()
     for node in reversed(gm.graph.nodes):  # users first
@@ -107,6 +108,7 @@ def propagate(
     # Nodes with replicated operands that stay replicated.
     replicated = mask_values(gm) if starts_sequences else frozenset(gm.graph.nodes)
     for node in gm.graph.nodes:
+        # `in_chunks` completes the frame of a sequence that the program computes in chunks: ranks have whole chunks.
         if node.op in ("placeholder", "get_attr"):
             plan.placements[node] = (axes.in_chunks(node, 0, (inputs or {}).get(node, REPLICATE)),)
         elif node.op == "output":
@@ -125,7 +127,8 @@ def _visit_output(plan: PlacementPlan, node: Node, outputs: str | Sequence[str])
     """Add a demand to the plan for each output that may not be returned as it is placed.
 
     A partial sum is reduced. A sharded value is gathered, unless the option `outputs` keeps it sharded. A replicated
-    value with a partial gradient is demanded with an equal one, because the caller returns equal gradients.
+    value whose gradient must be a summand on each rank has a demand "invariant": the caller returns the same full
+    gradient on every rank.
     """
     options = output_options(node, outputs)
     for i, source in enumerate(node.all_input_nodes):

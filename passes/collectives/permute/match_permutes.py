@@ -215,7 +215,8 @@ def _match_dims(
         if gather == scatter:
             continue
         result = exchange_factors(table, exchanged, before, scatter, gather)
-        # The other factors of both dims; none for a dim of size 1.
+        # The other factors of both dims: the rows of the gather dim of x, and a rank's block of the scatter dim. A dim
+        # of size 1 has none. An exchange of a dim of size n for one of size 1 is not matched.
         rows, block = table.resolve(before.dims[gather]), table.resolve(result.dims[scatter])
         if exact:
             is_match = bool(rows or block) and table.equal(result, after)
