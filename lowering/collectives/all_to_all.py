@@ -124,7 +124,7 @@ def exchange(xs: list[Tensor], reshard: Reshard) -> list[Tensor]:
     assert rows is not None, "the tensors of an exchange are a group of `_shareable_groups`"
     blocks = [_to_blocks(x, reshard, rows) for x in xs]
     sent = _pack_blocks(blocks)
-    received = current_communicator().all_to_all(sent, reshard.n, reshard.group).flatten(0, 1)
+    received = current_communicator().all_to_all(sent, reshard.n, reshard.group).flatten(0, 1)  # (n * rows, total)
     received = frames.to_sequence_order(received, reshard.gather_frame, reshard.n)
     received = frames.trim(received, 0, reshard.gather_frame, reshard.n, frames.inner_rows(rows, rows_per_rank))
     columns = received.split([math.prod(block.shape[2:]) for block in blocks], 1)  # of each tensor

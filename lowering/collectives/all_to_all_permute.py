@@ -109,7 +109,7 @@ def _packed_exchange(problem: PermuteProblem) -> Tensor:
         return exchange([x], Reshard(scatter, frame, gather, frame, n, group))[0]
     # The blocks of the first dim are contiguous and sent without a copy. The received blocks are permuted.
     received = current_communicator().all_to_all(x.unflatten(scatter, (n, -1)).movedim(scatter, 0), n, group)
-    blocks = received.movedim(0, gather)
+    blocks = received.movedim(0, gather)  # (..., n, g, ...)
     if not triton.can_use_triton(blocks):
         return blocks.flatten(gather, gather + 1)
     out = blocks.new_empty(problem.shape)

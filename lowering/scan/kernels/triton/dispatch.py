@@ -59,8 +59,8 @@ def run_sweep(sweep: Sweep, initial: State | None, out: State | None, total: boo
 
     Args:
         sweep: The scan.
-        initial: (1, lines), the state before every line.
-        out: Memory for the results, like x.
+        initial: (1, lines), the state before every line; None for the neutral state.
+        out: Memory for the results, like x; None if only the total is needed.
         total: True to return the total.
 
     Returns:
