@@ -10,12 +10,12 @@ it, ``out``; the rows that read that state, ``reads``; and the affine map of its
 state h before each chunk is an exclusive affine scan of these maps, over the ranks too; the result is out + reads @ h.
 Sources: Yang et al., arXiv:2312.06635 (decay), arXiv:2412.06464 (gated delta rule), arXiv:2503.14456 (a and b).
 
-A start marks the first token of a document, at which the state is zero. Nothing needs the other documents of a rank:
-where a document starts in a chunk, the factor of the chunk is zero.
+A start marks the first token of a document, at which the state is zero. Where a document starts in a chunk, the factor
+of the chunk is zero, so that no state of an earlier document passes the chunk.
 
-If the kernel that a call names is installed (``attention_kernels.py``), it processes all tokens of a rank as one chunk:
-its values have K more columns, zeros, with the identity as the state of these columns, so that they are ``reads`` and
-``factor``.
+If the kernel that a call names is installed (``attention_kernels.py``), it processes all tokens of a rank as one chunk.
+Its values have K more columns, zeros, with the identity as the state of these columns before the chunk: the results of
+these columns are then ``reads``, and their state after the chunk is ``factor``.
 """
 
 from __future__ import annotations

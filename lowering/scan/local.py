@@ -87,7 +87,7 @@ def local_linear_scan(
     """Return h with h_i = a_i * h_(i-1) + b_i, from h_(-1) = initial, or zeros.
 
     Shapes: a and b (..., S, ...) of one shape, initial that shape without dim -> h like b in dtype.
-    lagged: h_i = s_(i-1) + b_i with s_i = a_i * h_i and s_(-1) = initial; the adjoint of a scan in the other direction.
+    lagged: h_i = s_(i-1) + b_i with s_i = a_i * h_i and s_(-1) = initial, the adjoint of a scan in the other direction.
     Source: the implementation that `scan_table` selects.
     """
     a_rows, b_rows = _to_three_dims(a, dim), _to_three_dims(b, dim)

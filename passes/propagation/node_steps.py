@@ -282,6 +282,7 @@ def _has_same_positions(call: OpCall, rule: BoundRule, i: int, factor: str, have
     """
     if have.has_same_positions(base):
         return True
+    # The factor is the sharded dim itself, or one of several factors of it.
     extent = call.shape(i)[have.dim] if factor in rule.operands[i] else rule.extents[factor]
     transferred = _transfer_shard(base, have.dim, extent, n)  # for another extent, as of 8 key heads for 32 query heads
     return transferred is not None and have.has_same_positions(transferred)
@@ -304,7 +305,8 @@ def _place_window(call: OpCall, rule: BoundRule, have: Sequence[Placement], base
     placed = place_window(rule.slides[factor], base, n)  # the placement of the result, or the reason for none
     runs_on_shards = not isinstance(placed, str)
     other_placements = (REPLICATE, *have[1:])  # so that the first operand has no such demand
-    other_demands = _make_demands(node, other_placements, "whole", "every window reads all of it", runs_on_shards)
+    why = "every window reads all of it"
+    other_demands = _make_demands(node, other_placements, "whole", why, keeps_sharding=runs_on_shards)
     if isinstance(placed, str):
         why = f"every position needs its neighbors, and {placed}"
         demand = Demand(node, 0, "halo", have[0], why=why)

@@ -140,6 +140,7 @@ def _upstream_chain(sent: Node, x: Node) -> set[Node] | None:
     """
     chain = reachable_set([sent], lambda n: moved_operands(n) if n is not x and is_move(n) else ()) | {x}
     for node in chain - {x}:
+        # The exchange itself, which reads the sent value, is not in the chain.
         has_other_users = any(user not in chain and not is_all_to_all(user) for user in node.users)
         if not is_move(node) or (has_other_users and not is_view(node)):
             return None
@@ -234,7 +235,8 @@ def exchange_factors(
 ) -> Arrangement:
     """Return the arrangement (the factors of each dim) of all_to_all_permute(x, scatter, gather).
 
-    The sent factors are removed from the start of the scatter dim; the gather dim starts with the received ones.
+    The sent factors are removed from the start of the scatter dim; the gather dim starts with the received ones: for
+    scatter dim 2 and gather dim 1, (b, s, n * h, d) becomes (b, n * s, h, d).
     """
     dims = list(x.dims)
     dims[scatter] = tuple(table.resolve(dims[scatter])[len(table.resolve(exchanged.sent)) :])
