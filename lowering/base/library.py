@@ -80,8 +80,9 @@ def opaque(
         fake: Function of the same arguments that returns empty results, for fake tensors.
         replays: True if a CUDA graph may replay its launches. False if it synchronizes with the device, or if its
             launches depend on the contents of its operands.
-        inside: For the memory estimate (`INTERNAL_OPS`), a function (workspace, *operands) -> temporary bytes, where
-            the workspace is the estimated number of bytes that the operator's kernel allocates.
+        inside: For the memory estimate (`INTERNAL_OPS`), a function (workspace, *operands) -> temporary bytes at the
+            operator's peak. The workspace is the cost model's estimate of the bytes that the operator's kernels
+            allocate; it is the estimate for an operator without such a function.
     """
     has_tag = not replays and hasattr(torch.Tag, "cudagraph_unsafe")  # depends on the torch version
     tags = [torch.Tag.cudagraph_unsafe] if has_tag else []

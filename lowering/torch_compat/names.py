@@ -29,7 +29,12 @@ def argument_name(node: Node) -> str:
     """Return the user's name of a placeholder: `input_ids`, or `layers.0.weight` for a parameter.
 
     Arguments from *args have the name in the signature of the model that is compiled now, if any; those from **kwargs
-    their own. Parts of arguments have Python syntax: `batch['ids']`, `ids.size()[1]`.
+    their own. Parts of arguments have Python syntax: `batch['ids']`, `ids.size()[1]`. Sources and their names:
+
+        L['x']                                             x
+        L['self']._modules['fc']._parameters['weight']     fc.weight
+        L['args'][0], in a decorator of forward(ids)       ids
+        L['kwargs']['mask']                                mask
     """
     source: Any = getattr(node, "_dynamo_source", None)
     if isinstance(source, NumpyTensorSource):

@@ -148,7 +148,7 @@ def start_sharding(axes: Axes, call: OpCall, rule: BoundRule, n: int, window: Fr
         call: The call of the node.
         rule: The rule of the op.
         n: The number of ranks.
-        window: The window of another sequence as which it starts, if any.
+        window: A frame of another sequence, if the sequence starts as a window of that one.
     """
     node, value = call.node, next(iter(call.results()), None)
     is_draw = is_random(node)

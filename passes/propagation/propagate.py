@@ -161,7 +161,7 @@ def _visit(
         n: The number of ranks.
         keep_replicated: If True, no sequence starts at the node.
         declines: As in `propagate`.
-        window: The window of another sequence as which a sequence starts at the node, if any.
+        window: A frame of another sequence, if a sequence that starts at the node is a window of that one.
     """
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         return NodeStep(None, (_item_placement(plan, node, node.args[0]),))
@@ -244,7 +244,7 @@ def _node_step(
         have: Placements of the operands, none of which is partial.
         n: Number of ranks.
         keep_replicated: If True, no sequence starts at the node.
-        window: The window of another sequence as which a sequence starts at the node, if any.
+        window: A frame of another sequence, if a sequence that starts at the node is a window of that one.
 
     Returns:
         The step. Its `wants` is None if the operands keep their placements.
