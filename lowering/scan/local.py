@@ -48,7 +48,7 @@ def local_scan(
     rows, starts = _to_three_dims(x, dim), _compact_starts(starts, x, dim)
     options = {"op": op, "segmented": starts is not None, "exclusive": exclusive, "reverse": reverse, "total": total}
     problem = ScanProblem.of("scan", rows, dtype, accumulate, **options)
-    out, last = choose_kernel(problem)(problem, rows, starts)
+    out, last = choose_kernel(problem)(problem, rows, starts)  # `last` may be a view of `out`
     return out.view(x.shape), last.clone().view(_total_shape(x, dim)) if total else last.new_empty(0)
 
 

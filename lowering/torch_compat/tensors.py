@@ -240,7 +240,10 @@ SYMBOLIC_GRAPHS = tuple(int(part) for part in torch.__version__.split(".")[:2]) 
 
 
 def check_guards(fakes: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> bool:
-    """Return True if the guards of fake tensors, in their own shape environment, hold for real tensors."""
+    """Return True if the guards of fake tensors, in their own shape environment, hold for real tensors.
+
+    At least one size of the fake tensors is symbolic.
+    """
     symbolic = next(extent for x in fakes for extent in x.shape if isinstance(extent, torch.SymInt))
     return bool(symbolic.node.shape_env.evaluate_guards_for_args(list(fakes), list(values)))
 

@@ -118,7 +118,7 @@ def _upstream_moves(node: Node) -> list[Node]:
         """Return the operands that a move has moved; none for a wait, whose operand is not complete."""
         return moved_operands(n) if is_move(n) and n.target is not WAIT_OPS else ()
 
-    nearest = itertools.islice(iterate_reachable([node], operands), 1, MAX_CANDIDATES + 1)
+    nearest = itertools.islice(iterate_reachable([node], operands), 1, MAX_CANDIDATES + 1)  # from 1 on: without `node`
     return [x for x in nearest if is_tensor(x)]
 
 
