@@ -41,7 +41,7 @@ def differentiable_nodes(gm: GraphModule) -> set[Node]:
     for node in gm.graph.nodes:
         value = node.meta.get("val")
         if node.op in ("placeholder", "get_attr"):
-            has_grad = is_tensor(node) and node_info(node).requires_grad is not False
+            has_grad = is_tensor(node) and node_info(node).requires_grad is not False  # None: not known
         else:
             has_grad = node.op == "call_function" and node.target is not torch.ops.aten.detach.default
             has_grad = has_grad and not differentiable.isdisjoint(node.all_input_nodes)

@@ -30,7 +30,7 @@ def shard_demanded(plan: PlacementPlan, gm: GraphModule, axes: Axes, n: int, sta
     Args:
         plan: The plan of the graph, which is changed.
         gm: The graph.
-        axes: The axes of the graph.
+        axes: The dims of the graph's values, and which of them are sequences.
         n: The number of ranks.
         starts_sequences: True if replicated values other than constants may be sharded.
     """

@@ -144,7 +144,7 @@ def start_sharding(axes: Axes, call: OpCall, rule: BoundRule, n: int, window: Fr
     that only move data are no reason to shard.
 
     Args:
-        axes: The axes of the graph.
+        axes: The dims of the graph's values, and which of them are sequences.
         call: The call of the node.
         rule: The rule of the op.
         n: The number of ranks.

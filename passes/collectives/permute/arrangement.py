@@ -128,7 +128,7 @@ class FactorTable:
         None if the dim does not provably have that many equal pieces.
         """
         cut = self.split_leading(x.dims[dim], count)
-        if cut is None or (not keeps_dim and self.resolve(cut[1])):
+        if cut is None or (not keeps_dim and self.resolve(cut[1])):  # a select leaves no factor of the dim
             return None
         dims = (*x.dims[:dim], *([cut[1]] if keeps_dim else []), *x.dims[dim + 1 :])
         return Arrangement(dims, (*x.fixed, FixedFactors(cut[0], index)))  # the leading factors count the pieces
