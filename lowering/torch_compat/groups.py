@@ -89,7 +89,7 @@ def _time_out_receive(backend: Any, rank: int) -> bool:
     buffer = torch.empty(1, device="cpu")
     with contextlib.suppress(RuntimeError):
         work = backend.recv([buffer], rank, NEVER_SENT)
-        leak((work, buffer))  # Gloo may still use both after the timeout
+        leak((work, buffer))  # the receive never completes
         try:
             work.wait(timedelta(milliseconds=1))
         except RuntimeError as error:
