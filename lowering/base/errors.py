@@ -80,7 +80,8 @@ class RemoteError(SpError):
 class RankMismatchError(SpError, ShortenTraceback):
     """Disagreement between ranks of a group on their next step, or absence of some of the ranks.
 
-    Raised while Dynamo compiles. Dynamo propagates it unchanged and compiles again at the next call.
+    Raised while Dynamo compiles. Dynamo wraps other errors of a backend, but propagates this one unchanged, because it
+    is a `ShortenTraceback`, torch's base class of such errors. At the next call Dynamo compiles again.
     """
 
     def __init__(self, code: str, cause: str, fix: str | None = None) -> None:
@@ -120,11 +121,11 @@ def stack_trace(node: Node) -> str:
 def first_frame(trace: str, code: CodeType | None = None, name: str = "") -> str:
     """Return the outermost frame of a function in a stack trace, as "forward at folder/file.py:12".
 
-    Messages name a compiled program by this frame of one of its nodes.
+    Messages name a compiled program by this frame of one of its nodes: the call of the function that Dynamo compiled.
 
     Args:
         trace: The stack trace of a node.
-        code: The code of the function; None for the outermost frame of any function.
+        code: The code of the compiled function; None for the outermost frame of any function.
         name: Text in place of the function's name, such as the class of the model.
 
     Returns:

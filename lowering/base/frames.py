@@ -53,6 +53,8 @@ class RowOrder:
     def balances_causal(self, documents: bool) -> bool:
         """Return True if all ranks have about equal work in causal attention, for the cost model.
 
+        Zigzag order balances one triangle of pairs over the full sequence, but not one triangle per document.
+
         Args:
             documents: True if queries attend only to keys of their own document.
         """
@@ -105,7 +107,7 @@ def inner_rows(extent: int, rows: int) -> int:
 
     Args:
         extent: Length of the dim.
-        rows: outer * positions.
+        rows: outer * positions. The positions are s on a shard, and those of the window in the full tensor.
     """
     return 1 if is_known(extent == rows) else extent // rows
 

@@ -80,8 +80,9 @@ def opaque(
         fake: Function of the same arguments that returns empty results, for fake tensors.
         replays: True if a CUDA graph may replay its launches. False if it synchronizes with the device, or if its
             launches depend on the contents of its operands.
-        inside: For the memory estimate (`INTERNAL_OPS`), a function (workspace, *operands) -> temporary bytes, where
-            the workspace is the estimated number of bytes that the operator's kernel allocates.
+        inside: For the memory estimate (`INTERNAL_OPS`), a function (workspace, *operands) -> temporary bytes at the
+            operator's peak. The workspace is the cost model's estimate of the bytes that the operator's kernels
+            allocate; it is the estimate for an operator without such a function.
     """
     has_tag = not replays and hasattr(torch.Tag, "cudagraph_unsafe")  # depends on the torch version
     tags = [torch.Tag.cudagraph_unsafe] if has_tag else []
@@ -141,8 +142,8 @@ class LinearMap(torch.autograd.Function):
 def sources_digest(*folders: str) -> str:
     """Return a digest that changes with each edit of `lowering/`, of an operator, or of a file in the given folders.
 
-    It is part of the keys of compile caches, and ranks compare it. The caches see only the operators' names, and would
-    return code compiled from an older body.
+    It is part of the keys of compile caches, and ranks compare it. Without it the caches, whose keys contain only the
+    names of operators, would return code that was compiled from an older body.
     """
     lowering = Path(__file__).resolve().parents[1]
     resolved = {lowering, *(Path(folder).resolve() for folder in folders)}

@@ -253,7 +253,8 @@ class SPConfig:
         Args:
             entry: Name of the entry point.
             fix: The remedy. Defaults to omitting the option.
-            **reasons: Reason for each unsupported option, as a predicate of `entry`.
+            **reasons: Reason for each unsupported option, which continues the sentence after `entry`: the reason
+                mesh="has no mesh" of the entry point "plan" has the message "mesh=...: plan has no mesh."
 
         Raises:
             SpError: One of the options is not at its default.

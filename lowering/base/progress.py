@@ -105,6 +105,8 @@ def set_step(step: str) -> None:
 def show_progress(title: str) -> Iterator[None]:
     """Show a progress line for the body of the block if it runs long.
 
+    Shows nothing inside another such block, or if this process may not show a line.
+
     Args:
         title: Name of the work.
     """
@@ -125,7 +127,8 @@ def show_progress(title: str) -> Iterator[None]:
 def show_in_thread(title: str, ended: threading.Event) -> None:
     """Show a progress line in the calling thread until the work of another thread has ended.
 
-    Sessions run it as the body of a thread while they compile; `show_progress` starts its own thread.
+    The runtime (`sp_compile/runtime/session.py`) starts such a thread for each compilation, next to one that sends
+    heartbeats to the other ranks. Other callers use `show_progress`, which starts its own thread.
 
     Args:
         title: Name of the work.

@@ -66,7 +66,7 @@ class Ranks:
             raise SpError(
                 "SP117",
                 f"The {self.n} ranks of group {self.group!r} exchange tensors of {device} by Gloo, whose all-gather of "
-                "such tensors ends the process.",
+                "GPU tensors crashes the process.",
             )
 
 

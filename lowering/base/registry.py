@@ -75,7 +75,7 @@ class Table(dict[Any, TableRow]):
         """
         if name in self and not self.replace:
             raise SpError("SP901", f"{self.title}: {name!r} is registered already.")
-        undo = ExitStack()
+        undo = ExitStack()  # runs its callback at the end of a `with` block; without a block, never
         if name in self:
             undo.callback(self.update, {name: self[name]})
         else:
@@ -106,6 +106,8 @@ class Table(dict[Any, TableRow]):
 
     def choose(self, problem: Any) -> str:
         """Return the name of the first row that fits the problem, or of the row that `use_row` forces.
+
+        Every table of implementations has a row that fits all problems.
 
         Raises:
             SpError: The row that `use_row` forces does not fit.

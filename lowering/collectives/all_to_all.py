@@ -124,7 +124,7 @@ def exchange(xs: list[Tensor], reshard: Reshard) -> list[Tensor]:
     assert rows is not None, "the tensors of an exchange are a group of `_shareable_groups`"
     blocks = [_to_blocks(x, reshard, rows) for x in xs]
     sent = _pack_blocks(blocks)
-    received = current_communicator().all_to_all(sent, reshard.n, reshard.group).flatten(0, 1)
+    received = current_communicator().all_to_all(sent, reshard.n, reshard.group).flatten(0, 1)  # (n * rows, total)
     received = frames.to_sequence_order(received, reshard.gather_frame, reshard.n)
     received = frames.trim(received, 0, reshard.gather_frame, reshard.n, frames.inner_rows(rows, rows_per_rank))
     columns = received.split([math.prod(block.shape[2:]) for block in blocks], 1)  # of each tensor
@@ -140,13 +140,14 @@ def exchange(xs: list[Tensor], reshard: Reshard) -> list[Tensor]:
 def _to_blocks(x: Tensor, reshard: Reshard, rows: int) -> Tensor:
     """Return (..., g, ..., n * h, ...) as the blocks to send, (n, rows, ...); in most cases a view.
 
-    Block r is for rank r. The dims after `rows` are the other dims of x, with h in place of the scatter dim. If g
-    exceeds `rows`, a dim of g / rows precedes them.
+    Block r is for rank r. The dims after `rows` are the other dims of x in order, with h in place of the scatter dim.
+    If g exceeds `rows`, a dim of g / rows precedes them: x (B, g, n * h, D) gives (n, rows, g / rows, B, h, D).
     """
     n, scatter, gather = reshard.n, reshard.scatter_dim, reshard.gather_dim
     if frames.frame_folds(reshard.scatter_frame) == 2:  # zigzag: rank r receives the chunks r and 2n - 1 - r
         x = frames.to_rank_order(x.movedim(scatter, 0), reshard.scatter_frame, n).movedim(0, scatter)
-    x = x.unflatten(scatter, (n, x.shape[scatter] // n)).movedim(scatter, 0).movedim(gather + 1, 1)
+    x = x.unflatten(scatter, (n, x.shape[scatter] // n)).movedim(scatter, 0)  # (n, dims of x, with h)
+    x = x.movedim(gather + 1, 1)
     return x if frames.is_known(x.shape[1] == rows) else x.unflatten(1, (rows, x.shape[1] // rows))
 
 

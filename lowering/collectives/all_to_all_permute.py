@@ -105,11 +105,11 @@ def _packed_exchange(problem: PermuteProblem) -> Tensor:
     x, scatter, gather, n, group = problem
     is_first = all(is_known(size == 1) for size in x.shape[:scatter])  # no other dim is outside the scatter dim
     if not is_first:
-        frame = (1, n, 0, n)  # n positions, one per rank: equal shares of any size
+        frame = (1, n, 0, n)  # n positions, one per rank; the length of a rank's share is the frame's inner factor
         return exchange([x], Reshard(scatter, frame, gather, frame, n, group))[0]
     # The blocks of the first dim are contiguous and sent without a copy. The received blocks are permuted.
     received = current_communicator().all_to_all(x.unflatten(scatter, (n, -1)).movedim(scatter, 0), n, group)
-    blocks = received.movedim(0, gather)
+    blocks = received.movedim(0, gather)  # (..., n, g, ...)
     if not triton.can_use_triton(blocks):
         return blocks.flatten(gather, gather + 1)
     out = blocks.new_empty(problem.shape)

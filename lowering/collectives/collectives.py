@@ -61,8 +61,9 @@ def _reduce_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str, edge:
         frame: The frame of the dim.
         n: Number of ranks.
         group: Name of the process group.
-        edge: True for values: padding has copies of valid rows, and the collective is reduce_scatter, which users can
-            find in the graph. False for cotangents: padding has zeros, and the communicator selects the fastest way.
+        edge: True for values: padding has copies of valid rows, and the collective is torch's reduce_scatter, which
+            users can find in the graph. False for cotangents: padding has zeros, and the communicator may run an
+            all-to-all and a local sum where that is faster.
     """
     rows = frames.pad_to_frame(frames.to_rows_first(x, dim, frame[0]), 0, [1, *frame[1:]], n, edge)
     summed = current_communicator().reduce_scatter(frames.to_rank_order(rows, frame, n), n, group, plain=edge)
@@ -139,7 +140,8 @@ def rows(
 ) -> Tensor:
     """Select adjacent rows of the sequence: Shard(dim) -> Partial(sum), zeros for the rows of other ranks.
 
-    Shapes: dim -> length; without a frame, x is the full tensor. The frame has no outer or inner factor. Bytes: none.
+    `start` counts from the first position of the window. Without a frame, x is the full tensor, and this is `narrow`.
+    Shapes: dim -> length. The frame has no outer or inner factor. Bytes: none.
     Backward: the cotangent at the rows that this rank has. Source: index_select and `where`.
     """
     if frame is None:
@@ -204,9 +206,9 @@ def broadcast(x: Tensor, group: str) -> Tensor:
 def broadcast_grad(x: Tensor, group: str) -> Tensor:
     """Return x, and copy rank 0's cotangent to every rank: invariant -> invariant.
 
-    Inserted before a random op whose result ``broadcast`` replaces by rank 0's: the gradient of its operand is then
-    also that of rank 0's random values. Shapes: any -> same, a view. Bytes: none. Backward: a broadcast, bytes(x) from
-    rank 0.
+    Inserted on the operand x of a random op, such as dropout, whose result ``broadcast`` replaces by rank 0's. In the
+    backward each rank's gradient of x belongs to its own draw. That of rank 0, whose draw was used, replaces them.
+    Shapes: any -> same, a view. Bytes: none. Backward: a broadcast, bytes(x) from rank 0.
     """
     return LinearMap.apply(x, _identity, _broadcast_first, group)
 

@@ -58,7 +58,7 @@ class DeferredGraph:
             values.append(sources[operand.position].detach())
         with_grad = [i for i, operand in enumerate(self.operands) if operand.grad_token is not None]
         versions, samples = tensor_versions(values).tolist(), _sample_elements(values)
-        like = values[0].new_empty((), dtype=self.like.dtype)
+        like = values[0].new_empty((), dtype=self.like.dtype)  # `self.like` is a fake tensor of the compilation
         return DeferredRows(self.graph, values, versions, samples, with_grad, like, description)
 
 
@@ -95,7 +95,8 @@ class DeferredRows:
     def gradients(self, rows: Tensor) -> list[Tensor]:
         """Return the gradients of the operands in `with_grad`, by recomputing the rows with autograd.
 
-        Called in the backward of the result, before that of the program.
+        Called in the backward of the result, before that of the program. `row_ops` are not repeated here: autograd
+        applies their derivatives before this.
 
         Args:
             rows: Gradient of the rows.

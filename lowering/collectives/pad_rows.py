@@ -8,12 +8,12 @@ tensor of a local graph
 
 also on ranks without valid rows. A function of rows is therefore defined on a padded row, in its values and in its
 derivatives, wherever it is defined on that valid row. An integer in a padded row is one of a valid row. Cotangents of
-padded rows are zero by selection: a sum over rows reads a filled copy (``sp::mask``), and operators that remove padding
-have zeros there in their adjoints.
+padded rows are zero, also where a product with zero would be NaN: a sum over rows reads a filled copy (``sp::mask``),
+and operators that remove padding have zeros there in their adjoints.
 
 Operators that create rows declare the contents of their padded rows (`library.PADDED`): "nearest" follows the
-definition; "finite" is any finite number. `passes.localize.padding` inserts ``sp::window`` after "finite" operators if
-an operator that reads the result depends on padding. That pass lists all values whose padded rows differ.
+definition; "finite" is any finite number. `Localize` inserts ``sp::window`` after "finite" operators if an operator
+that reads the result depends on padding. `passes/localize/fill_padding.py` lists all values whose padded rows differ.
 """
 
 from __future__ import annotations
@@ -82,14 +82,16 @@ def _fill_nearest_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str)
 def _edge_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> tuple[Tensor | None, Tensor | None]:
     """Return the first and the last valid row, (..., 1, ...), which `_fill_nearest_rows` writes to padded rows.
 
-    The first is None if no rank has padding before it, and the last if no rank has padding after it. Every rank selects
-    the row at the local index that the valid row has on its owner. If all padding is on the owner, no other rank uses
-    its row, and none is sent; otherwise the rows are gathered, and that of the owner is selected.
+    The first is None if no rank has padding before it, and the last if no rank has padding after it. The owner of a
+    valid row is the rank that stores it. Every rank selects the row at the local index that the valid row has on its
+    owner. If all padding is on the owner, no other rank uses its row, and none is sent; otherwise the rows are
+    gathered, and that of the owner is selected. With 5 positions on 2 ranks (3 rows each) the padding is row 2 of rank
+    1, whose nearest valid row is row 1 of rank 1: nothing is sent.
     """
     start, length = frame[2:4]
     rows = n * frames.local_row_count(frame, n)
     has_padding = not frames.is_known(start == 0), not frames.is_known(start + length == rows)  # before, after
-    positions = compress((start, start + length - 1), has_padding)
+    positions = compress((start, start + length - 1), has_padding)  # of the valid rows that are needed
     owners = [frames.row_of_position(position, frame, n) for position in positions]  # (rank, local index) of each
     edges = [x.narrow(dim, row, 1) for _, row in owners]
     if any(compress(frames.has_remote_edges(frame, n), has_padding)):

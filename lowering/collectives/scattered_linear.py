@@ -17,7 +17,10 @@ c10d = torch.ops._c10d_functional
 
 
 def _reduce_value(x: Tensor, forward: Sequence[str], backward: Sequence[str]) -> Tensor:
-    """Return x after the all-reduces of the forward, each a text "op group", such as "sum 3"."""
+    """Return x after the all-reduces of the forward, each a text "op group", such as "sum 3".
+
+    `backward` is not used here: `_reduce_cotangent`, the adjoint, is called with the same arguments.
+    """
     for reduction in forward:
         op, group = reduction.split(" ", 1)
         x = c10d.wait_tensor(c10d.all_reduce(x.contiguous(), op, group))

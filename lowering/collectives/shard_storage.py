@@ -125,7 +125,8 @@ class Origin:
 
     description: str = "a sharded tensor"  # subject of messages
     check_read: Callable[[str], None] = _ignore_read  # compares the reads of all ranks; raises SpError
-    record_read: Callable[[str], None] = _ignore_read  # of a dry run
+    # records a read of a value that is full already, as all values of a dry run are (`from_replicated`)
+    record_read: Callable[[str], None] = _ignore_read
 
 
 class StoredValue(Protocol):

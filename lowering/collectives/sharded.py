@@ -187,6 +187,7 @@ class Sharded(Tensor):
         cls, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run a handler of `SHARDED_MOVES` or `_view` if it supports the call; else read the sharded operands."""
+        # `end_of_view` makes the -1 of x[:, :-1] a constant again, which torch replaces by a symbol under Dynamo.
         args, kwargs = pytree.tree_map_only(torch.SymInt, torch_compat.end_of_view, args), dict(kwargs or {})
         handler = SHARDED_MOVES.get(func) or (_view if func.is_view and can_keep_views() else None)
         moved = handler(func, args, kwargs) if handler is not None else None
@@ -273,9 +274,8 @@ def _add_rows(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     elif not torch_compat.is_in_backward():
         return None
     total = aten.add.Tensor(*(x.local if isinstance(x, Sharded) else layout.local_rows(x) for x in (a, b)))
-    origin = first.shard_storage.origin
-    origin = replace(origin, description=f"a sum with {origin.description}")
-    storage = ShardStorage(layout, first.shard_storage.length, total, origin)
+    length, origin = first.shard_storage.length, first.shard_storage.origin
+    storage = ShardStorage(layout, length, total, replace(origin, description=f"a sum with {origin.description}"))
     if func is aten.add.Tensor:
         return Sharded(storage, first.shape)
     if a is not first or a.is_gathered or not isinstance(a.shard_storage, ShardStorage):

@@ -129,7 +129,8 @@ def declare_attention_routes(group: str, stride: int, steps: int) -> None:
         stride: Number of ranks of a neighborhood.
         steps: Number of steps of the ring: the blocks of keys that a query needs.
     """
-    # Keys, values and their gradients move by one rank per step; after the last step the gradients return in one shift.
+    # Keys, values and their gradients move by one rank per step. After the last step the gradients are steps - 1 ranks
+    # from the owners of their keys, and return in one shift.
     shifts = [shift_route(group, offset, stride) for offset in (1, 1 - steps)]
     exchanges = [neighborhood_route(group, stride), cross_route(group, stride)]
     for route in (*shifts, *exchanges, fold_route(group), fold_route(group, back=True)):

@@ -66,7 +66,7 @@ def run_ranks(n: int, fn: Callable[[int], T], threads: Sequence[Executor] | None
         with (
             ExitStack() as modes,
             torch.set_grad_enabled(grad_enabled),
-            torch.autograd.set_multithreading_enabled(False),
+            torch.autograd.set_multithreading_enabled(False),  # backwards run in this thread, with its communicator
             use_communicator(_SimulatedRank(world, rank)),
         ):
             for settings in autocasts:

@@ -118,8 +118,9 @@ class _AffineFunction(Function):
             carry = chunk_rows(first[None], exchange)
         previous = h if is_exclusive else shift_rows(h, carry, exchange)
         dm = w @ previous.transpose(-1, -2) if ctx.needs_input_grad[0] else None
-        if final is None:  # on one rank: apply the map of the scan's last row to the state before that row
+        if final is None:  # on one rank: compute the state after the scan's last row
             factor, last_w, last_grad = (last_rows(x, exchange.backward)[0] for x in (transposed, w, grad))
+            # An exclusive w is the state before the row. Of a lagged scan, the state is s_i = m_i @ h_i, with h = w.
             final = factor @ last_w + last_grad if is_exclusive else factor @ last_w
         return dm, w, final if ctx.needs_input_grad[2] else None, None
 

@@ -107,6 +107,7 @@ def scan_carry(
         cuts = torch.cat([torch.ones_like(stops[:1]), first[1:] != last[:-1]])
         stops, cut = stops | cuts, cuts.index_select(0, positions)
     dtype = total.dtype
+    # An inclusive scan of the summaries, which are in scan order already (no `reverse`), without a total.
     sums, _ = sp.local_scan(total, stops, 0, op, False, False, dtype, dtype, False)
     return _select_carries(sums, MONOIDS[op].identity(dtype), positions), cut
 
@@ -234,7 +235,9 @@ def _scan_in_steps(
         (left_stops, left_total, left_first, left_last), (stops, total, first, last) = left, right
         return *join((left_stops, left_total), (stops | (left_last != first), total)), left_first, last
 
-    _, carry, _, previous_id = _exclusive_combine((stops, total, *ends), (stops, empty, *ends), merge, exchange)
+    # Only the first rank receives the state before all ranks. Its stops and ids are placeholders, which are not used.
+    no_ranks = stops, empty, *ends
+    _, carry, _, previous_id = _exclusive_combine((stops, total, *ends), no_ranks, merge, exchange)
     is_first_rank = column_along(exchange.scan_positions(total.device) == 0, 0, previous_id.ndim)  # has no previous id
     return carry, (previous_id != ends[0]) | is_first_rank
 
@@ -243,7 +246,8 @@ def _exclusive_combine(state: Any, empty: Any, combine: Combine, exchange: Carry
     """Return the combination of the states of all earlier ranks; `empty` on the first rank.
 
     Each iteration doubles the number of combined ranks. After that of step k, `carry` combines the 2k - 1 ranks before
-    this one (or all, if there are fewer), and `state` these and this rank.
+    this one (or all, if there are fewer), and `state` these and this rank. On rank 3 of 4, `carry` is that of rank 2
+    after step 1, and that of the ranks 0, 1 and 2 after step 2.
 
     Args:
         state: A pytree, the state of this rank.

@@ -102,7 +102,7 @@ def final_states(
             h is the state at the start of the segment, and a reading may be None.
         after: Logarithm of the decay from the start of the chunk to each token, this one included, (1, H, chunks, T, 1)
             or (..., K).
-        base: As `after`, to the start of each token's segment.
+        base: Like `after`, but from the start of the chunk to the start of each token's segment.
         segment: Numbers of the segments of a chunk, int64 (1, 1, chunks, T, 1); 0 is that of the state before it.
         before: (1, H, chunks, K, V), states before the chunks.
         closed: Marks of the last tokens (see the module), like `segment`.

@@ -10,12 +10,12 @@ it, ``out``; the rows that read that state, ``reads``; and the affine map of its
 state h before each chunk is an exclusive affine scan of these maps, over the ranks too; the result is out + reads @ h.
 Sources: Yang et al., arXiv:2312.06635 (decay), arXiv:2412.06464 (gated delta rule), arXiv:2503.14456 (a and b).
 
-A start marks the first token of a document, at which the state is zero. Nothing needs the other documents of a rank:
-where a document starts in a chunk, the factor of the chunk is zero.
+A start marks the first token of a document, at which the state is zero. Where a document starts in a chunk, the factor
+of the chunk is zero, so that no state of an earlier document passes the chunk.
 
-If the kernel that a call names is installed (``attention_kernels.py``), it processes all tokens of a rank as one chunk:
-its values have K more columns, zeros, with the identity as the state of these columns, so that they are ``reads`` and
-``factor``.
+If the kernel that a call names is installed (``attention_kernels.py``), it processes all tokens of a rank as one chunk.
+Its values have K more columns, zeros, with the identity as the state of these columns before the chunk: the results of
+these columns are then ``reads``, and their state after the chunk is ``factor``.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _process_tokens(*operands: Any) -> tuple[ScanShards, Tensor, Tensor]:
         The shards; the result (B, S, H, V); and the state after each fold, (B, H, folds, K, V), or if documents have
         states of their own the state after each, (N, H, K, V).
     """
-    *rows, initial, scale, kernel = operands[:13]
+    *rows, initial, scale, kernel = operands[:13]  # `rows`: the ten fields of TokenRows
     shards = ScanShards(*operands[13:])  # the frame and the ranks
     tokens = TokenRows(*rows)
     exchange, size = shards.carry_exchange(tokens.v, 1, False), chunk_tokens(tokens.decay.shape[-1])
@@ -159,6 +159,7 @@ def _process_tokens(*operands: Any) -> tuple[ScanShards, Tensor, Tensor]:
         return shards, out, ends
     cast = tokens.map(lambda x: _split_chunks(x.to(dtype) if x.is_floating_point() else x, size, exchange))
     maps = _map_chunks(cast._replace(q=cast.q * scale), initial)
+    # Initial states of documents are parts of `maps` already.
     before, ends = _scan_states(maps, initial if tokens.opened is None else None, exchange)
     ends = ends if tokens.closed is None else maps.ends(before)
     out = _join_chunks(maps.out + maps.reads @ before, tokens.v.shape[1], exchange)
@@ -220,7 +221,7 @@ def _map_chunks(x: TokenRows, initial: Tensor | None) -> ChunkMaps:
         weights, kept = _decayed_products(x.q, key, after, after, causal), (key * kept_last).mT
         out, state = out + weights @ values, state + kept @ values
         if reading is not None:  # what tokens write depends on the state: values + reading @ h
-            identity = torch.eye(key.shape[-1], dtype=key.dtype, device=key.device)
+            identity = torch.eye(key.shape[-1], dtype=key.dtype, device=key.device)  # factor * identity is a matrix
             reads, factor = reads + weights @ reading, factor * identity + kept @ reading
     if factor.shape[-1] == 1:
         factor = factor.expand(*factor.shape[:-2], x.k.shape[-1], 1)
@@ -337,7 +338,7 @@ def _run_kernel(
     folds, (size, columns) = exchange.folds, (tokens.k.shape[-1], tokens.v.shape[-1])  # K and V
     rows = tokens.map(lambda x: to_chunks(x, exchange).flatten(0, 1))  # (B * folds, rows, H, ...)
     if exchange.is_single:
-        out, end = run_attention_kernel(*rows[:8], initial, scale, kernel)
+        out, end = run_attention_kernel(*rows[:8], initial, scale, kernel)  # [:8]: without `opened` and `closed`
         return out, end.unsqueeze(2)
     identity = torch.eye(size, dtype=state_dtype(tokens.v), device=tokens.v.device)
     first = F.pad(identity, (columns, 0)).expand(rows.v.shape[0], rows.v.shape[2], -1, -1)  # zeros, then the identity

@@ -48,7 +48,7 @@ def local_scan(
     rows, starts = _to_three_dims(x, dim), _compact_starts(starts, x, dim)
     options = {"op": op, "segmented": starts is not None, "exclusive": exclusive, "reverse": reverse, "total": total}
     problem = ScanProblem.of("scan", rows, dtype, accumulate, **options)
-    out, last = choose_kernel(problem)(problem, rows, starts)
+    out, last = choose_kernel(problem)(problem, rows, starts)  # `last` may be a view of `out`
     return out.view(x.shape), last.clone().view(_total_shape(x, dim)) if total else last.new_empty(0)
 
 
@@ -87,7 +87,7 @@ def local_linear_scan(
     """Return h with h_i = a_i * h_(i-1) + b_i, from h_(-1) = initial, or zeros.
 
     Shapes: a and b (..., S, ...) of one shape, initial that shape without dim -> h like b in dtype.
-    lagged: h_i = s_(i-1) + b_i with s_i = a_i * h_i and s_(-1) = initial.
+    lagged: h_i = s_(i-1) + b_i with s_i = a_i * h_i and s_(-1) = initial, the adjoint of a scan in the other direction.
     Source: the implementation that `scan_table` selects.
     """
     a_rows, b_rows = _to_three_dims(a, dim), _to_three_dims(b, dim)

@@ -107,7 +107,8 @@ def scan_chunks(
         ends_at_last = last_rows(cuts, exchange)  # a segment ends at the chunk's last row: its total is not carried on
         total = total.masked_fill(ends_at_last, MONOIDS[op].identity(accumulate))
         stops = chunks_first(begins.any(exchange.rows), exchange) | ends_at_last
-    first, last = (last, first) if exchange.reverse else (first, last)
+    first, last = (last, first) if exchange.reverse else (first, last)  # in scan order
+    # Ids have one row per chunk: `last_rows` returns it, without the dim of rows.
     ends = None if first is None or last is None else (last_rows(first, exchange), last_rows(last, exchange))
     carry, cut = scan_carry(total, stops, ends, op, exchange)
     carry = chunk_rows(carry, exchange)

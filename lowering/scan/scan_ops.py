@@ -86,9 +86,9 @@ def scan(
     Shapes: x (..., S, ...) -> the same. segments: int ids, (S,) or broadcast to x, sharded like x; nothing is carried
     from one run of equal ids into the next. dtype: x is cast to it first; torch's defaults. accumulate: the dtype of
     the accumulation, ``monoids.accumulate_dtype`` if None; unused for max and min. ``across``: fields of `ScanShards`.
-    Bytes: (n - 1) * C * bytes(accumulate), with C = elements of x without dim; with segments, two ids and a flag more.
-    Bytes of the backward: the same for sum (and only the flag more), else twice. Backward: a scan or a recurrence in
-    the other direction, see ``scan_autograd.py``; differentiable again.
+    Bytes: (n - 1) * C * bytes(accumulate), with C = elements of x without dim; segments add two ids and a flag to each
+    element. Bytes of the backward: the same for sum, where segments add the flag only; twice as many for the others.
+    Backward: a scan or a recurrence in the other direction, see ``scan_autograd.py``; differentiable again.
     """
     if x.ndim == 0:
         return sp.scan(x[None], segments, 0, op, exclusive, reverse, dtype, accumulate)[0]

@@ -4,12 +4,12 @@ Operands are (outer, length, inner): a scan along `length`, of outer * inner ind
 is bool (outer|1, length, inner|1), True for rows at which a segment begins, so that nothing is carried into them; a dim
 of size 1 has the same starts for all of x. The kinds "linear" and "linear_total" are recurrences.
 
-An implementation registers itself, under a name and with a rank; the one with the lowest rank that fits a problem runs
-it. It is a `ScanLowering` (or another object) with `fits(problem) -> bool` and the functions scan, extremes, linear and
-linear_total of a problem and its tensors, as `kernels.generic.GenericKernels` describes them. It needs only those for
-which it fits. The implementations in `kernels` have rank 0 (torch, for small problems), 10 (C++), 20 (Triton), 30
-(torch) and 40 (blocks of torch operations, which always fit). One that only calls an operator of torch has
-is_torch=True.
+An implementation registers itself, under a name and with a priority; of those that fit a problem, the one with the
+lowest number runs it. It is a `ScanLowering` (or another object) with `fits(problem) -> bool` and the functions scan,
+extremes, linear and linear_total of a problem and its tensors, as `kernels.generic.GenericKernels` describes them. It
+needs only those for which it fits. The implementations in `kernels` have the priorities 0 (torch, for small problems),
+10 (C++), 20 (Triton), 30 (torch) and 40 (blocks of torch operations, which always fit). One that only calls an operator
+of torch has is_torch=True.
 """
 
 from __future__ import annotations

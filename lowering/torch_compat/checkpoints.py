@@ -191,7 +191,7 @@ class PolicyMode(TorchDispatchMode):
                 node.meta["recompute"] = decision
             elif is_saved_op:
                 mark_saved(node)
-        if is_attention and is_saved_op:  # the nodes that merge its blocks are marked, too
+        if is_attention and is_saved_op:  # the nodes that merge its blocks are traced next, and inherit this mark
             current_meta["custom"] = {**current_meta["custom"], _SAVED_KEY: True}
         return out
 

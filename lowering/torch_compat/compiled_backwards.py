@@ -60,7 +60,8 @@ def find_backward_nodes(
 
     Args:
         outputs: Outputs of one call of a compiled function.
-        selected: Indices of the outputs whose gradients the caller's hook handles in another way.
+        selected: Indices of the outputs whose gradients the caller's hook handles in another way, such as those of
+            which a rank has only its rows.
         context: Returns a new context, for each run of a backward.
 
     Returns:
@@ -91,7 +92,7 @@ def _compiled_backward_of(x: torch.Tensor) -> tuple[Any, int]:
     of the program, and the index is that of the viewed result.
     """
     node, result_index = x.grad_fn, x.output_nr
-    for _ in range(8):  # the number of views; inputs have longer chains of nodes, from earlier ops
+    for _ in range(8):  # at most 7 views of a result; inputs may have long chains of nodes, from earlier ops
         if node is None or type(node).__name__ == "CompiledFunctionBackward":
             return node, result_index
         if len(node.next_functions) != 1:

@@ -112,8 +112,8 @@ def compile_with_inductor(
 
     Torch 2.11 may select two layouts for a tensor that is viewed before it is read, such as heads in groups of ranks.
     It then reads rows of odd length with padded strides that were written with other strides. The results are silently
-    wrong, seen on an H100 with 1,023 rows per rank. 2.13 is consistent there. The cost is small: rows are as wide as
-    the model.
+    wrong, seen on an H100 with 1,023 rows per rank. 2.13 is consistent there. Padding has little use here: activations
+    are as wide as the model, and most widths are aligned.
 
     Args:
         gm: The graph.

@@ -373,7 +373,10 @@ def is_compiled(model: torch.nn.Module) -> bool:
 
 @contextlib.contextmanager
 def allow_meta_constants() -> Iterator[None]:
-    """Let Dynamo trace `torch.tensor(...)` on the meta device in the block, where it returns no fake tensor."""
+    """Let Dynamo trace `torch.tensor(...)` on the meta device inside the block, for dry runs.
+
+    There it returns a plain meta tensor in place of a fake one, which fake modes reject by default.
+    """
     before, fake_tensor_tls.allow_non_fake_inputs_override = fake_tensor_tls.allow_non_fake_inputs_override, True
     try:
         yield
@@ -382,7 +385,10 @@ def allow_meta_constants() -> Iterator[None]:
 
 
 def replace_meta_constants(gm: GraphModule) -> None:
-    """Replace each `torch.tensor(...)` on the meta device in a Dynamo graph by zeros of its shape."""
+    """Replace each `torch.tensor(...)` on the meta device in a Dynamo graph by zeros of its shape, for dry runs.
+
+    It has no values there. Later tracers of the graph obtain a fake tensor from torch.zeros, not from torch.tensor.
+    """
     for node in gm.graph.find_nodes(op="call_function", target=torch.tensor):
         value = node.meta.get("example_value")
         if isinstance(value, torch.Tensor) and value.is_meta:

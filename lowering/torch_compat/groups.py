@@ -89,7 +89,7 @@ def _time_out_receive(backend: Any, rank: int) -> bool:
     buffer = torch.empty(1, device="cpu")
     with contextlib.suppress(RuntimeError):
         work = backend.recv([buffer], rank, NEVER_SENT)
-        leak((work, buffer))
+        leak((work, buffer))  # the receive never completes
         try:
             work.wait(timedelta(milliseconds=1))
         except RuntimeError as error:
@@ -143,13 +143,15 @@ def leak(x: object) -> None:
 def drain_gloo_threads(seconds: float = 1.0) -> None:
     """Wait until Gloo's threads have released the tensors of their last exchange, before Python ends.
 
+    The threads are those of all groups of the process. They are idle if two checks in a row find none that runs.
+
     A waiting caller resumes before the thread of its exchange has released the tensors. To release a tensor with a
     Python object the thread takes the GIL. If Python has ended by then, the process aborts ("terminate called without
     an active exception", torch 2.13; pytorch/pytorch#190489). `destroy_process_group` waits for the threads, but only
     users may call it.
 
     Args:
-        seconds: Maximum time to wait, in seconds. Includes threads of the user's groups.
+        seconds: Maximum time to wait, in seconds.
     """
     deadline, idle_polls = time.monotonic() + seconds, 0
     while idle_polls < 2 and time.monotonic() < deadline:

@@ -29,7 +29,12 @@ def argument_name(node: Node) -> str:
     """Return the user's name of a placeholder: `input_ids`, or `layers.0.weight` for a parameter.
 
     Arguments from *args have the name in the signature of the model that is compiled now, if any; those from **kwargs
-    their own. Parts of arguments have Python syntax: `batch['ids']`, `ids.size()[1]`.
+    their own. Parts of arguments have Python syntax: `batch['ids']`, `ids.size()[1]`. Sources and their names:
+
+        L['x']                                             x
+        L['self']._modules['fc']._parameters['weight']     fc.weight
+        L['args'][0], in a decorator of forward(ids)       ids
+        L['kwargs']['mask']                                mask
     """
     source: Any = getattr(node, "_dynamo_source", None)
     if isinstance(source, NumpyTensorSource):
@@ -108,8 +113,11 @@ def describe_training() -> str:
         values.extend(value if isinstance(value, tuple) else (value,))  # a tuple: *args
     models = {id(x): x for x in values if isinstance(x, torch.nn.Module)}  # without duplicates
     texts = {class_name(model): _training_text(model) for model in models.values()}
-    if len(set(texts.values())) <= 1:
-        return "".join(f"is in {text}" for text in {*texts.values()})
+    if not texts:
+        return ""
+    first, *others = {*texts.values()}
+    if not others:  # all models have the same mode
+        return f"is in {first}"
     return "has " + " and ".join(f"{name} in {text}" for name, text in texts.items())
 
 

@@ -40,7 +40,7 @@ is_functorch_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def is_in_backward() -> bool:
-    """Return True if autograd runs a backward in this thread, which may be one of its own for a device."""
+    """Return True if autograd runs a backward in this thread, which may be one that it has created for a device."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -48,8 +48,8 @@ def is_in_backward() -> bool:
 def pause_gc() -> Iterator[None]:
     """Pause garbage collection inside the block, to read the frames of other threads.
 
-    Each frame that is read is allocated. A collection at that point could run Python code, so that the other thread
-    leaves the frame: CPython 3.11 then crashes with a segmentation fault.
+    Reading a frame allocates an object for it, which may start a collection. A collection can run Python code, during
+    which the other thread may leave the frame that is being read: CPython 3.11 then crashes with a segmentation fault.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -240,7 +240,10 @@ SYMBOLIC_GRAPHS = tuple(int(part) for part in torch.__version__.split(".")[:2]) 
 
 
 def check_guards(fakes: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> bool:
-    """Return True if the guards of fake tensors, in their own shape environment, hold for real tensors."""
+    """Return True if the guards of fake tensors, in their own shape environment, hold for real tensors.
+
+    At least one size of the fake tensors is symbolic.
+    """
     symbolic = next(extent for x in fakes for extent in x.shape if isinstance(extent, torch.SymInt))
     return bool(symbolic.node.shape_env.evaluate_guards_for_args(list(fakes), list(values)))
 

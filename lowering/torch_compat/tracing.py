@@ -39,6 +39,7 @@ from .tensors import is_in_transform
 
 def is_tracing_enabled() -> bool:
     """Return True if structured traces are collected, so that the text of graphs must be created."""
+    # torch's own handler has the root_dir None unless TORCH_TRACE names a folder. Other handlers have no root_dir.
     return any(getattr(handler, "root_dir", "") is not None for handler in trace_log.handlers)
 
 

@@ -38,11 +38,11 @@ def make_boundary(
     output_infos = local.meta[OUTPUT_RULES]  # None for outputs that are not tensors
     inputs = view.graph.graph.find_nodes(op="placeholder")
     return GraphBoundary(
-        view.layouts,
-        _sharded_outputs(local, view, ranks),
-        frozenset(i for i, info in enumerate(output_infos) if info is not None and isinstance(info.placement, Shard)),
-        view.writes,
-        symbols,
+        layouts=view.layouts,
+        results=_sharded_outputs(local, view, ranks),
+        rows=frozenset(i for i, x in enumerate(output_infos) if x is not None and isinstance(x.placement, Shard)),
+        writes=view.writes,
+        symbols=symbols,
         views=view.views,
         hidden=view.hidden,
         written=view.written,

@@ -112,14 +112,7 @@ class BalanceLayout(Pass):
         first = calls[0][0].node if calls else inputs[-1].next
         all_frames = [frame for _, frames in calls for frame in frames.values()]
         length = shards[0].frame.size if shards else all_frames[0].size
-        for call, frames in calls:
-            if not all(is_same_size(frame.size, length) for frame in frames.values()):
-                sizes = ", ".join(dict.fromkeys(str(frame.size) for frame in frames.values()))
-                raise SpError(
-                    "SP411",
-                    f"layout='balanced': expected one sequence, of {length} positions, got {describe_node(call.node)} "
-                    f"with rows of {sizes} positions.",
-                )
+        _check_lengths(calls, length)
         attentions = [call for call, frames in calls if "q_frame" in frames]  # only attentions have queries
         read_vectors = [v for call in attentions for v in mask_vectors(call.node)]
         # each mask vector of the sequence's length -> the first vector that is the same computation
@@ -135,7 +128,9 @@ class BalanceLayout(Pass):
                 arguments = self._balance_arguments(attentions, all_frames, length, n, device)
                 outputs = self.compute(sp.balance_rows.default, arguments, first)
             results = [self.emit(operator.getitem, (outputs, i), x, first) for i, x in enumerate(outputs.meta["val"])]
-            # The chunks are for other graphs. `tables` are those of the vectors, then those of the reordered vectors.
+            # balance_rows returns the order, its inverse, its chunks (for other graphs) and tables; balance_tables only
+            # the tables, with `orders` for the first three. The first table is that of the positions; those of the
+            # vectors follow, then those of the reordered vectors.
             self.order, self.inverse, _, positions_table, *tables = *orders, *results
             self.tables = dict(zip(self.vectors, tables))
             # the position of each row as a vector (1, length), and its table
@@ -158,9 +153,10 @@ class BalanceLayout(Pass):
         """
         work = self._attention_work(attentions)
         self._report_imbalance(work, self.sizes(length), n)
+        # pairs of numbers of positions: those before and those after a window
         outside_windows = {(frame.start, as_size(frame.size - frame.start - frame.length)) for frame in frames}
         fixed = sorted(outside_windows | {(self.fixed_ends, self.fixed_ends)}, key=str)
-        front, back = (self.sizes.list(dict.fromkeys(rows)) for rows in zip(*fixed))
+        front, back = (self.sizes.list(dict.fromkeys(numbers)) for numbers in zip(*fixed))  # without duplicates
         # Neighboring ranks that split the heads of an attention read the same rows, so the op counts them as one rank.
         strategies = ((op_strategy(call.node.target), call) for call in attentions)
         stride = min((strategy.neighbors(call) if strategy else 1 for strategy, call in strategies), default=1)
@@ -273,7 +269,7 @@ class BalanceLayout(Pass):
                 else:
                     reordered = [self._reorder_vector(v, frame, node) for v in vectors]
                     if index in predicate_symbols(call["predicate"]) | score_symbols(call["score"]):
-                        names[index] = f"{kind}{len(vectors)}"
+                        names[index] = f"{kind}{len(vectors)}"  # the next vector: q becomes row1 after [doc]
                         reordered.append(self._row_positions(frame, node))
                     vectors = [vector for vector, _ in reordered]
                     tables += [table for _, table in reordered]
@@ -340,6 +336,18 @@ def _has_sharded_output(gm: GraphModule, job: PassContext) -> bool:
     assert job.input_placements is not None
     origins = [node_info(node).origin for node in gm.graph.output_node().all_input_nodes]  # in the global graph
     return any(isinstance(job.input_placements.of(origin), Shard) for origin in origins if origin is not None)
+
+
+def _check_lengths(calls: Sequence[tuple[OpCall, FrameMap]], length: Size) -> None:
+    """Raise SpError if a balanced frame has another number of positions than `length`: there is one order only."""
+    for call, frames in calls:
+        if not all(is_same_size(frame.size, length) for frame in frames.values()):
+            sizes = ", ".join(dict.fromkeys(str(frame.size) for frame in frames.values()))
+            raise SpError(
+                "SP411",
+                f"layout='balanced': expected one sequence, of {length} positions, got {describe_node(call.node)} "
+                f"with rows of {sizes} positions.",
+            )
 
 
 def _balanced_frames(node: Node) -> FrameMap:

@@ -6,14 +6,14 @@ other ("loose") padded rows:
     x[:, :-1]             a shorter window is the same local value, and its padded rows are further rows of x
     ring_attention(..)    a padded query attends to nothing (`library.PADDED` is "finite")
     rand_like(x)          each row is an independent draw
-    a window in a tile    has rows of ones, see `is_finite_on_ones` of passes/tiles/tile_view.py
+    sp::window in a tile  a tile may fill them with ones, see `is_finite_on_ones` of passes/tiles/tile_view.py
 
 A window is the range of valid positions of a value in its sequence. `plan.wants` has the placements that a node demands
 of its operands; the origin of a local node is its node in the global graph.
 
-Rows that a window cuts off may be infinite or NaN. Only moves may read them, up to a sum, which fills its padding. All
-other loose rows are finite. Smooth operators, which are finite with finite derivatives where their operands are, may
-read those, too. `sp::window` is inserted before all other readers.
+Rows that a window cuts off may be infinite or NaN. Only moves may read them, and sums, which fill their padding first.
+All other loose rows are finite. Smooth operators, which are finite with finite derivatives where their operands are,
+may read those, too. `sp::window` is inserted before all other readers.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ def find_loose_padding(gm: GraphModule, plan: PlacementPlan, n: int) -> set[Node
 
     They have loose padded rows (not equal to the nearest valid row), and an op may depend on these.
     """
-    # Nodes whose padded rows reach an op that depends on them, directly or through other ops: if the rows may be
-    # infinite, as those that a window cuts off, every op but a move depends on them; if they are finite, fewer ops do.
+    # Nodes whose padded rows reach an op that depends on them, directly or through other ops, for two kinds of rows.
+    # Rows that a window has cut off may be infinite: every op but a move depends on them. On finite rows, smooth ops do
+    # not depend, either.
     read_if_cut, read_if_finite = set[Node](), set[Node]()
     for node in reversed(gm.graph.nodes):
         for read_nodes, ignores_padding in ((read_if_cut, is_pure_move), (read_if_finite, is_smooth)):

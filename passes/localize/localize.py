@@ -81,8 +81,9 @@ class _Localizer(GraphEditor):
         self.graph = Graph()
         keep_calling_convention(self.graph, gm.graph)
         self.env: dict[Node, Node] = {}  # global node -> local node
-        # global split of the sequence -> the local value of each piece. No rank runs the split: the local value of a
-        # piece is that of the operand, of which the piece has another window, or a copy with restored padding.
+        # global split of the sequence -> the local value of each piece. No rank runs the split: a piece has the rows of
+        # the operand and a shorter window, so that its local value is that of the operand, or a copy of it with
+        # restored padding.
         self.split_values: dict[Node, tuple[Node, ...]] = {}
         # (global node, placement that a user demands) -> the local value in this placement
         self.converted: dict[tuple[Node, Placement], Node] = {}
@@ -146,7 +147,8 @@ class _Localizer(GraphEditor):
         """Set the values of inputs that are passed as shards (inputs='local'), and emit their global sizes.
 
         `NodeInfo.local` is the tensor or size that a rank passes. For an input that is a size S of the sequence, a rank
-        passes S/n, `NodeInfo.scale` is n, and S = n * (S/n) is computed.
+        passes S/n, `NodeInfo.scale` is n, and S = n * (S/n) is computed. Nodes that are emitted later find the nodes of
+        both sizes in `self.sizes.known`, and are placed after `self.sizes.last`.
         """
         for node in sources:
             if node_info(node).local is not None:
@@ -207,7 +209,7 @@ class _Localizer(GraphEditor):
             self._cut_window(node, operands[0])
         elif rule.alias:  # the converted operand is the result
             self.env[node] = operands[0]
-        elif rule.reshapes:
+        elif rule.reshapes:  # the elements keep their order: reshape the local operand to the local shape
             args = (operands[0], self._local_shape(node))
             self._record(node, self._call(aten.reshape.default, args, node, name=node.name))
         else:

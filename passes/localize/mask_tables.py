@@ -55,7 +55,8 @@ class HoistMaskTables(Pass):
     def _emit_tables(self, first: Node, readers: list[Node]) -> None:
         """Emit one sp::pieces before `first`, the first of the readers, and pass its tables to all readers.
 
-        The op returns a table for each mask vector. Vectors that are the same computation share one table.
+        The op is emitted directly after the last mask vector, once these are moved before `first`, and returns a table
+        for each. Vectors that are the same computation share one table.
         """
         representatives = unique_vectors(v for n in readers for v in mask_vectors(n))
         vectors = list(dict.fromkeys(representatives.values()))

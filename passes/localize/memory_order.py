@@ -50,7 +50,8 @@ class RestoreStrides(Pass):
 class KeepDimOrder(Pass):
     """Pass that restores the global order of dims in memory for all values below autograd.
 
-    In such a graph `meta["val"]` is local and `node_info(node).origin` is global.
+    These are the values of a graph that autograd does not differentiate any more: a joint graph, or an exported program
+    for inference. Their `meta["val"]` is local, and `node_info(node).origin` is a node of the global graph.
     """
 
     requires = frozenset({"validated"})

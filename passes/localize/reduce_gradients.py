@@ -41,7 +41,7 @@ def differentiable_nodes(gm: GraphModule) -> set[Node]:
     for node in gm.graph.nodes:
         value = node.meta.get("val")
         if node.op in ("placeholder", "get_attr"):
-            has_grad = is_tensor(node) and node_info(node).requires_grad is not False
+            has_grad = is_tensor(node) and node_info(node).requires_grad is not False  # None: not known
         else:
             has_grad = node.op == "call_function" and node.target is not torch.ops.aten.detach.default
             has_grad = has_grad and not differentiable.isdisjoint(node.all_input_nodes)
@@ -78,7 +78,8 @@ def _is_replicated_call(node: Node, plan: PlacementPlan) -> bool:
 def _gives_partial_grad(node: Node, user: Node, plan: PlacementPlan, partial_grad_nodes: set[Node]) -> bool:
     """Return True if each rank's gradient of the node from this user is a summand, to be added over the ranks.
 
-    Then the gradient of the user is partial itself, or it runs on shards and demands `Replicate(partial_grad=True)`.
+    It is one if the user is a partial-gradient node itself, whose backward maps summands to summands, or if the user
+    runs on shards and demands `Replicate(partial_grad=True)` of the node.
     """
     wants = demanded_placements(node, user, plan)
     return user in partial_grad_nodes or (bool(wants) and all(map(_is_partial_grad_demand, wants)))

@@ -85,7 +85,7 @@ def _check_target(node: Node) -> None:
     """Raise SpError if the call's target is neither an op overload nor a function of the modules PYTHON_FUNCTIONS."""
     is_op = isinstance(node.target, (OpOverload, HigherOrderOperator))
     if not is_op and getattr(node.target, "__module__", "") not in PYTHON_FUNCTIONS:
-        raise SpError("SP921", f"{describe_node(node)} is neither an op overload nor an operator.")
+        raise SpError("SP921", f"{describe_node(node)} is neither an op overload nor a built-in operator of Python.")
 
 
 def _check_wait(node: Node) -> None:

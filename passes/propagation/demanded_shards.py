@@ -30,7 +30,7 @@ def shard_demanded(plan: PlacementPlan, gm: GraphModule, axes: Axes, n: int, sta
     Args:
         plan: The plan of the graph, which is changed.
         gm: The graph.
-        axes: The axes of the graph.
+        axes: The dims of the graph's values, and which of them are sequences.
         n: The number of ranks.
         starts_sequences: True if replicated values other than constants may be sharded.
     """
@@ -72,7 +72,9 @@ def _shard_result(plan: PlacementPlan, node: Node, shard: Shard, n: int) -> Node
     The result is None if its operands are not all replicated, or if its rule does not pass the sharded dim.
     """
     call, rule = lookup_rule(node) or (None, None)
-    if call is None or rule is None or rule.operand_placements is not None or rule.lenders:
+    if call is None or rule is None:
+        return None
+    if rule.operand_placements is not None or rule.lenders:  # fixed placements, or operands read for their shape only
         return None
     if node_info(node).no_rule is not None or any(plan.of(x) != REPLICATE for x in call.operands):
         return None

@@ -144,15 +144,15 @@ def start_sharding(axes: Axes, call: OpCall, rule: BoundRule, n: int, window: Fr
     that only move data are no reason to shard.
 
     Args:
-        axes: The axes of the graph.
+        axes: The dims of the graph's values, and which of them are sequences.
         call: The call of the node.
         rule: The rule of the op.
         n: The number of ranks.
-        window: The window of another sequence as which it starts, if any.
+        window: A frame of another sequence, if the sequence starts as a window of that one.
     """
     node, value = call.node, next(iter(call.results()), None)
     is_draw = is_random(node)
-    if value is None or (rule.lazy and not is_draw and not node_info(node).starts_sequence):
+    if value is None or (rule.lazy and not is_draw and not node_info(node).starts_sequence):  # `lazy`: only moves data
         return None
     is_float = value.is_floating_point() or value.is_complex()
     starts = is_float or is_draw or rule.starts_sequence or _is_large_broadcast(call)
@@ -225,6 +225,7 @@ def through_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], n:
     leading = _leading_operand(call, rule, {i: factor for i, (factor, _) in factors.items()})
     main_factor, base = factors[leading] if leading is not None else ("", None)
     for i, (factor, shard) in factors.items():
+        # Once this operand is gathered, the node still runs on shards of the leading one, if only that has the factor.
         keeps_sharding = leading is not None and main_factor not in flatten_dims(rule.operands[i])
         if not factor or rule.kind(factor) == "whole":
             why = f"needs all of {factor!r}" if factor and not rule.reshapes else NO_PLACEMENT
@@ -281,6 +282,7 @@ def _has_same_positions(call: OpCall, rule: BoundRule, i: int, factor: str, have
     """
     if have.has_same_positions(base):
         return True
+    # The factor is the sharded dim itself, or one of several factors of it.
     extent = call.shape(i)[have.dim] if factor in rule.operands[i] else rule.extents[factor]
     transferred = _transfer_shard(base, have.dim, extent, n)  # for another extent, as of 8 key heads for 32 query heads
     return transferred is not None and have.has_same_positions(transferred)
@@ -303,7 +305,8 @@ def _place_window(call: OpCall, rule: BoundRule, have: Sequence[Placement], base
     placed = place_window(rule.slides[factor], base, n)  # the placement of the result, or the reason for none
     runs_on_shards = not isinstance(placed, str)
     other_placements = (REPLICATE, *have[1:])  # so that the first operand has no such demand
-    other_demands = _make_demands(node, other_placements, "whole", "every window reads all of it", runs_on_shards)
+    why = "every window reads all of it"
+    other_demands = _make_demands(node, other_placements, "whole", why, keeps_sharding=runs_on_shards)
     if isinstance(placed, str):
         why = f"every position needs its neighbors, and {placed}"
         demand = Demand(node, 0, "halo", have[0], why=why)

@@ -54,7 +54,8 @@ from .node_steps import (
 def mask_values(gm: GraphModule) -> set[Node]:
     """Return the values that are used only as masks, or to compute masks: no sequence starts at them.
 
-    Ops such as attention read masks replicated if they are (`BoundRule.masks`).
+    An op such as attention indexes a mask by position, so that it can read a replicated one as it is
+    (`BoundRule.masks`).
     """
     masks: set[Node] = set()
     for node in reversed(gm.graph.nodes):  # users first
@@ -92,7 +93,7 @@ def propagate(
 
     Args:
         gm: The graph, which is not changed.
-        axes: The axes of the graph.
+        axes: The dims of the graph's values, and which of them are sequences.
         n: The number of ranks.
         inputs: The placements of placeholders and attributes that are not replicated.
         outputs: The outputs that stay sharded, see `output_options`.
@@ -107,6 +108,7 @@ def propagate(
     # Nodes with replicated operands that stay replicated.
     replicated = mask_values(gm) if starts_sequences else frozenset(gm.graph.nodes)
     for node in gm.graph.nodes:
+        # `in_chunks` completes the frame of a sequence that the program computes in chunks: ranks have whole chunks.
         if node.op in ("placeholder", "get_attr"):
             plan.placements[node] = (axes.in_chunks(node, 0, (inputs or {}).get(node, REPLICATE)),)
         elif node.op == "output":
@@ -125,7 +127,8 @@ def _visit_output(plan: PlacementPlan, node: Node, outputs: str | Sequence[str])
     """Add a demand to the plan for each output that may not be returned as it is placed.
 
     A partial sum is reduced. A sharded value is gathered, unless the option `outputs` keeps it sharded. A replicated
-    value with a partial gradient is demanded with an equal one, because the caller returns equal gradients.
+    value whose gradient must be a summand on each rank has a demand "invariant": the caller returns the same full
+    gradient on every rank.
     """
     options = output_options(node, outputs)
     for i, source in enumerate(node.all_input_nodes):
@@ -153,17 +156,17 @@ def _visit(
 
     Args:
         plan: The plan so far.
-        axes: The axes of the graph.
+        axes: The dims of the graph's values, and which of them are sequences.
         node: A node that is no input or output.
         n: The number of ranks.
         keep_replicated: If True, no sequence starts at the node.
         declines: As in `propagate`.
-        window: The window of another sequence as which a sequence starts at the node, if any.
+        window: A frame of another sequence, if a sequence that starts at the node is a window of that one.
     """
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         return NodeStep(None, (_item_placement(plan, node, node.args[0]),))
     call, rule = lookup_rule(node) or (None, None)
-    if is_written(node):
+    if is_written(node):  # changed in place, so that it runs on replicated operands
         rule = None
     operands = call.operands if call is not None else [x for x in node.all_input_nodes if is_tensor(x)]
     have = [plan.of(x) for x in operands]
@@ -176,14 +179,14 @@ def _visit(
     # A linear op that `MarkPartialSums` has marked runs on partial sums.
     if node_info(node).combines and call is not None and is_partial_sum(call, have):
         return NodeStep(tuple(p if isinstance(p, Partial) else SUMMAND_DEMAND for p in have), (Partial(),))
-    # All others run on reduced sums.
+    # All others need reduced sums: a partial operand has a demand, and counts as replicated from here on.
     demands = [Demand(node, i, "reduce", p) for i, p in enumerate(have) if isinstance(p, Partial)]
     have = [REPLICATE if isinstance(p, Partial) else p for p in have]
     step = _node_step(axes, node, call, rule, have, n, keep_replicated, window)
     declined = declines(call, rule, have) if declines and call and step.wants else None
     if declined is not None:
         step = replicate_operands(node, have, "whole", declined, len(step.results))
-    # The results of operands that differ by rank (Varying) do, too, unless the rule expects such operands.
+    # If an operand differs by rank (Varying) and the rule does not expect this, the results differ by rank, too.
     expected = (rule.operand_placements if rule is not None else None) or (REPLICATE,) * len(have)
     if any(p == VARYING and want != VARYING for want, p in zip(expected, have)):
         step = varying_result(node, have, VARYING, len(step.results))
@@ -234,17 +237,17 @@ def _node_step(
     in place.
 
     Args:
-        axes: The dims of the graph.
+        axes: The dims of the graph's values, and which of them are sequences.
         node: Node of the op.
         call: Its call; None for a node that is no call of an op.
         rule: Its rule; None without one.
         have: Placements of the operands, none of which is partial.
         n: Number of ranks.
         keep_replicated: If True, no sequence starts at the node.
-        window: The window of another sequence as which a sequence starts at the node, if any.
+        window: A frame of another sequence, if a sequence that starts at the node is a window of that one.
 
     Returns:
-        The step. Its `wants` is None if the operands keep their placements.
+        The step. Its `wants` is None if the node does not run on shards.
     """
     num_results = max(1, len(call.results())) if call is not None else 1
     if call is None or rule is None or node_info(node).no_rule is not None:

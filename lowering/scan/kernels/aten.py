@@ -26,8 +26,8 @@ def fits_aten(problem: ScanProblem) -> bool:
 def _aten_priority(problem: ScanProblem) -> int:
     """Return the priority of torch's scans in the lowering table; low numbers are first.
 
-    They are first for problems where a launch from Python dominates, and for many short lines on a CPU with little
-    computation.
+    They are first for small problems, where a launch from Python dominates, and on a CPU for short lines and cheap
+    operations, where starting the C++ kernel takes longer than the scan.
     """
     if problem.outer * problem.length * problem.inner <= SMALL_SCAN:
         return 0
@@ -42,6 +42,7 @@ def _is_exact(problem: ScanProblem) -> bool:
     The total is read from the result, which is rounded unless it has the accumulation dtype.
     """
     result, accumulate = problem.result, problem.accumulate
+    # On a CPU torch accumulates in a wider dtype than that of the result, on other devices in the same.
     torch_accumulate = accumulate_dtype(problem.op, result, "cpu") if problem.device == "cpu" else result
     if torch.promote_types(torch_accumulate, accumulate) != torch_accumulate:
         return False

@@ -32,7 +32,8 @@ def blocked_inclusive(
     results.
     """
     n = num_rows(states, dim)
-    # `running` has one row per block: the result at the current row of each block. It starts with the first rows.
+    # `running` has one row per block: the result at the current row of each block. It starts with the first rows. For
+    # n = 70 these are the rows 0, 32 and 64; from row 6 of the blocks on, only two blocks have rows.
     running = lift(slice_rows(states, dim, 0, None, BLOCK_ROWS))
     if n > BLOCK_ROWS:  # add the totals of all earlier blocks to the first rows of later blocks
         carries, _ = blocked_inclusive(combine, _block_totals(combine, states, dim, lift), dim)

@@ -80,7 +80,7 @@ class GenericKernels:
             # The initial state is added to the first row. Adding it to the results would need the product of all
             # factors, which may overflow.
             first = a[:, :1].to(accumulate) * initial.to(accumulate).unsqueeze(DIM) + b[:, :1]
-            b = torch.cat((first, b[:, 1:]), DIM)[:, : b.shape[DIM]]
+            b = torch.cat((first, b[:, 1:]), DIM)[:, : b.shape[DIM]]  # still no rows if b has none
 
         def lower(states: Pair) -> Tensor:
             """Return h, which is the constant of the affine map of all rows up to each."""

@@ -124,6 +124,7 @@ def scan_native(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:
     x = x.to(_kernel_dtype(x.dtype, problem.result))
     out = x.new_empty(x.shape, dtype=problem.result)
     states = _run_native(problem, x, starts=starts, out=out)
+    # Of a logsumexp the state is the maximum m, and the sum of exp(x - m) over the rows but that of the maximum.
     total = states[0] + states[1].log1p() if problem.op == "logsumexp" else states[0]
     return out, total.to(problem.accumulate)
 
@@ -192,7 +193,7 @@ def _run_native(problem: ScanProblem, x: Tensor, initial: Tensor | None = None, 
     integers = (
         *x.shape,
         *start_strides(others.get("starts")),
-        problem.exclusive or problem.lagged,
+        problem.exclusive or problem.lagged,  # the result of a row is that of the state before it
         problem.reverse,
         threads,
     )

@@ -156,8 +156,9 @@ class MergeChooser:
     def _seconds(self, chain: CollectiveChain, block: LinkIndices, name: str) -> float:
         """Return the predicted seconds of a block as one collective over the communicator `name`.
 
-        The cost model has the time of an all_reduce, as latency plus bytes / bandwidth. An all_gather or a
-        reduce_scatter takes half of it, since an all_reduce is both.
+        The cost model has the time of an all_reduce as a `line`, latency plus bytes / bandwidth: that measured for the
+        communicator, or else that of the device. An all_gather or a reduce_scatter takes half of it, since an
+        all_reduce is both.
         """
         line, size = self.groups.lines.get(name), self.groups.size(name)
         if line is None:

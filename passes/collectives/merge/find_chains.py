@@ -241,6 +241,7 @@ def _link_chunks(call: OpCall, kind: str) -> ChunkMove | None:
 def _previous_link(link: ChainLink) -> tuple[ChainLink, list[Node]] | str | None:
     """Return the collective before this one in its chain, and the nodes in between, in order.
 
+    For the last link of all_reduce(a) -> wait -> view -> all_reduce(b), these are the all_reduce of a and [wait, view].
     If the chain ends here, return the reason for the report, or None if no collective of the same kind precedes.
     """
     # Follow operands up to a collective, through nodes that commute with this one.

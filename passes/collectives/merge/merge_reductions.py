@@ -184,7 +184,7 @@ class MergeReductions(CollectivePass):
             self._resize_chunks(last.chunks, ranks)
 
     def _erase_link(self, chain: CollectiveChain, index: int) -> None:
-        """Erase a collective of a chain, whose readers then read its operand, with its waits and its move of chunks.
+        """Erase a collective of a chain, its waits and its move of chunks. Its readers then read its operand.
 
         The move is cat(split(x)), which makes it a collective along another dim than 0. The waits are removed from
         `chain.steps`, too.

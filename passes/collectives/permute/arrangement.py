@@ -110,7 +110,7 @@ class FactorTable:
         order = self.order(x)
         # The rule of a reshape from one dim per factor to the shape; its letters are the factors after the reshape.
         rule = reshape_rule(tuple(self._sizes[factor] for factor in order), tuple(shape))
-        if rule.kinds:
+        if rule.kinds:  # only factors that are not complete in both shapes, as of (6, 10) -> (4, 15), have a kind
             return None
         factor_of: dict[str, int] = {}  # number of each factor by its letter
         for factor, dim in zip(order, rule.operands[0]):
@@ -128,7 +128,7 @@ class FactorTable:
         None if the dim does not provably have that many equal pieces.
         """
         cut = self.split_leading(x.dims[dim], count)
-        if cut is None or (not keeps_dim and self.resolve(cut[1])):
+        if cut is None or (not keeps_dim and self.resolve(cut[1])):  # a select leaves no factor of the dim
             return None
         dims = (*x.dims[:dim], *([cut[1]] if keeps_dim else []), *x.dims[dim + 1 :])
         return Arrangement(dims, (*x.fixed, FixedFactors(cut[0], index)))  # the leading factors count the pieces
@@ -160,7 +160,7 @@ MAY_COPY = parse_overloads("contiguous reshape reshape_as flatten.using_ints rav
 
 
 def is_view(node: Node) -> bool:
-    """Return True if the value of the node shares the storage of its first operand, for any strides of this."""
+    """Return True if the value of the node shares the storage of its first operand, for all strides of the operand."""
     if node.target in PASSTHROUGH_MOVES:
         return True
     if not isinstance(node.target, OpOverload) or node.target in MAY_COPY:

@@ -7,8 +7,9 @@ after an exchange are merged before it.
 
     all_to_all_permute(x [b, S, h, d], 1, 2).flatten(2)   ->   all_to_all_permute(x.flatten(2), 1, 2)
 
-An exchange receives n blocks of the gathered dims, [n, h * d, b * s]: transposed, the operand of a matmul. With
-separate h and d they are [n, h, b, s, d]. There, n * h * d positions have no common stride, so that flatten copies.
+An exchange receives n blocks, one from each rank, whose first dim is the gathered one. With separate h and d, memory
+has the dims [n, h, b, s, d] (s = S / n): n * h and d are not adjacent, so that merging them afterwards copies. If they
+are merged before the exchange, memory has [n, h * d, b, s], the transposed operand of a matmul, which needs no copy.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def _can_join(exchanges: list[Node], node: Node) -> bool:
 
 
 def _move_users_after(exchanges: list[Node]) -> None:
-    """Move the nodes that depend on the first exchanges after the last one, at whose place all are packed."""
+    """Move the nodes that depend on an exchange and precede the last one after that, where all are packed."""
     position = exchanges[-1]
     for node in _dependents_before(exchanges[:-1], position) or ():
         position.append(node)
@@ -147,8 +148,8 @@ class MergeDimsBeforeExchange(Pass):
             groups: The dims of the exchange that form each dim of `result`.
 
         Returns:
-            True if `result` is replaced. False, without a change, if the merge would copy the operand, or if it is sent
-            without a copy now.
+            True if `result` is replaced. False, without a change, if the merge would copy the operand, or if the
+            operand can be sent without a copy as it is.
         """
         x, scatter, gather, n, group = node.args
         shape, order = as_sizes(x.meta["val"].shape), [dim for dims in groups for dim in dims]
@@ -174,7 +175,8 @@ def _merged_dims(node: Node, result: Node) -> list[list[int]] | None:
     """Return for each dim of `result` the dims of the exchange `node` that it merges, such as [[0], [1], [2, 3]].
 
     Returns None unless `result` only permutes and merges dims, the gathered dim is the first one of merged dims, and
-    the scattered dim is the first one of a dim of `result`.
+    the scattered dim is the first one of a dim of `result`. Both must be first, because an exchange of a merged dim
+    splits and joins its outermost part.
     """
     table = FactorTable()
     before = table.new_tensor(as_sizes(node.meta["val"].shape))

@@ -118,7 +118,7 @@ def _upstream_moves(node: Node) -> list[Node]:
         """Return the operands that a move has moved; none for a wait, whose operand is not complete."""
         return moved_operands(n) if is_move(n) and n.target is not WAIT_OPS else ()
 
-    nearest = itertools.islice(iterate_reachable([node], operands), 1, MAX_CANDIDATES + 1)
+    nearest = itertools.islice(iterate_reachable([node], operands), 1, MAX_CANDIDATES + 1)  # from 1 on: without `node`
     return [x for x in nearest if is_tensor(x)]
 
 
@@ -140,6 +140,7 @@ def _upstream_chain(sent: Node, x: Node) -> set[Node] | None:
     """
     chain = reachable_set([sent], lambda n: moved_operands(n) if n is not x and is_move(n) else ()) | {x}
     for node in chain - {x}:
+        # The exchange itself, which reads the sent value, is not in the chain.
         has_other_users = any(user not in chain and not is_all_to_all(user) for user in node.users)
         if not is_move(node) or (has_other_users and not is_view(node)):
             return None
@@ -215,7 +216,8 @@ def _match_dims(
         if gather == scatter:
             continue
         result = exchange_factors(table, exchanged, before, scatter, gather)
-        # The other factors of both dims; none for a dim of size 1.
+        # The other factors of both dims: the rows of the gather dim of x, and a rank's block of the scatter dim. A dim
+        # of size 1 has none. An exchange of a dim of size n for one of size 1 is not matched.
         rows, block = table.resolve(before.dims[gather]), table.resolve(result.dims[scatter])
         if exact:
             is_match = bool(rows or block) and table.equal(result, after)
@@ -233,7 +235,8 @@ def exchange_factors(
 ) -> Arrangement:
     """Return the arrangement (the factors of each dim) of all_to_all_permute(x, scatter, gather).
 
-    The sent factors are removed from the start of the scatter dim; the gather dim starts with the received ones.
+    The sent factors are removed from the start of the scatter dim; the gather dim starts with the received ones: for
+    scatter dim 2 and gather dim 1, (b, s, n * h, d) becomes (b, n * s, h, d).
     """
     dims = list(x.dims)
     dims[scatter] = tuple(table.resolve(dims[scatter])[len(table.resolve(exchanged.sent)) :])

@@ -34,7 +34,10 @@ INTERPRETER_SIZES = TileSizes((128, 1), programs=2, min_tiles=2)
 
 
 def choose_schedule(across: int, along: int, multiprocessors: int, sizes: TileSizes) -> str:
-    """Return the schedule: "parts" of lines, or "one" program per line if these keep the device busy.
+    """Return the schedule: "one" program per line, or "parts" of lines with a program each.
+
+    One program per line takes two passes over memory in place of three. It is selected if the lines alone keep the
+    device busy, or have too few tiles to be divided.
 
     Args:
         across: Number of tiles across the lines: of programs, with one per line.
@@ -56,8 +59,8 @@ def run_sweep(sweep: Sweep, initial: State | None, out: State | None, total: boo
 
     Args:
         sweep: The scan.
-        initial: (1, lines), the state before every line.
-        out: Memory for the results, like x.
+        initial: (1, lines), the state before every line; None for the neutral state.
+        out: Memory for the results, like x; None if only the total is needed.
         total: True to return the total.
 
     Returns:

@@ -36,7 +36,7 @@ def scan_triton(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:
 
     dtype, accumulate = problem.result, problem.accumulate
     neutral, compute = MONOIDS[problem.op].identity(accumulate), _state_dtype(accumulate)
-    out = x.new_empty(x.shape, dtype=compute if dtype is torch.bool else dtype)
+    out = x.new_empty(x.shape, dtype=compute if dtype is torch.bool else dtype)  # bools are cast after the kernel
     if not x.numel():
         return out.to(dtype), x.new_full((x.shape[0], x.shape[2]), neutral, dtype=accumulate)
     sweep = Sweep(

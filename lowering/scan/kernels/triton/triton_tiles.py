@@ -151,7 +151,8 @@ def append_last_state(  # type: ignore[no-untyped-def]
     """Return states (p, q) combined with the element before ``end``, which a shifted scan has not reached.
 
     In a lagged recurrence only the factor of that element is missing. The mask of the summands, address < 0, is False
-    everywhere, so that none is read.
+    everywhere, so that none is read. The second `address` takes the place of the time, which only indexed states read;
+    these are never shifted.
     """
     address = base + _time_at(end - 1, length, REVERSE) * inner
     last_p, last_q = _leaf_states(
@@ -282,8 +283,8 @@ class Sweep:
     def totals(self) -> Sweep:
         """Return the sweep whose last state is the total of x.
 
-        It has no shift, which would only delay the results by a place. A lagged recurrence keeps it, since it combines
-        each summand with the factor one place earlier.
+        It has no shift: the last state of a shifted scan lacks the last element. A lagged recurrence keeps the shift,
+        since it combines each summand with the factor one place earlier; `append_last_state` adds the last factor.
         """
         return replace(self, shift=self.shift and self.op == "linear")
 

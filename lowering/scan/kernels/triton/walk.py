@@ -154,7 +154,7 @@ def _carry_buffers(sweep: Sweep, parts: int, initial: State | None) -> State:
 
     The first row is set to the initial state, or to the neutral one; the others are not written yet.
     """
-    carry = replace(sweep, starts=None).states(parts + 1)
+    carry = replace(sweep, starts=None).states(parts + 1)  # without flags, which carries do not have
     carry.value[0] = sweep.start if initial is None else initial.value[0]
     if carry.second is not None:
         carry.second[0] = 0  # the index; the factor of a recurrence is not read
