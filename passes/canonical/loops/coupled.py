@@ -140,7 +140,8 @@ class CoupledStates:
         editor: Emits the ops.
         body: The columns of the cycle, in the order of computation.
         leaves: The flattened arguments of each column: nodes, constants and references to columns.
-        seeds: The values before the first step, by columns and lags: states are the values of the previous steps.
+        seeds: The values before the first step, by column and lag. Each key is one of the states: with the keys
+            (p, lag 1) and (p, lag 2), these are p of the previous step and p of the step before that.
     """
 
     def __init__(
@@ -186,6 +187,7 @@ class CoupledStates:
         error = NotALoop(f"a state that is not affine in the previous state ({node.target})")
         if terms is None or call is None or rule is None or len(rule.results) != 1:
             raise error
+        # The rule has the operands in the order of the op's schema; `_zeros` and `_record_dims` need that of leaves.
         if [nodes[i] for i in tensors] != call.operands or node.meta["val"].dtype != self.options["dtype"]:
             raise error
         names = _leaf_names(node)
@@ -193,7 +195,7 @@ class CoupledStates:
         # Terms without a state are zero in the linear part. All other leaves are factors of a state.
         zeroed, factors = [], set(range(len(leaves)))
         for term in terms:
-            members = [i for i, name in enumerate(names) if name in term.split(" * ")]
+            members = [i for i, name in enumerate(names) if name in term.split(" * ")]  # leaves of the term
             # "self * other" is one product; an argument like the `tensors` of a cat has one term for each tensor
             products = [members] if "*" in term else [[i] for i in members]
             for product in products:
@@ -229,7 +231,7 @@ class CoupledStates:
                 return None
             found: set[int | None] = set()
             for i in state_leaves:
-                reference = leaves[i]
+                reference = leaves[i]  # with a lag, to a state itself, which has all dims of the states in order
                 dims = range(len(self.shape)) if reference.lag else self.state_dims[reference.column]
                 found.add(dims[operand_dims[i].index(name)] if name in operand_dims[i] else None)
             return found.pop() if len(found) == 1 else None
@@ -247,14 +249,16 @@ class CoupledStates:
         columns), where the rows are the mixed elements of all states, one state after the other.
         """
         num_states, num_rows = len(self.states), self.rows * len(self.states)
+        # m is equal along repeated dims, so that it is computed with size 1 there, unless an op of the body, such as a
+        # view, has their full sizes as arguments.
         try:
-            results = self._evaluate(frozenset(self.repeated_dims))  # m is equal for all columns: one column suffices
+            results = self._evaluate(frozenset(self.repeated_dims))
             has_all_columns = False
-        except (RuntimeError, ValueError, NotALoop):  # an op with the sizes of all columns
+        except (RuntimeError, ValueError, NotALoop):
             results = self._evaluate(frozenset())
             has_all_columns = True
         terms, maps = results[:num_states], results[num_states:]  # (steps, ...) and (steps, basis, ...) of each state
-        if has_all_columns:
+        if has_all_columns:  # keep one of the equal ones; a dim d of the states is dim d + 2 of the maps
             for d in self.repeated_dims:
                 maps = [self._compute(aten.slice.Tensor, x, d + 2, 0, 1) for x in maps]
         time = len(self.batch_dims)  # the dim of the steps in the scan
@@ -365,7 +369,7 @@ class CoupledStates:
             node = op.column.node
             args, kwargs = pytree.tree_unflatten(leaves, pytree.tree_flatten((node.args, node.kwargs))[1])
             values[op.column] = node.target(*args, **kwargs)
-        # A state of lag 2 is the state of lag 1 one step later.
+        # In the next step, the state p of lag 1 is the new value of p, and that of lag 2 is the present one of lag 1.
         return [values[x.column] if x.lag == 1 else previous[ColumnRef(x.column, x.lag - 1)] for x in self.states]
 
     def _zeros(self, op: BodyOp, leaf: int, single_dims: frozenset[int]) -> Any:
@@ -386,7 +390,7 @@ class CoupledStates:
             return None if x is None else 0
         _, rule = lookup_rule(node) or (None, None)
         assert rule is not None
-        names = rule.operands[sum(map(is_tensor, nodes[:leaf]))]
+        names = rule.operands[sum(map(is_tensor, nodes[:leaf]))]  # rules have operands for tensors only
         state_dim_of = dict(zip(rule.results[0], self.state_dims[op.column]))  # by name of a dim of the result
         sizes = [1 if state_dim_of.get(name) in single_dims else size for name, size in zip(names, node_shape(x))]
         return torch.zeros(sizes, dtype=x.meta["val"].dtype, device=x.meta["val"].device)

@@ -55,6 +55,7 @@ class StackWrittenRows(CanonicalPass):
         """
         self.writes = {n: write for n in gm.graph.nodes if (write := _match_write(n)) is not None}
         self.budget = 4 * len(gm.graph.nodes)  # remaining number of readers to examine
+        # The last write first: a read of another row moves to the tensor before that write, which is examined next.
         redirected = [self._redirect_reads(n, write) for n, write in reversed(self.writes.items())]
         stacked = [self._stack_chain(n) for n in self.writes if n.users and not self._is_continued(n)]
         return sum(redirected) + sum(stacked)
@@ -92,8 +93,8 @@ class StackWrittenRows(CanonicalPass):
         # Follow the chain back to its base; a row has the value of its last write.
         value, last_write = last.meta["val"], self.writes[last]
         rows: dict[int, Node] = {}  # by index
-        written_twice = early_read = None  # reasons against a stack
-        node = last
+        written_twice = early_read = None  # reasons against a stack, as texts
+        node = last  # the write in the loop below, and then the first write of the chain
         while True:
             write = self.writes[node]
             if (write.dim, write.keeps_dim) != (last_write.dim, last_write.keeps_dim):
@@ -117,7 +118,7 @@ class StackWrittenRows(CanonicalPass):
             reason = reason or early_read or f"{len(missing)} rows of {num_rows} are never written"
         if reason is not None and self._is_loop(last):
             self.note_refusal(last, f"rows that are written one by one are not stacked: {reason}")
-        if reason is not None or node is last:
+        if reason is not None or node is last:  # the last write is also the first: a single write is no list
             return False
         with self.graph.inserting_before(last):
             for index in missing:  # at most one, which keeps its initial value

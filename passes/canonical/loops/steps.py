@@ -280,7 +280,7 @@ def _match_index_read(values: Sequence[Any], first: int) -> IndexRead | Node | N
     source, dim, rows, start = reads[0]
     if any((read.dim, read.rows) != (dim, rows) or not is_same_call(read.source, source) for read in reads):
         return None
-    strides = {b.position - a.position for a, b in pairwise(reads)} or {1}
+    strides = {b.position - a.position for a, b in pairwise(reads)} or {1}  # a single read has no differences
     if len(strides) > 1 or not strides <= {-1, 0, 1}:
         return None
     stride = strides.pop()

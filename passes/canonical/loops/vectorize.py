@@ -173,7 +173,7 @@ class BatchedOps(GraphEditor):
         Raises:
             NotALoop: The op cannot be batched.
         """
-        if node.target is operator.getitem:
+        if node.target is operator.getitem:  # of an op with several results, whose value is a list
             return leaves[0][leaves[1]]
         batchers = (_batch_pointwise, _batch_view, _batch_matmul, _batch_trailing, _batch_dim_op, _batch_einsum)
         for batch_op in batchers:
@@ -196,6 +196,9 @@ class BatchedOps(GraphEditor):
     ) -> BatchedValue:
         """Emit an op for all steps whose operands broadcast, except for their last `fixed_dims` dims.
 
+        For x + y with steps of shape (B, D) and (D,), batched as (B, S, D) and (S, D), it emits the sum of (B, S, D)
+        and (S, D): the dim of the steps has one dim after it in both.
+
         Args:
             target: The op.
             spec: The pytree spec of its (args, kwargs).
@@ -203,7 +206,7 @@ class BatchedOps(GraphEditor):
             like: The node whose metadata the new node copies.
             fixed_dims: The number of last dims that do not broadcast.
         """
-        ndim = max(step_ndim(x) for x in leaves)
+        ndim = max(step_ndim(x) for x in leaves)  # of one step of the result
         # The result has the dim of the steps where the operand with most dims has it, if that is before the fixed dims,
         # so that this operand need not be permuted.
         candidates = [x for x in leaves if isinstance(x, BatchedValue) and x.trailing_dims >= fixed_dims]
@@ -273,7 +276,8 @@ def step_ndim(x: Value) -> int:
 def _batch_pointwise(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> BatchedValue | None:
     """Emit the op of a step for all steps if it acts on each element independently; None for other ops.
 
-    Its sharding rule shows it: each dim of an operand is the dim of the result to which it broadcasts.
+    Its sharding rule shows it: all factors pass through (they have no kinds), and each dim of an operand is the dim of
+    the result to which it broadcasts.
 
     Args:
         ops: The editor.
