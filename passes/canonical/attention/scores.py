@@ -232,7 +232,8 @@ def order_after(x: Node, order: tuple[int, ...]) -> tuple[int, ...] | None:
         order: The same dims of its operand.
 
     Returns:
-        The dims; None if x mixes leading dims, queries and keys.
+        The dims; None if x mixes leading dims, queries and keys. For (B * H, K, Q) -> (B, H, K, Q), the order
+        (0, 2, 1) becomes (0, 1, 3, 2).
     """
     permuted = permutation_of(x)
     if permuted is not None:
@@ -240,7 +241,7 @@ def order_after(x: Node, order: tuple[int, ...]) -> tuple[int, ...] | None:
     before, after = len(order), x.meta["val"].ndim
     if not is_leading_reshape(x) or not is_identity(order[:-2]):
         return None
-    return (*range(after - 2), *(d - before + after for d in order[-2:]))
+    return (*range(after - 2), *(d - before + after for d in order[-2:]))  # dims of queries and keys are the last two
 
 
 def is_neutral_op(x: Node) -> bool:
@@ -276,7 +277,8 @@ def _match_scale(call: OpCall, x: Node, keys_dim: int) -> ScoreChain | None:
         if inner is None or inner.biases or any(math.isfinite(fill) for *_, fill in inner.fills):
             continue
         number = scalar_value(factor, dtype)  # None for a tensor of unknown values
-        if number and inner.score != SCORE and not inner.fills:  # after a soft cap: tanh(..) * c
+        # `inner.score` is a function of the scaled product: SCORE itself, or with a tanh after a soft cap.
+        if number and inner.score != SCORE and not inner.fills:  # tanh(..) * c
             exact_number = sympy.Rational(repr(float(number)))
             return replace(inner, score=inner.score / exact_number if divides else inner.score * exact_number)
         if inner.score == SCORE and number is not None and number > 0:  # a negative one would change the sign of -inf
