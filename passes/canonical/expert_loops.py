@@ -74,7 +74,7 @@ class RewriteSortedRows(CanonicalPass):
         if not node.users or call.ndim() != 1:  # without users: a rewrite of another sort has replaced its readers
             return False
         uses = _find_uses(node, call)
-        if uses.unsupported is not None and uses.sorted_reads:
+        if uses.unsupported is not None and uses.sorted_reads:  # not for a sort that orders no rows
             self.note_refusal(uses.unsupported, "it reads rows that are sorted by a key and not restored")
         if uses.unsupported is not None or not uses.unsorted:
             return False

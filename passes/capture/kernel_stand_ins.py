@@ -182,10 +182,10 @@ def _number_documents(cu_seqlens: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     count = bounds.shape[0] - 1
     numbers = torch.arange(1, count + 1, device=x.device)
     # Empty documents have the bounds of others: of several that start here the last one has tokens, of several that end
-    # here the first one.
+    # here the first one. The smallest number is count + 1 - (the largest count + 1 - number).
     opened = slots.scatter_reduce(0, bounds[:-1], numbers, "amax")[:-1]
-    last = slots.scatter_reduce(0, bounds[1:], count + 1 - numbers, "amax")[1:]
-    return opened[None], torch.where(last > 0, count + 1 - last, 0)[None]
+    reversed_numbers = slots.scatter_reduce(0, bounds[1:], count + 1 - numbers, "amax")[1:]  # 0 where none ends
+    return opened[None], torch.where(reversed_numbers > 0, count + 1 - reversed_numbers, 0)[None]
 
 
 def _changes(ids: Tensor) -> Tensor:

@@ -138,7 +138,8 @@ class _RegionInliner:
                 f"{attribute}.",
             )
         body = gm.get_submodule(attribute.target)
-        first_operand = index + (2 if node.target is torch_compat.invoke_subgraph else 1)  # it passes a name, too
+        has_name = node.target is torch_compat.invoke_subgraph  # invoke_subgraph(body, name, *operands)
+        first_operand = index + (2 if has_name else 1)
         operands = map_arg(node.args[first_operand:], copies.__getitem__)
         placeholders = body.graph.find_nodes(op="placeholder")
         if len(placeholders) != len(operands):

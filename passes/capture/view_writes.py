@@ -107,7 +107,8 @@ def find_shared_results(gm: GraphModule) -> SharedResults:
     """Find the results of a graph that are views of other results or of inputs, before functionalization.
 
     Results of one memory that are views of an intermediate value get this value as base: it is added to the results of
-    the graph, as a hidden result.
+    the graph, as a hidden result. The results (y[0], y[:2]), for example, become (y[0], y[:2], y), of which the first
+    two are views of the third.
     """
     output, inputs = gm.graph.output_node(), list(gm.graph.find_nodes(op="placeholder"))
     results = list(output.args[0])  # type: ignore[arg-type]

@@ -97,7 +97,8 @@ def decline_product(call: OpCall, rule: BoundRule | None, have: Sequence[Placeme
     operand_elements = sum(num_elements(call.operands[i].meta["val"]) for i in shards)
     result_elements = sum(map(num_elements, call.results()))
     sharded_factors = [rule.local_part(rule.operands[i], p)[0] for i, p in shards.items()]
-    if any(factor in rule.vanishing for factor in sharded_factors):  # the product sums over the sharded dim
+    # A vanishing factor is in no result: the product sums over the sharded dim.
+    if any(factor in rule.vanishing for factor in sharded_factors):
         result_elements, exchange = 2 * result_elements, "sum"
     else:
         exchange = "gather"
