@@ -50,6 +50,7 @@ class BucketReductions(Pass):
             _, readers = _find_moves_and_readers(node)
             if len(readers) == 1:
                 (reader,) = readers
+                # A bucket has one reader, dtype, device and group (the arguments after the operand).
                 groups.setdefault((reader, value.dtype, value.device, *node.args[1:]), []).append(node)
         num_buckets = 0
         for (reader, *_), nodes in groups.items():

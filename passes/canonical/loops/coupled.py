@@ -267,7 +267,8 @@ class CoupledStates:
         order = [*self.batch_dims, None, *self.mixed_dims, *self.repeated_dims]  # None: the dim of the steps
         b = [self._arrange(x, [0 if d is None else d + 1 for d in order]) for x in terms]
         b = [self._reshape(x, (*batch, steps, self.rows, num_columns)) for x in b]
-        order = [*self.batch_dims, None, *self.mixed_dims, -1, *self.repeated_dims]  # -1: the dim of the basis
+        # The dims of `maps` are the steps, the basis (1, here -1 + 2), and those of the states.
+        order = [*self.batch_dims, None, *self.mixed_dims, -1, *self.repeated_dims]
         m = [self._arrange(x, [0 if d is None else d + 2 for d in order]) for x in maps]
         m = [self._reshape(x, (*batch, steps, self.rows, num_rows)) for x in m]
         initial = None

@@ -131,6 +131,7 @@ class BatchedOps(GraphEditor):
             options = {"dtype": value.dtype, "device": value.device}
             return self.compute(aten.full.default, (sizes, x), like, options)
         x_value, x_shape = x.meta["val"], node_shape(x)
+        # A 0-dim tensor does not determine the dtype of an op's result, which casts it, too.
         rounds = x_value.ndim and torch.promote_types(x_value.dtype, value.dtype) != value.dtype
         broadcasts = all(a == 1 or is_same_size(a, b) for a, b in zip(x_shape[::-1], shape[::-1]))
         if rounds or not broadcasts or len(x_shape) > len(shape):
