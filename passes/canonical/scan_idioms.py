@@ -148,7 +148,7 @@ class RewriteScanIdioms(CanonicalPass):
         factors_and_terms, dim = [value_origin(x) for x in call.operands[:2]], call.dim(operand=1)
         if call["frame"] is not None or not all(flips_along(x, dim) for x in (node, *factors_and_terms)):
             return False
-        operands = [x.args[0] for x in factors_and_terms] + call.operands[2:]
+        operands = [x.args[0] for x in factors_and_terms] + call.operands[2:]  # before their flips; initial value
         args, kwargs = call.with_operands(operands, reverse=not call["reverse"])
         with self.graph.inserting_before(node):
             self.replace(node, self.emit(inner.target, args, node.meta["val"], node, kwargs))

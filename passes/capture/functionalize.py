@@ -162,7 +162,7 @@ class _Functionalizer:
 
     def emit_view(self, node: Node) -> Node:
         """Emit the op of an outdated view again, on the current value of its base, and return the new view."""
-        # Only ops can be emitted again.
+        # Other nodes cannot be emitted again, such as an autograd.Function that has returned a view.
         if not isinstance(node.target, torch_compat.OpOverload) and node.target is not operator.getitem:
             raise WriteError(
                 "SP222",

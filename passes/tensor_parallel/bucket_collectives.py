@@ -1,4 +1,4 @@
-"""Bucket the all_reduces that only outputs, or the bucket of another reduction, read.
+"""Bucket the all_reduces whose results only the output reads, directly or through another bucket.
 
     all_reduce(dw1), all_reduce(dw2)   ->   split(all_reduce(cat(dw1, dw2)))
 

@@ -264,10 +264,11 @@ def is_leading_reshape(x: Node) -> bool:
 
 
 def _match_scale(call: OpCall, x: Node, keys_dim: int) -> ScoreChain | None:
-    """Match scores that x multiplies or divides, or return None.
+    """Match scores that x multiplies or divides, or return None; `keys_dim` is the dim of keys in x.
 
-    The factor is a number, a tensor with one number for all queries and keys of a head, or a gate: a tensor by which
-    each score is multiplied, such as a mask of 0 and 1. `keys_dim` is the dim of keys in x.
+    A positive number changes the scale of the product or, after the tanh of a soft cap, the score function. A tensor
+    with one number for all queries and keys of a head becomes one of the factors. Another tensor, such as a mask of 0
+    and 1, is a gate.
     """
     divides, dtype = x.target in (aten.div.Tensor, aten.div.Scalar), x.meta["val"].dtype
     pairs = [(call["self"], call["other"]), (call["other"], call["self"])]
@@ -277,7 +278,7 @@ def _match_scale(call: OpCall, x: Node, keys_dim: int) -> ScoreChain | None:
         if inner is None or inner.biases or any(math.isfinite(fill) for *_, fill in inner.fills):
             continue
         number = scalar_value(factor, dtype)  # None for a tensor of unknown values
-        # `inner.score` is a function of the scaled product: SCORE itself, or with a tanh after a soft cap.
+        # `inner.score` is a function of the scaled product: SCORE itself, or with a tanh.
         if number and inner.score != SCORE and not inner.fills:  # tanh(..) * c
             exact_number = sympy.Rational(repr(float(number)))
             return replace(inner, score=inner.score / exact_number if divides else inner.score * exact_number)

@@ -108,7 +108,7 @@ class LoopBuilder:
         batched = self.values[column]
         if not isinstance(batched, BatchedValue):
             raise NotALoop("an op outside the loop reads an op with several results")
-        index = column.end - 1 - step if self.reverse else step - column.first
+        index = column.end - 1 - step if self.reverse else step - column.first  # in the dim of the steps
         return self.editor.compute(aten.select.int, (batched.node, batched.time, index), node)
 
     def _compute_column(self, column: StepColumn) -> bool:

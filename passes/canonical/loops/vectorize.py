@@ -208,13 +208,13 @@ class BatchedOps(GraphEditor):
             fixed_dims: The number of last dims that do not broadcast.
         """
         ndim = max(step_ndim(x) for x in leaves)  # of one step of the result
-        # The result has the dim of the steps where the operand with most dims has it, if that is before the fixed dims,
-        # so that this operand need not be permuted.
+        # All operands get the dim of the steps at the same distance from the last dim: that of the operand with most
+        # dims, which need not be permuted then. The dim may not be among the fixed ones, the last dims of the op.
         candidates = [x for x in leaves if isinstance(x, BatchedValue) and x.trailing_dims >= fixed_dims]
         largest = max(candidates, key=lambda x: x.ndim, default=None)
-        trailing_dims = ndim if largest is None else largest.trailing_dims
+        trailing_dims = ndim if largest is None else largest.trailing_dims  # after the dim of the steps
         args, kwargs = pytree.tree_unflatten([self.align(x, trailing_dims) for x in leaves], spec)
-        return BatchedValue(self.compute(target, args, like, kwargs), ndim - trailing_dims)
+        return BatchedValue(self.compute(target, args, like, kwargs), time=ndim - trailing_dims)
 
     def _vmap(self, node: Node, leaves: Sequence[Value]) -> Value:
         """Emit the op of one step for all steps by the ops that torch.func.vmap creates.
