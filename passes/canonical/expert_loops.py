@@ -232,16 +232,17 @@ class _SortUses:
         out[order] = rows unsorts them, without a cast. The inverse is argsort(order), or buffer[order] = arange(R) with
         a buffer such as empty_like(order).
         """
-        if node.target in FACTORIES_LIKE and node.args[0] is self.order:
+        if node.target in FACTORIES_LIKE and node.args[0] is self.order:  # empty_like(order)
             self.buffers.add(node)
             return True
         if node.target in ARGSORT_OPS and node.args[0] is self.order and not OpCall(node)["descending"]:
             self.inverse.add(node)
             return True
+        # Otherwise out[order] = values, which writes every row of `out`.
         if node.target not in SCATTER_OPS or OpCall(node)["accumulate"] or node.args[1] != [self.order]:
             return False
         out, _, values = node.args[:3]
-        is_own_buffer = out in self.buffers or out in self.rows  # every row of it is overwritten
+        is_own_buffer = out in self.buffers or out in self.rows  # its values do not matter
         if not self.has_length(node_shape(out)[0]) or (self.depends_on_order(out) and not is_own_buffer):
             return False
         if is_arange(values):

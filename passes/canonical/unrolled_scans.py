@@ -208,6 +208,7 @@ def _match_combine(
     if any(map(stops_gradient, nodes_before(value, lambda node: symbol(node) is not None))):
         return None
     expression = expression_of(value, symbol)
+    # A scan of the leaf alone combines its left and right rows by one op, such as a sum.
     scan = scan_of_leaf(expression, 0, [left], [right])
     if scan is not None:
         return _LevelCombine(scan.op) if scan.op in KNOWN_OPS else None

@@ -175,7 +175,7 @@ def mark_collectives(gm: GraphModule, group: str, grid: GroupGrid | None = None)
 
 
 def mark_varying_scalars(gm: GraphModule, facts: InputFacts) -> None:
-    """Mark the results of ops that read a scalar that differs between ranks, such as the offset of a slice, as varying.
+    """Mark results as varying if their ops read a scalar that differs between ranks, such as the offset of a slice.
 
     Args:
         gm: The graph; edited in place.

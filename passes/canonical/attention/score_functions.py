@@ -369,7 +369,7 @@ def _adds_fills(graph: Graph) -> bool:
     reaches_result = {graph.output_node().args[0]}
     for node in reversed(graph.nodes):
         packet = node_packet(node)
-        if node not in reaches_result or packet in _COMPARISONS:
+        if node not in reaches_result or packet in _COMPARISONS:  # a comparison returns no constant
             continue
         args = [*node.args, *node.kwargs.values()]
         if packet is aten.index:

@@ -418,6 +418,7 @@ def scores_refusal(x: Node) -> str:
         if len(node.users) > 1:
             return f"another op reads the scores ({node.name})"
         operands = [n for n in node.all_input_nodes if is_tensor(n) and n.op == "call_function"]
+        # The operand that is computed from a product; others are factors, biases and masks.
         scores = [n for n in operands if _is_product(n) or _reaches_product(n, lambda n: n.all_input_nodes)]
         is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) and move_source(node) is None
         if not scores or (is_pointwise and node.target not in SCORE_OPS):

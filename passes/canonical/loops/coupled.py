@@ -327,7 +327,7 @@ class CoupledStates:
             zeros = [torch.zeros(self.shape, **self.options) for _ in self.states]
             terms = self._run(coefficients, zeros, None)
             identity = torch.eye(num_rows, **self.options)
-            parts = identity.split(self.rows, 1)  # the elements of each state in all vectors of the basis
+            parts = identity.split(self.rows, 1)  # for each state, its elements in all vectors: (vectors, rows)
             basis = [x.reshape(num_rows, *mixed_shape).expand(num_rows, *shape) for x in parts]
 
             def run_linear(*vectors: torch.Tensor) -> list[torch.Tensor]:

@@ -347,7 +347,7 @@ def _batch_dim_op(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Value
         return None
     call = OpCall(node)
     dim_args = {name: value for name, value in call.args.items() if "dim" in name and name != "keepdim"}
-    if not dim_args or not DIM_ARGUMENTS.issuperset(dim_args):
+    if not dim_args or not DIM_ARGUMENTS.issuperset(dim_args):  # others, such as `dims`, are left to vmap
         return None
     ndim = x.ndim + (node.target is aten.unsqueeze.default)  # unsqueeze counts the dims of its result
     shifted_args = pytree.tree_map(lambda d: _shift_dim(d, x.time, ndim), dim_args)
