@@ -78,7 +78,7 @@ class FoldPaddings(CanonicalPass):
         calls = [_padding_reader(reader, node, inner_pad) for reader in readers]
         static_calls = [call for call in calls if call is not None and _is_static(call, rows)]
         if len(static_calls) < len(calls):
-            if any(call.op is not sp.shift.default for call in static_calls):
+            if any(call.op is not sp.shift.default for call in static_calls):  # one of the readers is a window op
                 refused = next(reader for reader, call in zip(readers, calls) if call not in static_calls)
                 self.note_refusal(refused, f"it reads {node.name} with its padding; pass the padding to the window op")
             return False

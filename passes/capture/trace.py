@@ -117,7 +117,7 @@ class _TracingInterpreter(Interpreter):
         result = target(*args, **kwargs)
 
         def to_node(x: Any) -> Any:
-            """Return the node that has returned a state object; other values unchanged."""
+            """Return the node that has returned a state object; other values, also unhashable ones, unchanged."""
             return self.state_nodes.get(x, x) if getattr(x, "__hash__", None) else x
 
         node_args = pytree.tree_map(to_node, tuple(args))

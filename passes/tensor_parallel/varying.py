@@ -148,8 +148,8 @@ class MarkVarying(Pass):
 def mark_collectives(gm: GraphModule, group: str, grid: GroupGrid | None = None) -> None:
     """Mark the placement of the result of each collective of the program, with respect to one group of ranks.
 
-    The result of an all_reduce over this group is replicated, that of an all_to_all varies between its ranks. Sharded
-    operands of marked nodes are gathered.
+    The result of an all_reduce over this group is replicated, that of an all_to_all varies between its ranks. Later
+    passes gather the sharded operands of marked nodes.
 
     Args:
         gm: The graph; edited in place.
@@ -216,7 +216,7 @@ def varying_inputs(gm: GraphModule, axes: Axes, summed: Iterable[Node], facts: I
     if any(node.args[0] in varying_nodes for node in reductions):
         return varying
     # No all_reduce adds values that differ, although the program sums them: the shards of weights are equal by chance
-    # (as zeros are), or were not compared. Then the weights before collectives are shards.
+    # (as zeros are), or were not compared. Then the weights from which collectives are computed must be shards.
     sharded = known | (weights & _exchange_ancestors(gm, facts))
     return _close_over_training(gm, axes, sharded, inputs, facts)
 

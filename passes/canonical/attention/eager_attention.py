@@ -397,6 +397,7 @@ def _attention_operands(scores: ProductMatch, values: ProductMatch, chain: list[
     # For half precision, attention ops compute the softmax in float32, and a program may, too.
     if not chain_dtypes <= ({dtype, torch.float32} if dtype in HALF else {dtype}):
         return None
+    # A product multiplies rows of its left operand by rows of its right one: k (..., n, d), but v.mT (..., e, n).
     query, key = (_uncast_operand(x.simplify(), dtype) for x in (scores.left, scores.right))
     value = values.right.transpose().simplify()
     if query is None or key is None or not is_same_size(key.shape[-2], value.shape[-2]):

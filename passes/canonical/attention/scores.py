@@ -103,7 +103,7 @@ class ScoreOperand:
             The operand; None if it has only some of the leading dims, or another order.
         """
         own_shape, order = self.shape, tuple(range(len(after) + 2))
-        leading = (*[1] * (len(before) + 2 - len(own_shape)), *own_shape)[:-2]
+        leading = (*[1] * (len(before) + 2 - len(own_shape)), *own_shape)[:-2]  # 1 for missing dims
         if not is_identity(self.order):
             return None
         if all(is_same_size(extent, 1) for extent in leading):  # it broadcasts: only the number of dims must fit

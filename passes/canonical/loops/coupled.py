@@ -205,6 +205,7 @@ class CoupledStates:
                 if not num_states:
                     zeroed += product
                     factors -= set(product)
+        # The op is linear in the arguments of its terms only.
         names_in_terms = {name for term in terms for name in term.split(" * ")}
         if any(names[i] not in names_in_terms for i in state_leaves) or node.kwargs.get("rounding_mode") is not None:
             raise error

@@ -119,7 +119,7 @@ class LoopBuilder:
         columns are computed from its values.
         """
         form = self.forms.get(column)
-        if form is not None and form.state not in self.values:
+        if form is not None and form.state not in self.values:  # it waits for the scan of the state
             return False
         leaves = [self._leaf(x, column) for x in column.operands]
         if any(x is PENDING for x in leaves):
@@ -237,7 +237,7 @@ class LoopBuilder:
         # A column, of which the operand reads the steps `lag` earlier.
         value, column = self.values[x.column], x.column
         first, end = first - x.lag, end - x.lag
-        if (first, end) == (column.first, column.end) or isinstance(value, Node):
+        if (first, end) == (column.first, column.end) or isinstance(value, Node):  # a node is equal at all steps
             return value
         if not isinstance(value, BatchedValue) or first < column.first or end > column.end:
             raise NotALoop("steps outside the loop")
