@@ -140,7 +140,7 @@ class MarkVarying(Pass):
         mark_varying_scalars(gm, job.facts)
         for node in gm.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
-                set_node_info(node, requires_grad=False)
+                set_node_info(node, requires_grad=False)  # a joint graph contains the gradients of its inputs
         job.varying = varying_inputs(gm, name_axes(gm), job.summed, job.facts)
         return 0
 

@@ -194,7 +194,7 @@ def keeps_a_key(node: Node, shape: tuple[Size, ...]) -> bool:
     """
     try:
         positions, coords = _mask_coordinates(node, shape)
-        allowed, _ = _allowed_condition(positions.at(node, coords), max_fill=0)
+        allowed, _ = _allowed_condition(positions.at(node, coords), max_fill=0)  # every negative number is a fill
         _checked_mask(positions, allowed, needs_key_per_query=True)
         return True
     except NotSymbolic:
