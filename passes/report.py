@@ -146,12 +146,7 @@ class Report:
                 rows, headers=("nodes", "pass", "at", "rewrite and reason"), maxcolwidths=LINE_WIDTH
             )
         if self.layers:
-            rows = [
-                (shorten_line(layer.where), layer.mode, list(layer.shape), layer.dim, layer.ops, layer.why)
-                for layer in self.layers
-            ]
-            headers = ("linear + all_reduce at", "mode", "rows of", "sharded dim", "ops on rows", "why")
-            yield "Tensor-parallel layers\n" + tabulate(rows, headers=headers, maxcolwidths=LINE_WIDTH)
+            yield "Tensor-parallel layers\n" + self._layer_table()
         # The capacity of the device is infinite where it is unknown.
         estimates = [estimate for estimate in self.memory if not math.isinf(estimate.device)]
         if estimates:
@@ -161,30 +156,47 @@ class Report:
         if self.attention:
             yield "Attention, predicted\n" + "\n\n".join(map(str, merge_decisions(self.attention)))
         if self.exchanges:
-            sent = [
-                (e.op, e.shape, _format_bytes(e.forward), _format_bytes(e.backward), shorten_line(e.where))
-                for e in self.exchanges
-            ]
-            totals = [_format_bytes(sum(getattr(e, way) for e in self.exchanges)) for way in ("forward", "backward")]
-            headers = ("times", "exchange", "local shape", "sent forward", "sent backward", "at")
-            rows = [*_group_rows(sent), ("", "total", "", *totals, "")]
-            yield "Collectives, bytes that one rank sends\n" + tabulate(rows, headers=headers, maxcolwidths=LINE_WIDTH)
+            yield "Collectives, bytes that one rank sends\n" + self._exchange_table()
         if self.show_passes:
-            rows = [
-                (
-                    run.name,
-                    ", ".join(sorted(run.requires)),
-                    ", ".join(sorted(run.provides)),
-                    run.changes,
-                    run.nodes,
-                    run.seconds,
-                )
-                for run in runs_by_pass(self.passes)
-            ]
-            headers = ("pass", "requires", "provides", "rewrites", "nodes", "seconds")
-            yield "Passes, in order\n" + tabulate(rows, headers=headers, maxcolwidths=LINE_WIDTH, floatfmt=".3f")
+            yield "Passes, in order\n" + self._pass_table()
         if self.errors:
             yield tabulate(self.errors, headers=("against a single device", "largest relative error"), floatfmt=".2e")
+
+    def _layer_table(self) -> str:
+        """Return a table of the tensor-parallel layers."""
+        rows = [
+            (shorten_line(layer.where), layer.mode, list(layer.shape), layer.dim, layer.ops, layer.why)
+            for layer in self.layers
+        ]
+        headers = ("linear + all_reduce at", "mode", "rows of", "sharded dim", "ops on rows", "why")
+        return tabulate(rows, headers=headers, maxcolwidths=LINE_WIDTH)
+
+    def _exchange_table(self) -> str:
+        """Return a table of the exchanges, with the total of the bytes that one rank sends in each direction."""
+        sent = [
+            (e.op, e.shape, _format_bytes(e.forward), _format_bytes(e.backward), shorten_line(e.where))
+            for e in self.exchanges
+        ]
+        totals = [_format_bytes(sum(getattr(e, way) for e in self.exchanges)) for way in ("forward", "backward")]
+        headers = ("times", "exchange", "local shape", "sent forward", "sent backward", "at")
+        rows = [*_group_rows(sent), ("", "total", "", *totals, "")]
+        return tabulate(rows, headers=headers, maxcolwidths=LINE_WIDTH)
+
+    def _pass_table(self) -> str:
+        """Return a table of the passes, with the sums over all runs of each."""
+        rows = [
+            (
+                run.name,
+                ", ".join(sorted(run.requires)),
+                ", ".join(sorted(run.provides)),
+                run.changes,
+                run.nodes,
+                run.seconds,
+            )
+            for run in runs_by_pass(self.passes)
+        ]
+        headers = ("pass", "requires", "provides", "rewrites", "nodes", "seconds")
+        return tabulate(rows, headers=headers, maxcolwidths=LINE_WIDTH, floatfmt=".3f")
 
     def _describe_ranks(self) -> str:
         """Return the first lines: the ranks, the sequence, tensor-parallel groups, work on shards, and warnings.

@@ -41,10 +41,10 @@ class ReplaceTokenFunctions(CanonicalPass):
     def _rewrite(self, node: Node) -> bool:
         """Replace a call of an autograd.Function if it is elementwise with one result; return False if not."""
         bodies = function_bodies(self.gm, node)
-        operands, values = list(node.args[2:]), node_tensors(node)
-        getitems = [user for user in node.users if user.target is operator.getitem]
+        operands, values = list(node.args[2:]), node_tensors(node)  # the first two arguments are the bodies
         if len(bodies) != 2 or len(values) != 1 or not operands or not all(map(is_tensor, operands)):
             return False
+        getitems = [user for user in node.users if user.target is operator.getitem]  # each is replaced by the new node
         if len(getitems) < len(node.users) or {getitem.args[1] for getitem in getitems} != {0}:
             return False
         shape = tuple(values[0].shape)
@@ -66,7 +66,7 @@ def _has_only_pointwise_ops(body: GraphModule, shape: tuple[Any, ...]) -> bool:
     for node in body.graph.nodes:
         if node.op not in ("placeholder", "call_function", "output"):
             return False
-        if node.target is set_grad_enabled:
+        if node.target is set_grad_enabled:  # computes nothing
             continue
         if any(tuple(x.shape) not in (shape, ()) for x in node_tensors(node)):
             return False

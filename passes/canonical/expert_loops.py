@@ -74,7 +74,7 @@ class RewriteSortedRows(CanonicalPass):
         if not node.users or call.ndim() != 1:  # without users: a rewrite of another sort has replaced its readers
             return False
         uses = _find_uses(node, call)
-        if uses.unsupported is not None and uses.sorted_reads:
+        if uses.unsupported is not None and uses.sorted_reads:  # not for a sort that orders no rows
             self.note_refusal(uses.unsupported, "it reads rows that are sorted by a key and not restored")
         if uses.unsupported is not None or not uses.unsorted:
             return False
@@ -90,7 +90,7 @@ class RewriteSortedRows(CanonicalPass):
             old.replace_all_uses_with(new)
         if uses.keys is not None:
             uses.keys.replace_all_uses_with(keys)
-        for full_slice in filter(_is_full_slice, uses.rows):
+        for full_slice in filter(_is_full_slice, uses.rows):  # x[:n] of n rows; a rank has fewer than n
             full_slice.replace_all_uses_with(full_slice.args[0])
         self.drop(*replaced, *uses.inverse, *uses.expanded, uses.keys, uses.order, node)
         return True
@@ -232,16 +232,17 @@ class _SortUses:
         out[order] = rows unsorts them, without a cast. The inverse is argsort(order), or buffer[order] = arange(R) with
         a buffer such as empty_like(order).
         """
-        if node.target in FACTORIES_LIKE and node.args[0] is self.order:
+        if node.target in FACTORIES_LIKE and node.args[0] is self.order:  # empty_like(order)
             self.buffers.add(node)
             return True
         if node.target in ARGSORT_OPS and node.args[0] is self.order and not OpCall(node)["descending"]:
             self.inverse.add(node)
             return True
+        # Otherwise out[order] = values, which writes every row of `out`.
         if node.target not in SCATTER_OPS or OpCall(node)["accumulate"] or node.args[1] != [self.order]:
             return False
         out, _, values = node.args[:3]
-        is_own_buffer = out in self.buffers or out in self.rows  # every row of it is overwritten
+        is_own_buffer = out in self.buffers or out in self.rows  # its values do not matter
         if not self.has_length(node_shape(out)[0]) or (self.depends_on_order(out) and not is_own_buffer):
             return False
         if is_arange(values):
@@ -265,7 +266,8 @@ class _SortUses:
     def _match_counts(self, node: Node) -> bool:
         """Match a count of rows per key, histc(keys), which is equal for sorted and unsorted keys.
 
-        Only one of the sorted keys is recorded, since it must read the unsorted keys in the rewritten graph.
+        A count of the sorted keys is recorded, because it is replaced by a count of the unsorted keys. One that reads
+        the unsorted keys remains.
         """
         if node.target is not aten.histc.default:
             return False
@@ -278,7 +280,7 @@ class _SortUses:
         """Return True if a node is the ends of the groups of rows, an operand of grouped products.
 
         That is the cumulative sum of histc(keys, num_groups, 0, num_groups - 1), the counts of the keys 0, ...,
-        num_groups - 1. If max is num_groups, each bin has one key, too.
+        num_groups - 1. With `num_groups` as the upper end, each bin still contains exactly one key.
         """
         if node.target is not aten.cumsum.default:
             return False
@@ -332,6 +334,7 @@ class _SortUses:
             return False
         (row_factor,) = row_factors
         is_single_factor = bool(row_factor) and not row_factor.startswith("(")  # (r i) is a flattened dim
+        # Kind "pass": each row is computed independently; rows are not summed, scanned or mixed.
         if not is_single_factor or row_factor in other_factors or rule.kind(row_factor) != "pass":
             return False
         self.rows.add(node)
@@ -351,6 +354,7 @@ def _find_uses(node: Node, call: OpCall) -> _SortUses:
     """
     results = read_results(node)  # (sorted keys, order) by index; an argsort returns only the order
     is_argsort = is_tensor(node)
+    # Without a reader of the order, the sort itself stands for it; then no rows are unsorted, and the sort remains.
     order, keys = (node, None) if is_argsort else (results.get(1, node), results.get(0))
     uses = _SortUses(call.operands[0], order, keys, call["descending"])
     uses.tokens[order] = 1

@@ -80,11 +80,12 @@ class ReplaceMaskedWrites(CanonicalPass):
         index = self.reshape(self.compute(aten.sub.Tensor, (counted, 1), like), node_shape(mask), like)
         num_written = self.compute(aten.sum.default, (self.cast(mask, torch.int64, like),), like)
         options = {"device": mask.meta["val"].device, "dtype": torch.int64}
+        # The numbers N, the index of the row of zeros, and N + 1, which is out of range.
         zero_row, invalid_row = (
             self.compute(aten.full.default, ([], self.sizes(n)), like, options) for n in (num_rows, num_rows + 1)
         )
         index = self.compute(aten.where.self, (mask, index, zero_row), like)
-        is_valid = self.compute(aten.eq.Tensor, (num_written, zero_row), like)
+        is_valid = self.compute(aten.eq.Tensor, (num_written, zero_row), like)  # num_written == N
         index = self.compute(aten.where.self, (is_valid, index, invalid_row), like)
         return self.compute(aten.index.Tensor, (table, [index]), like)
 

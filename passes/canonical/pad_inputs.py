@@ -57,7 +57,7 @@ class FoldPaddings(CanonicalPass):
     def _fold_into_readers(self, node: Node) -> bool:
         """Replace a padded value, or all of its readers, by window ops that pad; return False if that is not possible.
 
-        Window ops are convolutions, pools, unfolds and shifts.
+        pad(x[:-1], (1, 0)) itself is a shift of x. In place of pad(x, (k, 0)), its reader conv1d pads x.
         """
         pad = match_padding(node)
         if pad is None:
@@ -78,7 +78,7 @@ class FoldPaddings(CanonicalPass):
         calls = [_padding_reader(reader, node, inner_pad) for reader in readers]
         static_calls = [call for call in calls if call is not None and _is_static(call, rows)]
         if len(static_calls) < len(calls):
-            if any(call.op is not sp.shift.default for call in static_calls):
+            if any(call.op is not sp.shift.default for call in static_calls):  # one of the readers is a window op
                 refused = next(reader for reader, call in zip(readers, calls) if call not in static_calls)
                 self.note_refusal(refused, f"it reads {node.name} with its padding; pass the padding to the window op")
             return False
@@ -99,6 +99,7 @@ class FoldPaddings(CanonicalPass):
             slices, rows, sliding = value_readers(node), op_call.shape()[dim], call.sliding
             spans = {_slice_span(user, node, dim) for user in slices}
             span = spans.pop() if len(spans) == 1 else None
+            # `first`: an op that must be applied along other dims before the window op, which is not emitted here
             if call.first is not None or sliding.is_within(rows) or span is None:
                 continue
             start, length = span
@@ -239,8 +240,8 @@ def _padding_reader(reader: Node, node: Node, pad: PadMatch) -> WindowCall | Non
     num_reads = [value_origin(x) for x in op_call.operands].count(value_origin(node))
     if call is None or call.op in (sp.roll.default, sp.shift.default) or num_reads > 1:
         return None
-    # The op pads with one constant, so that of its own padding and that of the folded one must be equal. It is 0, or
-    # for the two ops below an argument, which is free if the op does not pad yet.
+    # The op pads with one constant, so that of its own padding and that of the folded one must be equal. It is 0 or,
+    # for the two ops below, the argument `tail[0]`, which is free if the op does not pad yet.
     fill: Any = 0
     if call.op in (sp.max_pool1d.default, sp.unfold.default):
         if not _has_padding(call.sliding, op_call.shape()[pad.dim]):

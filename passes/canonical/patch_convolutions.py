@@ -97,8 +97,8 @@ class PatchWindows(NamedTuple):
 def _find_windows(call: OpCall) -> PatchWindows | None:
     """Return the windows of a convolution that become patches, or None if it remains a convolution.
 
-    Windows that overlap or are padded are copied, which is done only for images of the inputs, at most MAX_COPIES
-    times their size.
+    Disjoint windows that fill the image are a reshape of it. Windows that overlap or are padded are copied, which is
+    done only for images of the inputs, at most MAX_COPIES times their size.
     """
     kernel, image = call.shape("weight")[2:], call.shape()[2:]
     padding = [0] if call["padding"] == "valid" else call["padding"]
@@ -108,15 +108,16 @@ def _find_windows(call: OpCall) -> PatchWindows | None:
         return None
     # A single number is that of all dims.
     strides, widths = (list(x) * (len(kernel) if len(x) == 1 else 1) for x in (call["stride"], padding))
-    if size_product(kernel) == 1:
+    if size_product(kernel) == 1:  # a product at each position, which ranks compute on their rows
         return None
     is_filled = None not in [exact_quotient(size, patch) for size, patch in zip(image, kernel)]
     if is_filled and is_same_shape(strides, kernel) and not any(widths):
         return PatchWindows(strides, widths, True)
+    # The windows must be copied. Those along one dim need not be: ranks exchange the rows that conv1d reads.
     sizes = (*kernel, *image, *strides, *widths)
     if not all(isinstance(x, int) for x in sizes) or len(kernel) == 1 or not _is_image(call.operands[0]):
         return None
-    copies = math.prod(kernel) / math.prod(strides)
+    copies = math.prod(kernel) / math.prod(strides)  # number of windows that contain an element, on average
     return PatchWindows(strides, widths, False) if copies <= MAX_COPIES else None
 
 

@@ -41,13 +41,14 @@ class ReplaceReducePairs(CanonicalPass):
         A Function that contains an all_reduce and is not replaced is reported.
         """
         bodies = function_bodies(self.gm, node)
-        operands = [a for a in node.args[2:] if is_tensor(a)]
+        operands = [a for a in node.args[2:] if is_tensor(a)]  # the first two arguments are the bodies
+        # The result that each user reads: an int for a getitem; another user may read all, and represents itself.
         read_indices = {user.args[1] if user.target is operator.getitem else user for user in node.users}
-        index = read_indices.pop() if len(read_indices) == 1 else None  # of the only result with readers
+        index = read_indices.pop() if len(read_indices) == 1 else None  # an int if only one result has readers
         if len(bodies) != 2 or len(operands) != 1 or not isinstance(index, int):
             return False
-        # The forward returns (results, saved values). In torch 2.11 the results are all values of the body, so `index`
-        # selects the result of the Function.
+        # The forward returns (results, saved values). In torch 2.11, `results` has all values of the body, and the
+        # getitems of the call index this longer list; so `index` is right in every version.
         (output, _), gradients = (body.graph.output_node().args[0] for body in bodies)
         results = output if isinstance(output, tuple | list) else (output,)
         forward, backward = _match_reductions(bodies[0], results[index]), _match_reductions(bodies[1], gradients)
@@ -80,9 +81,17 @@ def _match_reductions(body: GraphModule, results: Any) -> list[str] | None:
     # Go back from the result to the input through copies, all_reduces and their waits.
     value = tensors[0]
     chain: list[Node] = []  # the nodes from `value` (exclusive) to the result
-    while (source := skip_widening_cast(value) or value_origin(value)) is not value or value.target in PASSTHROUGH_OPS:
-        chain[:0] = steps_between(value, source) or [value]
-        value = source if source is not value else value.args[0]
+    while True:
+        source = skip_widening_cast(value) or value_origin(value)  # the value itself if it is no copy
+        if source is not value:
+            chain[:0] = steps_between(value, source)
+            value = source
+        elif value.target in PASSTHROUGH_OPS:
+            chain.insert(0, value)
+            value = value.args[0]
+        else:
+            break
+    # The body does nothing else if the chain starts at its only input and contains all of its calls.
     inputs = [n for n in body.graph.find_nodes(op="placeholder") if is_tensor(n) and n.users]
     calls = [n for n in body.graph.nodes if n.op == "call_function" and n.target is not set_grad_enabled]
     reductions = [n.args for n in chain if n.target is c10d.all_reduce.default]

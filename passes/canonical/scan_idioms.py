@@ -56,12 +56,13 @@ def match_shift(node: Node) -> PadMatch | None:
     """
     piece = match_slice(node)
     pad = match_padding(node if piece is None else value_origin(piece.source))
-    if piece is not None and pad is not None:
+    if piece is not None and pad is not None:  # pad(x, (1, 0))[:-1]: subtract the rows that the slice cuts
         if pad.dim != piece.dim or not is_only_read_by(value_origin(piece.source), node):
             return None
         cut_after = node_shape(piece.source)[pad.dim] - piece.start - piece.length
         pad = replace(pad, before=simplify_size(pad.before - piece.start), after=simplify_size(pad.after - cut_after))
-    while pad is not None and (pad.before, pad.after) not in ((1, -1), (-1, 1)):  # go on to the source of a slice
+    # pad(x[:-1], (1, 0)): a padding of a slice is a padding of x that also cuts rows.
+    while pad is not None and (pad.before, pad.after) not in ((1, -1), (-1, 1)):
         pad = pad_of_source(pad) if is_only_read_by(pad.source, node) else None
     return pad
 
@@ -147,7 +148,7 @@ class RewriteScanIdioms(CanonicalPass):
         factors_and_terms, dim = [value_origin(x) for x in call.operands[:2]], call.dim(operand=1)
         if call["frame"] is not None or not all(flips_along(x, dim) for x in (node, *factors_and_terms)):
             return False
-        operands = [x.args[0] for x in factors_and_terms] + call.operands[2:]
+        operands = [x.args[0] for x in factors_and_terms] + call.operands[2:]  # before their flips; initial value
         args, kwargs = call.with_operands(operands, reverse=not call["reverse"])
         with self.graph.inserting_before(node):
             self.replace(node, self.emit(inner.target, args, node.meta["val"], node, kwargs))
@@ -333,7 +334,10 @@ def _signed_terms(root: Node) -> Counter[Node]:
 
 
 def _is_cast_of(term: Node, scan: ScanMatch) -> bool:
-    """Return True if the term is the operand of the scan, or that operand in a dtype that represents it exactly."""
+    """Return True if the term equals the operand of the scan, possibly in a dtype that represents it exactly.
+
+    It is the same node, an equal call of a pure op, or a cast.
+    """
     x = value_origin(scan.x)
     if value_origin(term) is x or is_same_call(term, x):
         return True

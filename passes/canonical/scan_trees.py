@@ -61,7 +61,8 @@ class MarkScanTrees(CanonicalPass):
     def _mark(self, join: Node, first_row: SlicePiece) -> None:
         """Mark the nodes of a tree, from the slices of its leaves to its last node, so that leaves are gathered.
 
-        Leaves are matched by their length, because those whose own result has no reader have no join.
+        A scan of several leaves, such as values and their indices, has one join for each result that is read. To find
+        the other leaves, too, slices are matched by the number of rows of the sliced value.
 
         Args:
             join: The last node of the tree, which interleaves the results at even and odd rows.

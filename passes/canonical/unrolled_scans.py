@@ -73,7 +73,7 @@ class UnrolledScans(RewriteAssociativeScans):
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Replace every outermost tree whose levels combine by one known function; return the number of trees."""
         if outermost_trees(gm.graph):
-            erase_dead(self.graph)
+            erase_dead(self.graph)  # a dead node would count as a reader of a join
         self.levels = {n: level for n in gm.graph.nodes if (level := _match_level(n)) is not None}  # by join
         outer = [self.levels[join] for join, _ in outermost_trees(gm.graph) if join in self.levels]
         # A level with half of the rows of an unknown tree may be a part of that tree, which is gathered as a whole.
@@ -107,9 +107,10 @@ class UnrolledScans(RewriteAssociativeScans):
         """
         inner, num_pairs, num_even = self.levels.get(level.odd), level.rows // 2, (level.rows - 1) // 2
         pairs = inner.leaf if inner is not None else level.odd  # the last level has one pair and scans nothing
-        sides = {_RowSlice(0, 2, num_pairs): "left", _RowSlice(1, 2, num_pairs): "right"}
+        sides = {_RowSlice(0, 2, num_pairs): "left", _RowSlice(1, 2, num_pairs): "right"}  # x[0::2] and x[1::2]
         combine = _match_combine(pairs, level, level.leaf, sides)
-        has_all_levels = node_shape(pairs)[level.dim] == num_pairs and (inner is None) == (num_pairs == 1)
+        is_last_level = num_pairs == 1
+        has_all_levels = node_shape(pairs)[level.dim] == num_pairs and (inner is None) == is_last_level
         if combine is None or not has_all_levels or (level.even is None) != (num_even == 0):
             return None
         if level.even is not None:
@@ -158,7 +159,7 @@ def _match_rows(x: Node, dim: int) -> tuple[Node, _RowSlice | None]:
     """Return the value that `x` is a slice of along the dim, and which rows of that value it has.
 
     A value that is no slice has all rows of itself; the rows are None if it does not have the dim. For a slice of
-    y[:n], the value is y, in which these rows have the same indices.
+    y[:n], the value is y: x = y[:n][1::2] is (y, rows 1, 3, ...), because rows of y[:n] have the same indices in y.
     """
     x = value_origin(x)
     piece = match_piece(x)
@@ -166,7 +167,7 @@ def _match_rows(x: Node, dim: int) -> tuple[Node, _RowSlice | None]:
         has_dim = is_tensor(x) and x.meta["val"].ndim > dim
         return x, _RowSlice(0, 1, node_shape(x)[dim]) if has_dim else None
     source, row_slice = _match_rows(piece.source, dim)
-    is_of_first_rows = row_slice is not None and row_slice[:2] == (0, 1)
+    is_of_first_rows = row_slice is not None and row_slice[:2] == (0, 1)  # (start, step): indices are unchanged
     if not is_of_first_rows:
         source = value_origin(piece.source)
     return source, _RowSlice(piece.start, piece.step, piece.length)
@@ -207,6 +208,7 @@ def _match_combine(
     if any(map(stops_gradient, nodes_before(value, lambda node: symbol(node) is not None))):
         return None
     expression = expression_of(value, symbol)
+    # A scan of the leaf alone combines its left and right rows by one op, such as a sum.
     scan = scan_of_leaf(expression, 0, [left], [right])
     if scan is not None:
         return _LevelCombine(scan.op) if scan.op in KNOWN_OPS else None

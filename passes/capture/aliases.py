@@ -82,7 +82,8 @@ class Aliases:
             self._owners[storage] = node
             return False
         base = next((x for x in inputs if node_storages(x) == storages), None)
-        # The results of split are views of its operand, and so are their getitem nodes. Other ops return new tensors.
+        # A getitem of a split is a view, because the split is a view of its operand (in `parent`). Other ops with
+        # several results return new tensors, which a getitem only selects.
         is_new_result = node.target is operator.getitem and base not in self.parent
         if base is None or is_new_result:
             self._owners.setdefault(storage, node)

@@ -156,16 +156,18 @@ class _Functionalizer:
         if last.version == version and not lacks_grad:
             return last.value
         value = self.root_values[root] if node is root else self.emit_view(node)
+        # The value of a root has its gradient in any mode, so that it is never computed again for a reader.
         self.values[node] = _ViewValue(value, version, aliases.grad_enabled or node is root)
         return value
 
     def emit_view(self, node: Node) -> Node:
         """Emit the op of an outdated view again, on the current value of its base, and return the new view."""
-        # Only ops can be emitted again.
+        # Other nodes cannot be emitted again, such as an autograd.Function that has returned a view.
         if not isinstance(node.target, torch_compat.OpOverload) and node.target is not operator.getitem:
             raise WriteError(
                 "SP222",
-                f"{node.name}: the view created at {node_line(node)} is read after its memory was changed in place.",
+                f"{node.name}: the view created at {node_line(node)} is read after its memory was changed in place, "
+                "and cannot be computed again from the new values.",
             )
         args, kwargs = self.current_arguments(node)
         value = self.graph.call_function(node.target, args, kwargs)
@@ -184,7 +186,7 @@ class _Functionalizer:
 
     def replace_view_change(self, node: Node) -> None:
         """Convert `x.unsqueeze_(0)`, which writes no memory, to `x.unsqueeze(0)`, which later nodes read as x."""
-        target = self.aliases.calls[node][0][0]
+        (target, *_), _ = self.aliases.calls[node]  # args and kwargs
         op = functional_form(node.target)
         if op is None or self.aliases.root(target).op in ("placeholder", "get_attr"):
             raise WriteError("SP223", f"{node.name}: {node.target} at {node_line(node)} changes the shape of an input.")
@@ -257,7 +259,7 @@ class _Functionalizer:
             value = mutation.value(args, kwargs, emit)
         if value.meta["val"].dtype != expected.dtype:
             value = emit(aten.to.dtype, value, expected.dtype)
-        if value.meta["val"].shape != expected.shape:
+        if value.meta["val"].shape != expected.shape:  # the op broadcasts to its target, the first argument
             value = emit(aten.expand.default, value, view_inverses.shape_in_graph(args[0], emit))
         # A later view may need the strides of the mutated tensor.
         if expected.is_contiguous() and not value.meta["val"].is_contiguous():
@@ -275,7 +277,8 @@ class _Functionalizer:
         if not self.autocast_depth or op is None or not torch_compat.has_autocast_kernel(op, device.type):
             yield
             return
-        token = self.graph.call_function(torch_compat.enter_autocast, (device.type, None, False, None))
+        arguments = (device.type, None, False, None)  # device, dtype, enabled, cache_enabled
+        token = self.graph.call_function(torch_compat.enter_autocast, arguments)
         with torch.autocast(device.type, enabled=False):
             yield
         exit_node = self.graph.call_function(torch_compat.exit_autocast, (token,))
@@ -318,15 +321,15 @@ class _Functionalizer:
             emit: Emits a node, see `emitter`.
         """
         if view.target is operator.getitem:
-            split = self.aliases.calls[view][0][0]
+            (split, _), _ = self.aliases.calls[view]  # getitem(split, index)
             new_base = view_inverses.rejoin_split(self.current_view_call(split), view, new, emit)
         else:
             new_base = view_inverses.invert_view(self.current_view_call(view), new, emit)
         if new_base is None:
             raise WriteError(
                 "SP225",
-                f"{node.name}: {node_line(node)} changes a view in place that {view.target} created at "
-                f"{node_line(view)}, so that the viewed tensor cannot be updated.",
+                f"{node.name}: {node_line(node)} changes in place a view that {view.target} created at "
+                f"{node_line(view)}. This op has no known inverse, so that the viewed tensor cannot be updated.",
             )
         return new_base
 

@@ -70,7 +70,7 @@ def capture_shards(
     ]
     torch_compat.retrace_with_symbols(static_dims)  # raises if there are any, so that Dynamo traces again
     symbols = _sequence_symbols(nodes, dims)
-    unified = (torch_compat.unify_symbols(mode, guard) for guard in guards)
+    unified = (torch_compat.unify_symbols(mode, guard) for guard in guards)  # one symbol for lengths that are equal
     # Guards on strides are not checked: they hold for this rank's memory only, and values do not depend on them.
     size_symbols = {
         symbol
@@ -88,7 +88,7 @@ def capture_shards(
         if node.name in dims:
             dim = dims[node.name]
             placements[node.name] = Shard(dim, Frame.full(as_size(node.meta["val"].shape[dim])))
-        elif isinstance(fake, torch.SymInt) and as_size(fake) in symbols:
+        elif isinstance(fake, torch.SymInt) and as_size(fake) in symbols:  # an input that is the length of a shard
             set_node_info(node, scale=n)
     return graph, placements
 

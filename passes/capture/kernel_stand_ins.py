@@ -129,11 +129,12 @@ def _attend(
 ) -> Any:
     """Compute linear attention; return the result (B, S, H, V) and the final state or None.
 
-    q and k are (B, S, H, K), v is (B, S, H, V) with H heads or a multiple. decay, the logarithm of the decay of the
-    state, is (B, S, H), (B, S, H, K) or None. scale, a factor of q, is K ** -0.5 by default. beta (B, S, H) is the
-    factor of the delta rule; a and b (B, S, H, K) are the vectors of a transition of rank one, as in RWKV-7. starts is
-    True for the first token of each document, and derived from cu_seqlens, the bounds of documents in one row of
-    tokens, if these are given. Then there is a state for each document. Returns NotImplemented for unsupported shapes.
+    v is (B, S, H, V); q and k are (B, S, G, K), where each of the G heads serves H / G heads of v. decay, the logarithm
+    of the decay of the state, is (B, S, H), (B, S, H, K) or None. scale, a factor of q, is K ** -0.5 by default. beta
+    (B, S, H) is the factor of the delta rule; a and b (B, S, H, K) are the vectors of a transition of rank one, as in
+    RWKV-7. starts is True for the first token of each document; cu_seqlens, the bounds of the documents in one row of
+    tokens, replaces it. With cu_seqlens, there is a state for each document. Returns NotImplemented for unsupported
+    shapes.
     """
     opened = closed = None  # numbers of the documents that start and end at each token
     if cu_seqlens is not None:
@@ -146,7 +147,7 @@ def _attend(
         if initial_state is None:
             initial_state = v.new_zeros((count, v.shape[2], k.shape[-1], v.shape[-1]), dtype=state_dtype(v))
     groups = v.shape[2] // q.shape[2]
-    if groups > 1:  # a head of queries and keys serves several heads of values
+    if groups > 1:
         q, k = q.repeat_interleave(groups, dim=2), k.repeat_interleave(groups, dim=2)
     if decay is None:
         decay = torch.zeros(v.shape[:3], dtype=torch.float32, device=v.device)
@@ -154,7 +155,7 @@ def _attend(
         decay = decay.unsqueeze(-1)
     scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
     by_token, others = (q, k, v, decay, beta, a, b, starts, opened), (initial_state, scale, kernel)
-    out = torch.ops.sp.linear_attention(*by_token, None, *others)
+    out = torch.ops.sp.linear_attention(*by_token, None, *others)  # `closed` matters for states only
     state = torch.ops.sp.linear_attention_state(*by_token, closed, *others) if output_final_state else None
     if state is not None and cu_seqlens is not None:  # no token ends an empty document, whose state does not change
         is_empty = cu_seqlens[1:] == cu_seqlens[:-1]
@@ -182,10 +183,10 @@ def _number_documents(cu_seqlens: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     count = bounds.shape[0] - 1
     numbers = torch.arange(1, count + 1, device=x.device)
     # Empty documents have the bounds of others: of several that start here the last one has tokens, of several that end
-    # here the first one.
+    # here the first one. The smallest number is count + 1 - (the largest count + 1 - number).
     opened = slots.scatter_reduce(0, bounds[:-1], numbers, "amax")[:-1]
-    last = slots.scatter_reduce(0, bounds[1:], count + 1 - numbers, "amax")[1:]
-    return opened[None], torch.where(last > 0, count + 1 - last, 0)[None]
+    reversed_numbers = slots.scatter_reduce(0, bounds[1:], count + 1 - numbers, "amax")[1:]  # 0 where none ends
+    return opened[None], torch.where(reversed_numbers > 0, count + 1 - reversed_numbers, 0)[None]
 
 
 def _changes(ids: Tensor) -> Tensor:

@@ -72,7 +72,10 @@ def _kernel_functions(module: ModuleType) -> Iterator[tuple[str, FunctionType, b
 
 
 def wrapped_kernel(function: FunctionType) -> str | None:
-    """Return the name of the kernel for which transformers wraps a function, or None for other functions."""
+    """Return the name of the kernel for which transformers wraps a function, or None for other functions.
+
+    A wrapper is a closure over `func_name`, the name of the kernel, and `implementation`, the function that it calls.
+    """
     if not (function.__module__ or "").startswith(MODELS) or "implementation" not in function.__code__.co_freevars:
         return None
     name = inspect.getclosurevars(function).nonlocals.get("func_name")

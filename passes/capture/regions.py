@@ -79,7 +79,8 @@ class _RegionInliner:
         Args:
             gm: The root, or the body of a region op.
             path: Attribute path from the root to `gm`; "" for the root.
-            copies: New node of each node of `gm`, or the results of a region op. Extended.
+            copies: New node of each node of `gm`; for a region op, the results of its body. For a body, it contains the
+                placeholders at first. Extended.
             tags: Metadata for the new nodes: that of the outermost checkpoint around them, else empty.
         """
         for node in gm.graph.nodes:
@@ -110,6 +111,7 @@ class _RegionInliner:
         if node.target is set_grad_enabled:
             self.grad_modes[-1] = bool(node.args[0])
         if tags and node.op in ("call_function", "call_method"):
+            # Both may have a dict "custom", of which the entries of the region take precedence.
             custom = {**new.meta.get("custom", {}), **tags.get("custom", {})}
             new.meta.update(tags, custom=custom)
         return new
@@ -138,7 +140,8 @@ class _RegionInliner:
                 f"{attribute}.",
             )
         body = gm.get_submodule(attribute.target)
-        first_operand = index + (2 if node.target is torch_compat.invoke_subgraph else 1)  # it passes a name, too
+        has_name = node.target is torch_compat.invoke_subgraph  # invoke_subgraph(body, name, *operands)
+        first_operand = index + (2 if has_name else 1)
         operands = map_arg(node.args[first_operand:], copies.__getitem__)
         placeholders = body.graph.find_nodes(op="placeholder")
         if len(placeholders) != len(operands):

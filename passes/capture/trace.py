@@ -117,7 +117,7 @@ class _TracingInterpreter(Interpreter):
         result = target(*args, **kwargs)
 
         def to_node(x: Any) -> Any:
-            """Return the node that has returned a state object; other values unchanged."""
+            """Return the node that has returned a state object; other values, also unhashable ones, unchanged."""
             return self.state_nodes.get(x, x) if getattr(x, "__hash__", None) else x
 
         node_args = pytree.tree_map(to_node, tuple(args))
@@ -250,7 +250,7 @@ def _hook_every_use(tensor: Any, hooked: Any) -> None:
 
     A hook receives the full gradient of its tensor, including that of uses before its registration. Therefore the
     hook's node is moved directly after the tensor; this also moves it out of a no-grad region, in which it would not
-    run. Otherwise nothing is done if the hook is the first use of the tensor.
+    run. A hook that is the first use of its tensor, with gradients enabled, is already in the right place.
 
     Args:
         tensor: The tensor with the hook.

@@ -107,7 +107,8 @@ def find_shared_results(gm: GraphModule) -> SharedResults:
     """Find the results of a graph that are views of other results or of inputs, before functionalization.
 
     Results of one memory that are views of an intermediate value get this value as base: it is added to the results of
-    the graph, as a hidden result.
+    the graph, as a hidden result. The results (y[0], y[:2]), for example, become (y[0], y[:2], y), of which the first
+    two are views of the third.
     """
     output, inputs = gm.graph.output_node(), list(gm.graph.find_nodes(op="placeholder"))
     results = list(output.args[0])  # type: ignore[arg-type]
@@ -128,19 +129,39 @@ def find_shared_results(gm: GraphModule) -> SharedResults:
             candidates = [_result_view(aliases, i, nodes[i], root, True, base_index, known) for i in indices]
             views += [view for view in candidates if view is not None]
         elif root.op != "get_attr":  # views of an intermediate value; those of a buffer are not recreated
-            for group in _overlapping_groups(aliases, {i: nodes[i] for i in indices}):
-                base = _common_base(aliases, [nodes[i] for i in group]) or root
-                if aliases.resolve(base) is not base:  # its shape was changed in place
-                    continue
-                base_index = next((i for i in group if nodes[i] is base), len(results))  # a hidden result is the last
-                members = [i for i in group if i != base_index]
-                candidates = [_result_view(aliases, i, nodes[i], base, False, base_index, known) for i in members]
-                group_views = [view for view in candidates if view is not None]
-                if len(group_views) == len(members):  # view ops express all of them
-                    views += group_views
-                    results += [base] if base_index == len(results) else []
+            views += _views_of_value(aliases, root, {i: nodes[i] for i in indices}, results, known)
     output.args = (type(output.args[0])(results),)
     return SharedResults(tuple(views), len(results) - n_results)
+
+
+def _views_of_value(
+    aliases: Aliases, root: Node, nodes: Mapping[int, Node], results: list[Any], known: Set[sympy.Symbol]
+) -> list[ResultView]:
+    """Return the results in the memory of an intermediate value that are views of another one.
+
+    Results that may overlap get one base: one of them of which the others are views, or else the root, which is added
+    to `results` as a hidden result. If no view ops compute one of them from the base, all remain separate.
+
+    Args:
+        aliases: Aliases at the end of the program.
+        root: The node that owns the memory.
+        nodes: The results in its memory, by index.
+        results: All results. Modified.
+        known: Symbols whose values are known after the run: sizes of inputs.
+    """
+    views: list[ResultView] = []
+    for group in _overlapping_groups(aliases, nodes):
+        base = _common_base(aliases, [nodes[i] for i in group]) or root
+        if aliases.resolve(base) is not base:  # its shape was changed in place
+            continue
+        base_index = next((i for i in group if nodes[i] is base), len(results))  # a hidden result is the last
+        members = [i for i in group if i != base_index]
+        candidates = [_result_view(aliases, i, nodes[i], base, False, base_index, known) for i in members]
+        group_views = [view for view in candidates if view is not None]
+        if len(group_views) == len(members):  # view ops express all of them
+            views += group_views
+            results += [base] if base_index == len(results) else []
+    return views
 
 
 def omit_views(gm: GraphModule, views: Sequence[ResultView], hidden: int) -> None:
@@ -309,10 +330,12 @@ def _view_step(aliases: Aliases, node: Node) -> ViewStep | None:
     args, kwargs = to_positional(op, *aliases.calls[node]), aliases.calls[node][1]
     reads_other_tensor = any(map(is_tensor, pytree.tree_leaves((args[1:], kwargs))))
     is_view_of_source = bool(args) and args[0] is source and not reads_other_tensor
+    # The op itself.
     if is_view_of_source and op not in _MAY_COPY and getattr(op, "is_view", False):
         positional_names = [argument.name for argument in schema_of(op).arguments[: len(args)]]
         kwargs = {name: x for name, x in kwargs.items() if name not in positional_names}
         return ViewStep(op, *map_arg((args[1:], kwargs), as_size))
+    # A view of the same memory that is described by its shape and strides.
     if not isinstance(value, Tensor) or not isinstance(base, Tensor) or value.dtype != base.dtype:
         return None
     shape, strides = as_sizes(value.shape), as_sizes(value.stride())
@@ -320,7 +343,7 @@ def _view_step(aliases: Aliases, node: Node) -> ViewStep | None:
     base_layout = as_sizes((*base.shape, *base.stride(), base.storage_offset()))
     if is_same_shape((*shape, *strides, offset), base_layout):
         return ViewStep(aten.alias.default)
-    if op in _RESHAPES:
+    if op in _RESHAPES:  # it has returned a view, so that the shape suffices
         return ViewStep(aten.view.default, (list(shape),))
     return ViewStep(_as_strided, (list(shape), list(strides), offset - base_offset))
 

@@ -280,6 +280,7 @@ class OffloadValues(Pass):
                 offset, *shape_and_strides = self.sizes.list(_storage_layout(view))
                 args = (device_copy, shape_and_strides[: view.dim()], shape_and_strides[view.dim() :], offset)
                 view_node = self.compute(aten.as_strided.default, args, value)
+            # The copy itself continues to read the input.
             saved.inputs[value].replace_all_uses_with(view_node, lambda user: user is not device_copy)
 
 

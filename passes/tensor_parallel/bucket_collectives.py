@@ -1,4 +1,4 @@
-"""Bucket the all_reduces that only outputs, or the bucket of another reduction, read.
+"""Bucket the all_reduces whose results only the output reads, directly or through another bucket.
 
     all_reduce(dw1), all_reduce(dw2)   ->   split(all_reduce(cat(dw1, dw2)))
 
@@ -50,6 +50,7 @@ class BucketReductions(Pass):
             _, readers = _find_moves_and_readers(node)
             if len(readers) == 1:
                 (reader,) = readers
+                # A bucket has one reader, dtype, device and group (the arguments after the operand).
                 groups.setdefault((reader, value.dtype, value.device, *node.args[1:]), []).append(node)
         num_buckets = 0
         for (reader, *_), nodes in groups.items():

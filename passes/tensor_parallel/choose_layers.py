@@ -98,13 +98,14 @@ def _row_axes(axes: Axes, node: Node) -> Iterator[Atom]:
 
 
 def _is_linear_output(node: Node) -> bool:
-    """Return True if the value is the result of a product, such as of a linear, up to sums, moves and casts of it."""
+    """Return True if the value is computed from a matrix product by ops that only move, cast or add values."""
 
     def operands_of(node: Node) -> Sequence[Node]:
         """Return the operands of an op that moves, casts or adds values: it sums over no dim."""
         call, rule = lookup_rule(node) or (None, None)
         if call is None or transfer_of(node.target) is not None:
             return ()
+        # A factor of an operand that no result has is summed, except in a reshape, which regroups the dims.
         return call.operands if rule is None or rule.reshapes or not rule.vanishing else ()
 
     rules = map(rule_of, reachable_set([node], operands_of))

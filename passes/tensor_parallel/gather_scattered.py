@@ -68,8 +68,10 @@ class GatherScattered(GatherOperands):
         value = source.meta["val"]
         with self.insert_after(source):
             result = self.emit(sp.all_gather.default, args, value, source)
+        # Rows are gathered along a first dim, and viewed as `dim` again. The view is contiguous if all dims before it
+        # have size 1; with an outer factor, the op copies the rows in any case.
         is_outermost = is_same_size(size_product(as_sizes(value.shape)[: have.dim]), 1)
-        if have.outer != 1 or is_outermost:  # the rows arrive in the order of memory
+        if have.outer != 1 or is_outermost:
             return result
         with self.insert_after(result):
             options = {"memory_format": torch.contiguous_format}

@@ -97,7 +97,8 @@ def decline_product(call: OpCall, rule: BoundRule | None, have: Sequence[Placeme
     operand_elements = sum(num_elements(call.operands[i].meta["val"]) for i in shards)
     result_elements = sum(map(num_elements, call.results()))
     sharded_factors = [rule.local_part(rule.operands[i], p)[0] for i, p in shards.items()]
-    if any(factor in rule.vanishing for factor in sharded_factors):  # the product sums over the sharded dim
+    # A vanishing factor is in no result: the product sums over the sharded dim.
+    if any(factor in rule.vanishing for factor in sharded_factors):
         result_elements, exchange = 2 * result_elements, "sum"
     else:
         exchange = "gather"
@@ -139,7 +140,7 @@ class MarkVarying(Pass):
         mark_varying_scalars(gm, job.facts)
         for node in gm.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
-                set_node_info(node, requires_grad=False)
+                set_node_info(node, requires_grad=False)  # a joint graph contains the gradients of its inputs
         job.varying = varying_inputs(gm, name_axes(gm), job.summed, job.facts)
         return 0
 
@@ -147,8 +148,8 @@ class MarkVarying(Pass):
 def mark_collectives(gm: GraphModule, group: str, grid: GroupGrid | None = None) -> None:
     """Mark the placement of the result of each collective of the program, with respect to one group of ranks.
 
-    The result of an all_reduce over this group is replicated, that of an all_to_all varies between its ranks. Sharded
-    operands of marked nodes are gathered.
+    The result of an all_reduce over this group is replicated, that of an all_to_all varies between its ranks. Later
+    passes gather the sharded operands of marked nodes.
 
     Args:
         gm: The graph; edited in place.
@@ -174,7 +175,7 @@ def mark_collectives(gm: GraphModule, group: str, grid: GroupGrid | None = None)
 
 
 def mark_varying_scalars(gm: GraphModule, facts: InputFacts) -> None:
-    """Mark the results of ops that read a scalar that differs between ranks, such as the offset of a slice, as varying.
+    """Mark results as varying if their ops read a scalar that differs between ranks, such as the offset of a slice.
 
     Args:
         gm: The graph; edited in place.
@@ -215,7 +216,7 @@ def varying_inputs(gm: GraphModule, axes: Axes, summed: Iterable[Node], facts: I
     if any(node.args[0] in varying_nodes for node in reductions):
         return varying
     # No all_reduce adds values that differ, although the program sums them: the shards of weights are equal by chance
-    # (as zeros are), or were not compared. Then the weights before collectives are shards.
+    # (as zeros are), or were not compared. Then the weights from which collectives are computed must be shards.
     sharded = known | (weights & _exchange_ancestors(gm, facts))
     return _close_over_training(gm, axes, sharded, inputs, facts)
 

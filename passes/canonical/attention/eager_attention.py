@@ -153,6 +153,7 @@ class FuseEagerAttention(CanonicalPass):
         if sinks is None and scores.score == SCORE:
             args: tuple[Any, ...] = (*qkv, mask, attention.dropout)
             return self.compute(aten.scaled_dot_product_attention.default, args, like, {"scale": scores.scale})
+        # q, k, v, no rows, cols, sizes and predicate, dropout_p, scale, enable_gqa
         args = (*qkv, [], [], [], "", attention.dropout, scores.scale, False)
         kwargs: dict[str, Any] = {"attn_mask": mask}
         if scores.score != SCORE:
@@ -181,17 +182,7 @@ class FuseEagerAttention(CanonicalPass):
         """
         if scores.gate is not None:
             return self._emit_gated_mask(scores, scores.gate.materialize(self, like), shape, like)
-        bias, allowed, is_equivalent = None, None, True
-        for operand, factor in scores.biases:
-            node = operand.materialize(self, like)
-            if operand.dtype != dtype:  # a bias of zeros and fills needs no cast
-                is_equivalent &= factor > 0 and try_parse_mask(node, shape, absorbs_fills) is not None
-                allowed = self._intersect(allowed, self.compute(aten.eq.Scalar, (node, 0), like), like)
-                continue
-            term = self._scale(node, factor, like)
-            has_no_fills = absorbs_fills or operand.node not in self._may_contain_fills
-            is_equivalent = is_equivalent and (has_no_fills or _has_known_fills(term, shape, dtype))
-            bias = term if bias is None else self.compute(aten.add.Tensor, (bias, term), like)
+        bias, allowed, is_equivalent = self._emit_biases(scores, shape, dtype, absorbs_fills, like)
         for condition, filled_value, _ in scores.fills:  # `filled_value`: the condition where scores are filled
             node = condition.materialize(self, like)
             if condition.dtype != torch.bool:
@@ -208,6 +199,32 @@ class FuseEagerAttention(CanonicalPass):
         while mask is not None and mask.meta["val"].ndim < 2:  # attention ops need the dims of queries and keys
             mask = self.compute(aten.unsqueeze.default, (mask, 0), like)
         return mask, is_equivalent
+
+    def _emit_biases(
+        self, scores: ScoreChain, shape: tuple[Size, ...], dtype: torch.dtype, absorbs_fills: bool, like: Node
+    ) -> tuple[Node | None, Node | None, bool]:
+        """Emit the biases of the scores as one sum and one condition; arguments as in `_emit_mask`.
+
+        A bias in another dtype than q must consist of zeros and fills, and becomes the condition that it is 0.
+
+        Returns:
+            The sum of the other biases, and the conjunction of the conditions (each None if there is none); and whether
+            they are equivalent to the biases.
+        """
+        total: Node | None = None
+        allowed: Node | None = None
+        is_equivalent = True
+        for operand, factor in scores.biases:
+            node = operand.materialize(self, like)
+            if operand.dtype != dtype:
+                is_equivalent &= factor > 0 and try_parse_mask(node, shape, absorbs_fills) is not None
+                allowed = self._intersect(allowed, self.compute(aten.eq.Scalar, (node, 0), like), like)
+                continue
+            term = self._scale(node, factor, like)
+            has_no_fills = absorbs_fills or operand.node not in self._may_contain_fills
+            is_equivalent = is_equivalent and (has_no_fills or _has_known_fills(term, shape, dtype))
+            total = term if total is None else self.compute(aten.add.Tensor, (total, term), like)
+        return total, allowed, is_equivalent
 
     def _emit_gated_mask(
         self, scores: ScoreChain, gate: Node, shape: tuple[Size, ...], like: Node
@@ -275,6 +292,7 @@ def _match_attention(softmax: SoftmaxMatch) -> EagerAttention | str:
         sink_attention = match_lse_sinks(last, lse) if not source.chain else None
         if sink_attention is None:
             return f"its log-sum-exp ({lse.name}) is read, and not only as out * sigmoid(lse - sinks)"
+        # The result with sinks is now the last node, and the product with the values a node before it.
         chain = sorted({*chain, last, *sink_attention.chain} - {sink_attention.result})
         sinks, last = sink_attention.sinks, sink_attention.result
     operands = _attention_operands(scores.product, weights.product, chain)
@@ -379,6 +397,7 @@ def _attention_operands(scores: ProductMatch, values: ProductMatch, chain: list[
     # For half precision, attention ops compute the softmax in float32, and a program may, too.
     if not chain_dtypes <= ({dtype, torch.float32} if dtype in HALF else {dtype}):
         return None
+    # A product multiplies rows of its left operand by rows of its right one: k (..., n, d), but v.mT (..., e, n).
     query, key = (_uncast_operand(x.simplify(), dtype) for x in (scores.left, scores.right))
     value = values.right.transpose().simplify()
     if query is None or key is None or not is_same_size(key.shape[-2], value.shape[-2]):

@@ -144,14 +144,15 @@ def _first_match(pieces: list[tuple[Any, Element]]) -> Element:
 def _index_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
     """Return the element of x[i, j, ...]: that of x at the elements of the index tensors, which broadcast together.
 
-    A dim without an index tensor (None) keeps its coordinate.
+    A dim without an index tensor (None) keeps its coordinate. For x[:, i, j] with i and j of shape (N,), the element at
+    (a, n) is that of x at (a, i[n], j[n]).
     """
     indices = list(call["indices"]) + [None] * (call.ndim("self") - len(call["indices"]))
     if any(not is_tensor(i) or i.meta["val"].dtype == torch.bool for i in indices if i is not None):
         raise NotSymbolic("is indexed by a bool mask")
     # The dims of the broadcast index are in place of the indexed dims if these are adjacent, else they come first.
     indexed_dims = [d for d, i in enumerate(indices) if i is not None]
-    index_ndim = len(coords) - (len(indices) - len(indexed_dims))
+    index_ndim = len(coords) - (len(indices) - len(indexed_dims))  # of the broadcast index
     is_adjacent = indexed_dims == list(range(indexed_dims[0], indexed_dims[-1] + 1))
     first = indexed_dims[0] if is_adjacent else 0
     index_coords = coords[first : first + index_ndim]

@@ -266,8 +266,8 @@ def _function_refusal(
 def _result_at(output: Any, index: int) -> Any:
     """Return the result of the Function at an index, as a node of its forward.
 
-    `output` is what the forward returns: (results, saved values). In torch 2.11, the results are all values of the
-    body, so that `index` selects the right one.
+    `output` is what the forward returns: (results, saved values). In torch 2.11, `results` has all values of the body,
+    and the getitems of the call index this longer list; so `index` is right in every version.
     """
     results = output[0]
     return results[index] if isinstance(results, tuple | list) else results

@@ -163,6 +163,7 @@ class RewriteFlexAttention(RewriteMasks):
         with self.graph.inserting_before(node):
             score = self._write_score(node, conditions)
         # Emit attention without a mask, in one of three forms, and map each result of the call to its replacement.
+        # The empty arguments are rows, cols, sizes and the predicate, which `set_mask` adds; 0.0 is dropout_p.
         masked_call = torch.ops.sp.masked_attention.default, (q, k, v, [], [], [], "", 0.0, *options.values())
         with self.graph.inserting_before(node if sink_attention is None else sink_attention.result):
             if sink_attention is not None:

@@ -194,7 +194,7 @@ def keeps_a_key(node: Node, shape: tuple[Size, ...]) -> bool:
     """
     try:
         positions, coords = _mask_coordinates(node, shape)
-        allowed, _ = _allowed_condition(positions.at(node, coords), max_fill=0)
+        allowed, _ = _allowed_condition(positions.at(node, coords), max_fill=0)  # every negative number is a fill
         _checked_mask(positions, allowed, needs_key_per_query=True)
         return True
     except NotSymbolic:
@@ -446,7 +446,8 @@ class RewriteMasks(base.CanonicalPass):
                     )
             elif coord != BATCH_INDEX:
                 x = self.compute(aten.select.int, (x, dim, self.sizes(as_size(coord))), like)
-        dims = [BATCH_INDEX if c == BATCH_INDEX else index for c in coords if c.has(BATCH_INDEX, index)]  # of x
+        # The index that each dim of x counts: (b, index), (index, b), or only one of them.
+        dims = [BATCH_INDEX if c == BATCH_INDEX else index for c in coords if c.has(BATCH_INDEX, index)]
         if dims == [index, BATCH_INDEX]:
             return self.compute(aten.transpose.int, (x, 0, 1), like)
         if index not in dims:  # the values are equal for the whole index

@@ -147,7 +147,8 @@ def _split_terms(e: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:
 def _normalize_inequality(e: sympy.Expr) -> Boolean:
     """Return the inequality e >= 0 in a form that depends only on e, so that equal predicates have equal text.
 
-    It is k <= q or k < q, or else has indices on the left and a number on the right, as -k + q < 4.
+    It is k <= q or k < q, or else has indices on the left and a number on the right, as -k + q < 4. That number is
+    positive if its sign is known.
     """
     added, subtracted, number = _split_terms(e)  # e = added - subtracted + number
     if added != 0 and subtracted != 0 and number in (0, -1):

@@ -94,6 +94,7 @@ def register_expression(expr: sympy.Expr) -> str:
         args = []
         for x in sorted(e.args, key=lambda x: bool(x.is_number)):  # numbers last: the first operand must be a tensor
             arg = write(x)
+            # Where an integer or per-head number meets other values, it is cast to the dtype of the score.
             if isinstance(arg, Node) and not e.is_integer and (x.is_integer or x in heads):
                 arg = graph.call_function(aten.type_as.default, (arg, inputs[SCORE]))
             args.append(arg)
@@ -233,7 +234,8 @@ class _ScoreWriter:
         args, kwargs = pytree.tree_map(
             lambda x: self._argument(values[x] if isinstance(x, Node) else x), (list(node.args), dict(node.kwargs))
         )
-        # A size that other calls may change was a number when the body was traced, and is a tensor here.
+        # A size that other calls may change was a number when the body was traced, and is a tensor here (`_table`). The
+        # overload for numbers does not accept it; the packet selects one by the arguments.
         has_table = any(isinstance(x, Node) and x.op == "placeholder" and x.name.startswith("table") for x in args)
         kwargs = {k: v for k, v in kwargs.items() if v is not None and k != "pin_memory"}
         return self.call(node.target.overloadpacket if has_table else node.target, args, kwargs)
@@ -367,7 +369,7 @@ def _adds_fills(graph: Graph) -> bool:
     reaches_result = {graph.output_node().args[0]}
     for node in reversed(graph.nodes):
         packet = node_packet(node)
-        if node not in reaches_result or packet in _COMPARISONS:
+        if node not in reaches_result or packet in _COMPARISONS:  # a comparison returns no constant
             continue
         args = [*node.args, *node.kwargs.values()]
         if packet is aten.index:

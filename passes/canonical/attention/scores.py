@@ -103,7 +103,7 @@ class ScoreOperand:
             The operand; None if it has only some of the leading dims, or another order.
         """
         own_shape, order = self.shape, tuple(range(len(after) + 2))
-        leading = (*[1] * (len(before) + 2 - len(own_shape)), *own_shape)[:-2]
+        leading = (*[1] * (len(before) + 2 - len(own_shape)), *own_shape)[:-2]  # 1 for missing dims
         if not is_identity(self.order):
             return None
         if all(is_same_size(extent, 1) for extent in leading):  # it broadcasts: only the number of dims must fit
@@ -232,7 +232,8 @@ def order_after(x: Node, order: tuple[int, ...]) -> tuple[int, ...] | None:
         order: The same dims of its operand.
 
     Returns:
-        The dims; None if x mixes leading dims, queries and keys.
+        The dims; None if x mixes leading dims, queries and keys. For (B * H, K, Q) -> (B, H, K, Q), the order
+        (0, 2, 1) becomes (0, 1, 3, 2).
     """
     permuted = permutation_of(x)
     if permuted is not None:
@@ -240,7 +241,7 @@ def order_after(x: Node, order: tuple[int, ...]) -> tuple[int, ...] | None:
     before, after = len(order), x.meta["val"].ndim
     if not is_leading_reshape(x) or not is_identity(order[:-2]):
         return None
-    return (*range(after - 2), *(d - before + after for d in order[-2:]))
+    return (*range(after - 2), *(d - before + after for d in order[-2:]))  # dims of queries and keys are the last two
 
 
 def is_neutral_op(x: Node) -> bool:
@@ -263,10 +264,11 @@ def is_leading_reshape(x: Node) -> bool:
 
 
 def _match_scale(call: OpCall, x: Node, keys_dim: int) -> ScoreChain | None:
-    """Match scores that x multiplies or divides, or return None.
+    """Match scores that x multiplies or divides, or return None; `keys_dim` is the dim of keys in x.
 
-    The factor is a number, a tensor with one number for all queries and keys of a head, or a gate: a tensor by which
-    each score is multiplied, such as a mask of 0 and 1. `keys_dim` is the dim of keys in x.
+    A positive number changes the scale of the product or, after the tanh of a soft cap, the score function. A tensor
+    with one number for all queries and keys of a head becomes one of the factors. Another tensor, such as a mask of 0
+    and 1, is a gate.
     """
     divides, dtype = x.target in (aten.div.Tensor, aten.div.Scalar), x.meta["val"].dtype
     pairs = [(call["self"], call["other"]), (call["other"], call["self"])]
@@ -276,7 +278,8 @@ def _match_scale(call: OpCall, x: Node, keys_dim: int) -> ScoreChain | None:
         if inner is None or inner.biases or any(math.isfinite(fill) for *_, fill in inner.fills):
             continue
         number = scalar_value(factor, dtype)  # None for a tensor of unknown values
-        if number and inner.score != SCORE and not inner.fills:  # after a soft cap: tanh(..) * c
+        # `inner.score` is a function of the scaled product: SCORE itself, or with a tanh.
+        if number and inner.score != SCORE and not inner.fills:  # tanh(..) * c
             exact_number = sympy.Rational(repr(float(number)))
             return replace(inner, score=inner.score / exact_number if divides else inner.score * exact_number)
         if inner.score == SCORE and number is not None and number > 0:  # a negative one would change the sign of -inf
@@ -415,6 +418,7 @@ def scores_refusal(x: Node) -> str:
         if len(node.users) > 1:
             return f"another op reads the scores ({node.name})"
         operands = [n for n in node.all_input_nodes if is_tensor(n) and n.op == "call_function"]
+        # The operand that is computed from a product; others are factors, biases and masks.
         scores = [n for n in operands if _is_product(n) or _reaches_product(n, lambda n: n.all_input_nodes)]
         is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) and move_source(node) is None
         if not scores or (is_pointwise and node.target not in SCORE_OPS):

@@ -97,7 +97,7 @@ def match_softmax_source(x: Any, keys_dim: int, *readers: Node) -> SoftmaxSource
         is_single = [is_same_size(node_shape(operand)[-1], 1) for operand in operands]
         if is_single[0] != is_single[1]:
             sinks, scores = operands if is_single[0] else operands[::-1]
-            return SoftmaxSource(scores, (x,), (x,), sinks, first=is_single[0])
+            return SoftmaxSource(scores, readers=(x,), chain=(x,), sinks=sinks, first=is_single[0])
     return no_ops
 
 

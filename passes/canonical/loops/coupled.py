@@ -140,7 +140,8 @@ class CoupledStates:
         editor: Emits the ops.
         body: The columns of the cycle, in the order of computation.
         leaves: The flattened arguments of each column: nodes, constants and references to columns.
-        seeds: The values before the first step, by columns and lags: states are the values of the previous steps.
+        seeds: The values before the first step, by column and lag. Each key is one of the states: with the keys
+            (p, lag 1) and (p, lag 2), these are p of the previous step and p of the step before that.
     """
 
     def __init__(
@@ -186,6 +187,7 @@ class CoupledStates:
         error = NotALoop(f"a state that is not affine in the previous state ({node.target})")
         if terms is None or call is None or rule is None or len(rule.results) != 1:
             raise error
+        # The rule has the operands in the order of the op's schema; `_zeros` and `_record_dims` need that of leaves.
         if [nodes[i] for i in tensors] != call.operands or node.meta["val"].dtype != self.options["dtype"]:
             raise error
         names = _leaf_names(node)
@@ -193,7 +195,7 @@ class CoupledStates:
         # Terms without a state are zero in the linear part. All other leaves are factors of a state.
         zeroed, factors = [], set(range(len(leaves)))
         for term in terms:
-            members = [i for i, name in enumerate(names) if name in term.split(" * ")]
+            members = [i for i, name in enumerate(names) if name in term.split(" * ")]  # leaves of the term
             # "self * other" is one product; an argument like the `tensors` of a cat has one term for each tensor
             products = [members] if "*" in term else [[i] for i in members]
             for product in products:
@@ -203,6 +205,7 @@ class CoupledStates:
                 if not num_states:
                     zeroed += product
                     factors -= set(product)
+        # The op is linear in the arguments of its terms only.
         names_in_terms = {name for term in terms for name in term.split(" * ")}
         if any(names[i] not in names_in_terms for i in state_leaves) or node.kwargs.get("rounding_mode") is not None:
             raise error
@@ -229,7 +232,7 @@ class CoupledStates:
                 return None
             found: set[int | None] = set()
             for i in state_leaves:
-                reference = leaves[i]
+                reference = leaves[i]  # with a lag, to a state itself, which has all dims of the states in order
                 dims = range(len(self.shape)) if reference.lag else self.state_dims[reference.column]
                 found.add(dims[operand_dims[i].index(name)] if name in operand_dims[i] else None)
             return found.pop() if len(found) == 1 else None
@@ -247,14 +250,16 @@ class CoupledStates:
         columns), where the rows are the mixed elements of all states, one state after the other.
         """
         num_states, num_rows = len(self.states), self.rows * len(self.states)
+        # m is equal along repeated dims, so that it is computed with size 1 there, unless an op of the body, such as a
+        # view, has their full sizes as arguments.
         try:
-            results = self._evaluate(frozenset(self.repeated_dims))  # m is equal for all columns: one column suffices
+            results = self._evaluate(frozenset(self.repeated_dims))
             has_all_columns = False
-        except (RuntimeError, ValueError, NotALoop):  # an op with the sizes of all columns
+        except (RuntimeError, ValueError, NotALoop):
             results = self._evaluate(frozenset())
             has_all_columns = True
         terms, maps = results[:num_states], results[num_states:]  # (steps, ...) and (steps, basis, ...) of each state
-        if has_all_columns:
+        if has_all_columns:  # keep one of the equal ones; a dim d of the states is dim d + 2 of the maps
             for d in self.repeated_dims:
                 maps = [self._compute(aten.slice.Tensor, x, d + 2, 0, 1) for x in maps]
         time = len(self.batch_dims)  # the dim of the steps in the scan
@@ -263,7 +268,8 @@ class CoupledStates:
         order = [*self.batch_dims, None, *self.mixed_dims, *self.repeated_dims]  # None: the dim of the steps
         b = [self._arrange(x, [0 if d is None else d + 1 for d in order]) for x in terms]
         b = [self._reshape(x, (*batch, steps, self.rows, num_columns)) for x in b]
-        order = [*self.batch_dims, None, *self.mixed_dims, -1, *self.repeated_dims]  # -1: the dim of the basis
+        # The dims of `maps` are the steps, the basis (1, here -1 + 2), and those of the states.
+        order = [*self.batch_dims, None, *self.mixed_dims, -1, *self.repeated_dims]
         m = [self._arrange(x, [0 if d is None else d + 2 for d in order]) for x in maps]
         m = [self._reshape(x, (*batch, steps, self.rows, num_rows)) for x in m]
         initial = None
@@ -322,7 +328,7 @@ class CoupledStates:
             zeros = [torch.zeros(self.shape, **self.options) for _ in self.states]
             terms = self._run(coefficients, zeros, None)
             identity = torch.eye(num_rows, **self.options)
-            parts = identity.split(self.rows, 1)  # the elements of each state in all vectors of the basis
+            parts = identity.split(self.rows, 1)  # for each state, its elements in all vectors: (vectors, rows)
             basis = [x.reshape(num_rows, *mixed_shape).expand(num_rows, *shape) for x in parts]
 
             def run_linear(*vectors: torch.Tensor) -> list[torch.Tensor]:
@@ -365,7 +371,7 @@ class CoupledStates:
             node = op.column.node
             args, kwargs = pytree.tree_unflatten(leaves, pytree.tree_flatten((node.args, node.kwargs))[1])
             values[op.column] = node.target(*args, **kwargs)
-        # A state of lag 2 is the state of lag 1 one step later.
+        # In the next step, the state p of lag 1 is the new value of p, and that of lag 2 is the present one of lag 1.
         return [values[x.column] if x.lag == 1 else previous[ColumnRef(x.column, x.lag - 1)] for x in self.states]
 
     def _zeros(self, op: BodyOp, leaf: int, single_dims: frozenset[int]) -> Any:
@@ -386,7 +392,7 @@ class CoupledStates:
             return None if x is None else 0
         _, rule = lookup_rule(node) or (None, None)
         assert rule is not None
-        names = rule.operands[sum(map(is_tensor, nodes[:leaf]))]
+        names = rule.operands[sum(map(is_tensor, nodes[:leaf]))]  # rules have operands for tensors only
         state_dim_of = dict(zip(rule.results[0], self.state_dims[op.column]))  # by name of a dim of the result
         sizes = [1 if state_dim_of.get(name) in single_dims else size for name, size in zip(names, node_shape(x))]
         return torch.zeros(sizes, dtype=x.meta["val"].dtype, device=x.meta["val"].device)

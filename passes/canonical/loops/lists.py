@@ -14,6 +14,7 @@ chains with other readers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
@@ -41,6 +42,15 @@ class RowWrite:
     keeps_dim: bool  # True if the row has that dim, too
 
 
+class _WriteChain(NamedTuple):
+    """Writes to one tensor, one after the other, along the same dim."""
+
+    rows: dict[int, Node]  # the row of the last write to each index
+    first: Node  # the first write of the chain
+    written_twice: str | None = None  # text on a row that is written twice, if there is one
+    early_read: str | None = None  # text on another reader of the tensor before `first`, at which the chain ends
+
+
 @register_pass
 class StackWrittenRows(CanonicalPass):
     """Replacement of the chains of writes of one graph."""
@@ -55,6 +65,7 @@ class StackWrittenRows(CanonicalPass):
         """
         self.writes = {n: write for n in gm.graph.nodes if (write := _match_write(n)) is not None}
         self.budget = 4 * len(gm.graph.nodes)  # remaining number of readers to examine
+        # The last write first: a read of another row moves to the tensor before that write, which is examined next.
         redirected = [self._redirect_reads(n, write) for n, write in reversed(self.writes.items())]
         stacked = [self._stack_chain(n) for n in self.writes if n.users and not self._is_continued(n)]
         return sum(redirected) + sum(stacked)
@@ -89,42 +100,46 @@ class StackWrittenRows(CanonicalPass):
 
         Returns False, and reports the reason if the chain looks like a loop, if it is not replaced.
         """
-        # Follow the chain back to its base; a row has the value of its last write.
-        value, last_write = last.meta["val"], self.writes[last]
-        rows: dict[int, Node] = {}  # by index
-        written_twice = early_read = None  # reasons against a stack
-        node = last
-        while True:
-            write = self.writes[node]
-            if (write.dim, write.keeps_dim) != (last_write.dim, last_write.keeps_dim):
-                return False
-            if write.index in rows:
-                written_twice = f"row {write.index} is written twice"
-            rows.setdefault(write.index, write.row)
-            base = write.base
-            if base not in self.writes:
-                break
-            if len(value_readers(base)) > 1:
-                early_read = f"another op reads {base.name} before all rows are written"
-                break
-            node = base
+        chain = self._read_chain(last)
+        if chain is None:
+            return False
+        value, last_write, rows = last.meta["val"], self.writes[last], chain.rows
         dim, num_rows = last_write.dim, value.shape[last_write.dim]
         missing = set(range(num_rows)) - set(rows)
-        reason = written_twice
+        reason = chain.written_twice
         if any(row.meta["val"].dtype != value.dtype for row in rows.values()):
             reason = reason or f"their dtype differs from {value.dtype}, the dtype of the list"
         if len(missing) > 1:
-            reason = reason or early_read or f"{len(missing)} rows of {num_rows} are never written"
+            reason = reason or chain.early_read or f"{len(missing)} rows of {num_rows} are never written"
         if reason is not None and self._is_loop(last):
             self.note_refusal(last, f"rows that are written one by one are not stacked: {reason}")
-        if reason is not None or node is last:
+        if reason is not None or chain.first is last:  # a single write is no list
             return False
         with self.graph.inserting_before(last):
             for index in missing:  # at most one, which keeps its initial value
-                rows[index] = self._initial_row(base, last_write, index)
+                rows[index] = self._initial_row(self.writes[chain.first].base, last_write, index)
             target = aten.cat.default if last_write.keeps_dim else aten.stack.default
             self.replace(last, self.compute(target, ([rows[i] for i in sorted(rows)], dim), last))
         return True
+
+    def _read_chain(self, last: Node) -> _WriteChain | None:
+        """Return the chain of writes that ends in the write `last`, or None if it contains writes along other dims."""
+        last_write, node = self.writes[last], last
+        rows: dict[int, Node] = {}
+        written_twice: str | None = None
+        while True:  # from the last write back
+            write = self.writes[node]
+            if (write.dim, write.keeps_dim) != (last_write.dim, last_write.keeps_dim):
+                return None
+            if write.index in rows:
+                written_twice = f"row {write.index} is written twice"
+            rows.setdefault(write.index, write.row)
+            if write.base not in self.writes:
+                return _WriteChain(rows, node, written_twice)
+            if len(value_readers(write.base)) > 1:
+                early_read = f"another op reads {write.base.name} before all rows are written"
+                return _WriteChain(rows, node, written_twice, early_read)
+            node = write.base
 
     def _is_loop(self, last: Node) -> bool:
         """Return True if the chain of writes that ends in `last` looks like a loop, so that a refusal is reported.

@@ -87,6 +87,7 @@ class ScanBuilder(BatchedOps):
             return None
         args, kwargs = pytree.tree_unflatten(leaves, pytree.tree_flatten((node.args, node.kwargs))[1])
         schema = schema_of(node.target).arguments
+        # The arguments by name, as the rules read them: defaults, then those of the call.
         arguments = {a.name: a.default_value for a in schema if a.has_default_value()}
         arguments.update(zip((a.name for a in schema), args), **kwargs)
         coefficients = rule(_FoldingArithmetic(self, node), arguments)
@@ -95,7 +96,8 @@ class ScanBuilder(BatchedOps):
     def _multiply_matrix(self, node: Node, leaves: list[Value]) -> AffineValue | None:
         """Return the matrix product left @ right, where `right` is affine in the state; None for other products.
 
-        left @ (a * state + m @ state + b) = (left * a.T + left @ m) @ state + left @ b, if `a` is a factor of rows.
+        left @ (a * state + m @ state + b) = (left * a.T + left @ m) @ state + left @ b, if `a` is a factor of rows,
+        (..., K, 1): then left @ (a * state) = (left * a.T) @ state.
         """
         left, right = leaves
         if isinstance(left, AffineValue) or min(len(right.step_shape), step_ndim(left)) < 2:
@@ -107,7 +109,7 @@ class ScanBuilder(BatchedOps):
             m = ops.multiply(left, right.a if _is_number(right.a) else self._transpose(right.a))
         if not _is_number(right.m):  # the only number that is a matrix is 0
             m = ops.add(m, self._matmul(left, right.m, node))
-        if _is_number(right.b) and right.b != 0:
+        if _is_number(right.b) and right.b != 0:  # left @ b would be a product with a constant matrix
             return None
         b = 0 if _is_number(right.b) else self._matmul(left, right.b, node)
         return replace(right, a=0, b=b, m=m, shape=node_shape(node))
@@ -229,7 +231,7 @@ class _FoldingArithmetic:
             x, y = y, x  # if one is a number, it is y
         if _is_number(y) and y == 0:
             return 0
-        if _is_number(x):
+        if _is_number(x):  # both are
             return x * y
         if _is_number(y) and y == 1:
             return x
@@ -239,7 +241,7 @@ class _FoldingArithmetic:
         """Return x + y for values without the state."""
         if _is_number(x):
             x, y = y, x  # if one is a number, it is y
-        if _is_number(x):
+        if _is_number(x):  # both are
             return x + y
         if _is_number(y) and y == 0:
             return x

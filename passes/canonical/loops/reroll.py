@@ -108,7 +108,7 @@ class LoopBuilder:
         batched = self.values[column]
         if not isinstance(batched, BatchedValue):
             raise NotALoop("an op outside the loop reads an op with several results")
-        index = column.end - 1 - step if self.reverse else step - column.first
+        index = column.end - 1 - step if self.reverse else step - column.first  # in the dim of the steps
         return self.editor.compute(aten.select.int, (batched.node, batched.time, index), node)
 
     def _compute_column(self, column: StepColumn) -> bool:
@@ -119,7 +119,7 @@ class LoopBuilder:
         columns are computed from its values.
         """
         form = self.forms.get(column)
-        if form is not None and form.state not in self.values:
+        if form is not None and form.state not in self.values:  # it waits for the scan of the state
             return False
         leaves = [self._leaf(x, column) for x in column.operands]
         if any(x is PENDING for x in leaves):
@@ -157,17 +157,19 @@ class LoopBuilder:
     def _body_leaf(self, x: Operand, column: StepColumn, body: list[StepColumn], seeds: dict[ColumnRef, Any]) -> Any:
         """Return an operand of a column for `CoupledStates`: a reference if it is a column of the body, else its value.
 
+        For h[t] = f(h[t - 2]), the operand is SeededList(s2, SeededList(s1, reference to h with lag 2)): the values of
+        h two steps and one step before the first one, which are added to `seeds`, and then h itself. Raises NotALoop if
+        the initial values are missing, or if another operand has others.
+
         Args:
             x: The operand.
             column: The column that reads it.
             body: The columns that one scan computes.
-            seeds: The values of states before the first step, to which those that the operand has are added. Raises
-                NotALoop if a state has several.
+            seeds: The initial values that are known so far, by (column, lag).
         """
         reference = reference_of(x)
         if reference is None or reference.column not in body:
             return self.value(x, column.first, column.end)
-        # An operand with lag 2 has two initial values, those two steps and one step before the first one.
         for lag in range(reference.lag, 0, -1):
             if not isinstance(x, SeededList):
                 raise NotALoop("a state without an initial value")
@@ -175,7 +177,7 @@ class LoopBuilder:
             if not _is_same_value(seed, x.seed):
                 raise NotALoop("a state with several initial values")
             x = x.later
-        if x is not reference:
+        if x is not reference:  # more initial values than the lag has
             raise NotALoop("a state with several initial values")
         return reference
 
@@ -189,14 +191,16 @@ class LoopBuilder:
         if reference is None or reference.column in self.values:
             return self.value(x, column.first, column.end)
         source, lag = reference.column, reference.lag
-        if lag > 1:
+        if lag > 1:  # left to `_scan_together`
             return PENDING
         if isinstance(x, SeededList):
-            # A column after an initial value: a state, of this step or the previous one, which is 1 * state + 0.
+            # A column after an initial value: a state, of this step or the previous one, which is 1 * state + 0. The
+            # initial value must be that of the step before the column's first one.
             seed = self.seeds.setdefault(source, x.seed)
             is_state = source.first - 1 == column.first - lag and _is_same_value(seed, x.seed)
             return AffineValue(source, 1, 0, lag=lag) if is_state else PENDING
-        # Another column, which depends on a state.
+        # Another column, which depends on a state: its form at the steps first, ..., end - 1 that are read. The state
+        # may be at most one step earlier in total.
         form, first, end = self.forms.get(source), column.first - lag, column.end - lag
         if form is None or form.lag + lag > 1 or first < source.first or source.end < end:
             return PENDING
@@ -233,7 +237,7 @@ class LoopBuilder:
         # A column, of which the operand reads the steps `lag` earlier.
         value, column = self.values[x.column], x.column
         first, end = first - x.lag, end - x.lag
-        if (first, end) == (column.first, column.end) or isinstance(value, Node):
+        if (first, end) == (column.first, column.end) or isinstance(value, Node):  # a node is equal at all steps
             return value
         if not isinstance(value, BatchedValue) or first < column.first or end > column.end:
             raise NotALoop("steps outside the loop")
@@ -333,6 +337,7 @@ class RerollLoops(CanonicalPass, ScanBuilder):
             values = builder.run()
             if not reads_rolled and not builder.scans:
                 raise NotALoop("no recurrence")
+            # `reverse`: the list has the last step first; `builder.reverse`: `values` have it first.
             result = self._arrange(values if reverse == builder.reverse else self.flip(values), stack)
             step_values = [builder.select_step(n) for _, n in outer_reads]
         for (user, node), step_value in zip(outer_reads, step_values):
@@ -346,8 +351,8 @@ class RerollLoops(CanonicalPass, ScanBuilder):
         stacked = self.move_steps(values, dim).node
         if stack.target is aten.stack.default:
             return stacked
-        # A cat joins the dim of the steps and the rows of each step.
-        if stacked.target is aten.unsqueeze.default and stacked.args[1] == dim + 1:
+        # A cat joins the dim of the steps and the rows of each step, dims `dim` and `dim + 1`.
+        if stacked.target is aten.unsqueeze.default and stacked.args[1] == dim + 1:  # one row per step
             return stacked.args[0]
         return self.compute(aten.flatten.using_ints, (stacked, dim, dim + 1), stack)
 

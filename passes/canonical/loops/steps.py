@@ -155,7 +155,7 @@ class LoopMatcher:
         leaves = [[_skip_views(x) for x in step_leaves] for step_leaves, _ in flat]  # by step
         has_number_second = [isinstance(x, Node) for x in leaves[0]] == [True, False]
         if column.node.target in COMMUTATIVE_OPS and has_number_second and leaves[-1][1] != leaves[0][1]:
-            # The initial state 0.0 is a number, so that 0.0 * x is traced as x * 0.0 in the first step.
+            # The initial state 0.0 is a number, and torch traces 0.0 * x as x * 0.0. Restore the order of other steps.
             leaves[0].reverse()
         column.operands = [self._match_operand(values, column.first) for values in zip(*leaves)]
 
@@ -280,7 +280,7 @@ def _match_index_read(values: Sequence[Any], first: int) -> IndexRead | Node | N
     source, dim, rows, start = reads[0]
     if any((read.dim, read.rows) != (dim, rows) or not is_same_call(read.source, source) for read in reads):
         return None
-    strides = {b.position - a.position for a, b in pairwise(reads)} or {1}
+    strides = {b.position - a.position for a, b in pairwise(reads)} or {1}  # a single read has no differences
     if len(strides) > 1 or not strides <= {-1, 0, 1}:
         return None
     stride = strides.pop()

@@ -131,6 +131,7 @@ class BatchedOps(GraphEditor):
             options = {"dtype": value.dtype, "device": value.device}
             return self.compute(aten.full.default, (sizes, x), like, options)
         x_value, x_shape = x.meta["val"], node_shape(x)
+        # A 0-dim tensor does not determine the dtype of an op's result, which casts it, too.
         rounds = x_value.ndim and torch.promote_types(x_value.dtype, value.dtype) != value.dtype
         broadcasts = all(a == 1 or is_same_size(a, b) for a, b in zip(x_shape[::-1], shape[::-1]))
         if rounds or not broadcasts or len(x_shape) > len(shape):
@@ -173,7 +174,7 @@ class BatchedOps(GraphEditor):
         Raises:
             NotALoop: The op cannot be batched.
         """
-        if node.target is operator.getitem:
+        if node.target is operator.getitem:  # of an op with several results, whose value is a list
             return leaves[0][leaves[1]]
         batchers = (_batch_pointwise, _batch_view, _batch_matmul, _batch_trailing, _batch_dim_op, _batch_einsum)
         for batch_op in batchers:
@@ -196,6 +197,9 @@ class BatchedOps(GraphEditor):
     ) -> BatchedValue:
         """Emit an op for all steps whose operands broadcast, except for their last `fixed_dims` dims.
 
+        For x + y with steps of shape (B, D) and (D,), batched as (B, S, D) and (S, D), it emits the sum of (B, S, D)
+        and (S, D): the dim of the steps has one dim after it in both.
+
         Args:
             target: The op.
             spec: The pytree spec of its (args, kwargs).
@@ -203,14 +207,14 @@ class BatchedOps(GraphEditor):
             like: The node whose metadata the new node copies.
             fixed_dims: The number of last dims that do not broadcast.
         """
-        ndim = max(step_ndim(x) for x in leaves)
-        # The result has the dim of the steps where the operand with most dims has it, if that is before the fixed dims,
-        # so that this operand need not be permuted.
+        ndim = max(step_ndim(x) for x in leaves)  # of one step of the result
+        # All operands get the dim of the steps at the same distance from the last dim: that of the operand with most
+        # dims, which need not be permuted then. The dim may not be among the fixed ones, the last dims of the op.
         candidates = [x for x in leaves if isinstance(x, BatchedValue) and x.trailing_dims >= fixed_dims]
         largest = max(candidates, key=lambda x: x.ndim, default=None)
-        trailing_dims = ndim if largest is None else largest.trailing_dims
+        trailing_dims = ndim if largest is None else largest.trailing_dims  # after the dim of the steps
         args, kwargs = pytree.tree_unflatten([self.align(x, trailing_dims) for x in leaves], spec)
-        return BatchedValue(self.compute(target, args, like, kwargs), ndim - trailing_dims)
+        return BatchedValue(self.compute(target, args, like, kwargs), time=ndim - trailing_dims)
 
     def _vmap(self, node: Node, leaves: Sequence[Value]) -> Value:
         """Emit the op of one step for all steps by the ops that torch.func.vmap creates.
@@ -273,7 +277,8 @@ def step_ndim(x: Value) -> int:
 def _batch_pointwise(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> BatchedValue | None:
     """Emit the op of a step for all steps if it acts on each element independently; None for other ops.
 
-    Its sharding rule shows it: each dim of an operand is the dim of the result to which it broadcasts.
+    Its sharding rule shows it: all factors pass through (they have no kinds), and each dim of an operand is the dim of
+    the result to which it broadcasts.
 
     Args:
         ops: The editor.
@@ -342,7 +347,7 @@ def _batch_dim_op(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Value
         return None
     call = OpCall(node)
     dim_args = {name: value for name, value in call.args.items() if "dim" in name and name != "keepdim"}
-    if not dim_args or not DIM_ARGUMENTS.issuperset(dim_args):
+    if not dim_args or not DIM_ARGUMENTS.issuperset(dim_args):  # others, such as `dims`, are left to vmap
         return None
     ndim = x.ndim + (node.target is aten.unsqueeze.default)  # unsqueeze counts the dims of its result
     shifted_args = pytree.tree_map(lambda d: _shift_dim(d, x.time, ndim), dim_args)
