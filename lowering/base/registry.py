@@ -77,11 +77,15 @@ class Table(dict[Any, TableRow]):
             raise SpError("SP901", f"{self.title}: {name!r} is registered already.")
         undo = ExitStack()  # runs its callback at the end of a `with` block; without a block, never
         if name in self:
-            undo.callback(self.update, {name: self[name]})
+            undo.callback(self._set_row, name, self[name], self._priorities[name])
         else:
             undo.callback(self.pop, name)
-        self[name], self._priorities[name] = row, priority
+        self._set_row(name, row, priority)
         return undo
+
+    def _set_row(self, name: Any, row: TableRow, priority: Callable[[Any], int]) -> None:
+        """Add or replace a row with its priority."""
+        self[name], self._priorities[name] = row, priority
 
     def of(self, *names: Any) -> Callable[[T], T]:
         """Return a decorator that registers a function or class under these names."""

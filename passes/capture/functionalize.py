@@ -234,7 +234,7 @@ class _Functionalizer:
             raise WriteError(
                 "SP224",
                 f"{node.name}: {node_line(node)} changes {root.name} under no_grad or through detach() or .data, and "
-                f"its gradient is needed.",
+                "its gradient is needed.",
                 RENORM_BEFORE if node.target is aten.embedding_renorm_.default else None,
             )
         is_wrong_for_complex = node.target in COMPLEX_ERROR and target.meta["val"].is_complex()

@@ -43,7 +43,7 @@ from sp_compile.passes.sharding.placement import Shard
 from .mask_tables import mask_vectors, move_before, unique_vectors
 
 sp = torch.ops.sp
-ORDER_INPUTS = ("dealt_order", "dealt_inverse", "dealt_chunks")
+ORDER_INPUTS = ("row_order", "row_inverse", "row_chunks")
 # rows at either end that keep their place, for graphs that read the neighbor of each row, such as shifted labels
 FIXED_END_POSITIONS = 1
 FRAME_ARGUMENTS = ("frame", "scatter_frame", "gather_frame", "q_frame", "k_frame")

@@ -1,4 +1,4 @@
-"""What one rank of the self-test runs: values, gradients, bytes, bandwidths and step times of each strategy."""
+"""Measure values, gradients, bytes, link bandwidths and step times on one rank of the self-test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sp_compile.lowering.base.ranks import Ranks
+from sp_compile.lowering.base.ranks import STRATEGIES, Ranks
 from sp_compile.passes.cost.measure import machine
 from sp_compile.planner.explain import explain
 from sp_compile.runtime.agreement import make_exchange
@@ -20,7 +20,7 @@ from sp_compile.runtime.control.message import MEASURE_VERB
 
 from .model import ModelSize, SelfTestModel, make_model
 
-STEPS = 5  # timed training steps, after one that compiles and one that warms up
+TIMED_STEPS = 5  # timed training steps, after one that compiles and one that warms up
 # A rank may have this many times the rounding error of a single device in the same dtype, and at least the floor.
 ERROR_FACTOR, ERROR_FLOOR = 4.0, 1e-6
 
@@ -29,7 +29,7 @@ ERROR_FACTOR, ERROR_FLOOR = 4.0, 1e-6
 class Settings:
     """Arguments of a self-test."""
 
-    ranks: int
+    ranks: int  # number of processes
     device: str  # "cuda" or "cpu"
     compiler: str  # value of the option `compiler` of the backend
     values: ModelSize  # model whose values are compared with float64
@@ -55,13 +55,15 @@ class StrategyResult:
 
 
 def strategies_of(ranks: int) -> list[str]:
-    """Return the attention strategies that this number of ranks can run; hybrid needs two factors above 1.
+    """Return the attention strategies that this number of ranks can run.
+
+    A strategy with two mesh axes needs a number of ranks that is a product of two factors above 1.
 
     Args:
         ranks: Number of ranks.
     """
     has_factors = any(ranks % factor == 0 for factor in range(2, ranks))
-    return ["ulysses", "ring", *(["hybrid"] if has_factors else []), "gather"]
+    return [name for name, strategy in STRATEGIES.items() if has_factors or len(strategy.axes) < 2]
 
 
 def run_rank(settings: Settings) -> dict[str, Any]:
@@ -136,7 +138,7 @@ def _test_strategy(
     error = _largest_error(_loss_and_gradients(model, torch.compile(model, backend="sp", options=options), ids), truth)
     torch.compiler.reset()
     model, ids = make_model(settings.times, settings.dtype, device)
-    sent_bytes = _sent_bytes(model, ids, settings.ranks, attention) if dist.get_rank() == 0 else 0
+    sent_bytes = _predict_sent_bytes(model, ids, settings.ranks, attention) if dist.get_rank() == 0 else 0
     dist.barrier()
     milliseconds, peak = _time_steps(model, torch.compile(model, backend="sp", options=options), ids)
     torch.compiler.reset()
@@ -144,7 +146,7 @@ def _test_strategy(
     return _largest_of_ranks(StrategyResult(attention, error, allowed, milliseconds, sent_bytes, peak))
 
 
-def _sent_bytes(model: SelfTestModel, ids: Tensor, ranks: int, attention: str) -> int:
+def _predict_sent_bytes(model: SelfTestModel, ids: Tensor, ranks: int, attention: str) -> int:
     """Return the bytes that a rank sends in a training step, forward and backward, without running it."""
     report = explain(model, ids, sp=ranks, attention=attention)
     torch.compiler.reset()
@@ -154,7 +156,7 @@ def _sent_bytes(model: SelfTestModel, ids: Tensor, ranks: int, attention: str) -
 def _time_steps(model: SelfTestModel, run: Callable[..., Tensor], ids: Tensor) -> tuple[float, int | None]:
     """Return the median milliseconds of a training step, and on a GPU its peak memory without weights."""
     is_cuda, times, peak = ids.is_cuda, [], None
-    for step in range(2 + STEPS):
+    for step in range(2 + TIMED_STEPS):
         model.zero_grad(set_to_none=False)
         if is_cuda:
             torch.cuda.synchronize()

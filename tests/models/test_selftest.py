@@ -61,8 +61,8 @@ def test_what_this_machine_cannot_run(arguments: list[str], capsys: pytest.Captu
 
 
 def test_strategies() -> None:
-    assert strategies_of(2) == strategies_of(3) == ["ulysses", "ring", "gather"]
-    assert strategies_of(4) == ["ulysses", "ring", "hybrid", "gather"]
+    assert sorted(strategies_of(2)) == sorted(strategies_of(3)) == ["gather", "ring", "ulysses"]
+    assert sorted(strategies_of(4)) == ["gather", "hybrid", "ring", "ulysses"]
 
 
 @pytest.mark.slow

@@ -146,7 +146,7 @@ def _checked_mask(positions: ElementReader, allowed: Boolean, needs_key_per_quer
     if without_leaves.free_symbols & {BATCH_INDEX, HEAD_INDEX}:
         raise NotSymbolic("it differs between heads or batches")
     if needs_key_per_query and not has_key_per_query(mask):
-        raise NotSymbolic("its fills are finite, and no query provably attends to some key")
+        raise NotSymbolic("its fills are finite, and not every query provably attends to some key")
     return mask
 
 

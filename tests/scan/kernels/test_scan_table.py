@@ -1,6 +1,7 @@
 """Selection of the lowering table's row for a scan; `toy_lowering` is a row from outside the package."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from support.scans.local_scans import has_native
 
 import sp_compile
 from sp_compile import SpError
+from sp_compile.lowering.base.registry import Table
 from sp_compile.lowering.scan.kernels import native
 from sp_compile.lowering.scan.scan_table import LOWERINGS, ScanProblem, choose_lowering, using_lowering
 
@@ -118,3 +120,13 @@ def test_a_way_from_outside_takes_its_turn() -> None:
         toy_lowering.registered()
     assert "toy" not in LOWERINGS
     assert choose_lowering(problem()) == "aten"
+
+
+def test_a_replaced_row_is_restored_with_its_priority() -> None:
+    table: Table[Any] = Table("rows", replace=True)
+    always = SimpleNamespace(fits=lambda problem: True)
+    table.register("first", always, lambda problem: 1)
+    table.register("second", always, lambda problem: 2)
+    with table.register("first", always, lambda problem: 3):
+        assert table.choose(None) == "second"
+    assert table.choose(None) == "first"
