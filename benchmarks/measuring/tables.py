@@ -1,10 +1,15 @@
 """Helpers for the reports of the benchmarks."""
 
+import os
 import platform
 import subprocess
+from contextlib import suppress
+from datetime import date
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import torch
 from rich.table import Table
 
 
@@ -21,6 +26,19 @@ def processor() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def describe_run(device: str) -> str:
+    """Return a line with the date, the card or processor, the versions and the commit, for the head of a report."""
+    is_cuda = device == "cuda"
+    name = f"{torch.cuda.get_device_name()}, {processor()}" if is_cuda else processor()
+    versions = [f"torch {torch.__version__}"]
+    if is_cuda:
+        versions += [f"CUDA {torch.version.cuda}", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"]
+    for package in ("triton", "transformers"):
+        with suppress(PackageNotFoundError):
+            versions.append(f"{package} {version(package)}")
+    return f"- {date.today()}, {name}; {', '.join(versions)}; commit {os.environ.get('COMMIT') or commit()}"
 
 
 @cache

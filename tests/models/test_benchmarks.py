@@ -34,7 +34,7 @@ def test_attention(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_gpu_attention(tmp_path: Path) -> None:
-    run("gpu_attention.py", "--device", "cpu", "--small", "--output", str(tmp_path))
+    run("gpu/gpu_attention.py", "--device", "cpu", "--small", "--output", str(tmp_path))
     (report,) = tmp_path.glob("attention_*.md")
     text = report.read_text()
     assert all(f"| {way} | both |" in text for way in ("ulysses", "ring", "gathered"))
@@ -54,7 +54,7 @@ def test_scans(tmp_path: Path) -> None:
 def test_gpu_scans(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert "tiny values are right" in run("gpu_scans.py")
+    assert "tiny values are right" in run("gpu/gpu_scans.py")
 
 
 @pytest.mark.slow
@@ -70,13 +70,13 @@ def test_merge_reductions(tmp_path: Path) -> None:
 def test_gpu_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert "copies are right" in run("gpu_collectives.py", "--smoke")
+    assert "copies are right" in run("gpu/gpu_collectives.py", "--smoke")
 
 
 @pytest.mark.slow
 def test_gpu_models(tmp_path: Path) -> None:
     report = tmp_path / "models.md"
-    run("gpu_models.py", "--device", "cpu", "--small", "--only", "^decoder, ulysses$", "--output", str(report))
+    run("gpu/gpu_models.py", "--device", "cpu", "--small", "--only", "^decoder, ulysses$", "--output", str(report))
     assert "| decoder, ulysses |" in report.read_text()
 
 
@@ -87,3 +87,30 @@ def test_plans() -> None:
     balanced = [row for row in rows if len(row) > 5 and row[3].strip() == "balanced"]
     assert len(balanced) == 6
     assert all(float(row[4]) <= 1.05 for row in balanced), balanced
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("call", "report", "rows"), [("nccl", "nccl.md", 8), ("million", "one_rank.md", 1)])
+def test_gpu_all_on_a_cpu(tmp_path: Path, call: str, report: str, rows: int) -> None:
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "DEVICE": "cpu",
+        "OUT": str(tmp_path),
+        "PYTHON": sys.executable,
+    }
+    command = ["bash", "benchmarks/gpu/gpu_all.sh", call]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    text = (tmp_path / report).read_text()
+    assert "commit" in text.partition("|")[0]
+    cells = [line.split(" | ") for line in text.splitlines() if line.startswith("| ") and "---" not in line]
+    assert len(cells) == 1 + rows
+    if call == "nccl":
+        assert all(row[2] == "True" for row in cells[1:])
+
+
+def test_gpu_all_names_its_calls() -> None:
+    done = subprocess.run(["bash", "benchmarks/gpu/gpu_all.sh"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "values|nccl|million|times" in done.stderr

@@ -1,8 +1,8 @@
 """Check scans on one GPU, then measure their times. Run this script on a machine with a GPU.
 
-    python benchmarks/gpu_scans.py                      values and times of every way of the Triton row
-    python benchmarks/gpu_scans.py values               some minutes of it, most of them Triton's compiler
-    python benchmarks/gpu_scans.py times --only 1-D --sizes     tiles and warps, to set `dispatch.TileSizes` by
+    python benchmarks/gpu/gpu_scans.py                      values and times of every way of the Triton row
+    python benchmarks/gpu/gpu_scans.py values               some minutes of it, most of them Triton's compiler
+    python benchmarks/gpu/gpu_scans.py times --only 1-D --sizes     tiles and warps, to set `dispatch.TileSizes` by
 
 values  every way against float64 by other code, exactly for integers
 times   every way next to torch and cupy, as a share of a copy_ in the same process of the bytes that the scan
@@ -16,11 +16,9 @@ values of tiny tensors are checked in Triton's interpreter, and nothing is writt
 import argparse
 import itertools
 import os
-import platform
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -34,19 +32,19 @@ if not find_spec("triton"):
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from measuring.clock import Clock, Job
 from measuring.scan_schedules import SCHEDULES, using_schedule
 from measuring.scan_values import CHECKED, F32, FEW, I64, ROW, Shape, draw, draw_starts, values
-from measuring.tables import markdown, processor
+from measuring.tables import describe_run, markdown
 
 from sp_compile import linear_scan
 from sp_compile.lowering.scan import scan_table as table
 from sp_compile.lowering.scan.kernels.triton.dispatch import TileSizes
 
 PARTS = ["values", "times"]
-RESULTS = Path(__file__).parent / "results" / "scans_gpu.md"
+RESULTS = Path(__file__).parents[1] / "results" / "scans_gpu.md"
 BF16 = torch.bfloat16
 SIZES = [TileSizes(walk) for walk in [(8192, 4), (4096, 2), (16384, 4), (16384, 8), (32768, 8)]]
 
@@ -174,10 +172,8 @@ def _label(way: str, sizes: TileSizes | None) -> str:
 
 def facts() -> str:
     lines = [
-        f"- {date.today()}, {torch.cuda.get_device_name()}, {processor()}",
-        f"- torch {torch.__version__}, CUDA {torch.version.cuda}, Triton {_version('triton')}, "
-        f"cupy {_version('cupy')}, {platform.system()}",
-        f"- `python benchmarks/gpu_scans.py {' '.join(sys.argv[1:])}".rstrip() + "`",
+        f"{describe_run('cuda')}, cupy {_version('cupy')}",
+        f"- `python benchmarks/gpu/gpu_scans.py {' '.join(sys.argv[1:])}".rstrip() + "`",
         "- medians of interleaved repeats; GB/s and shares of a copy_ count the bytes that a scan must move: one read"
         " of what it is given, one write of what it returns",
     ]

@@ -1,7 +1,7 @@
 """Check attention kernels on one GPU, then measure their times. Run this script on a machine with a GPU.
 
-    python benchmarks/gpu_attention.py                          bf16, 8 ranks of 8192 tokens, 32 heads of 128
-    python benchmarks/gpu_attention.py --device cpu --small     the same code on a CPU; its times mean nothing
+    python benchmarks/gpu/gpu_attention.py                          bf16, 8 ranks of 8192 tokens, 32 heads of 128
+    python benchmarks/gpu/gpu_attention.py --device cpu --small     the same code on a CPU; its times mean nothing
 
 values  every strategy on simulated ranks against float64, forward and gradients, next to the error of a single device;
         causal, in windows, and in packed documents, in bfloat16 and float32
@@ -17,14 +17,12 @@ Times are medians over interleaved repeats, by CUDA events. Writes benchmarks/re
 
 import argparse
 import os
-import platform
 import re
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from datetime import date
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -38,11 +36,11 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from measuring.clock import Clock, Job
 from measuring.handwritten import zigzag
-from measuring.tables import markdown, processor
+from measuring.tables import describe_run, markdown, processor
 
 from sp_compile.functional import attention_calls as functional
 from sp_compile.lowering import triton as triton_kernels
@@ -57,7 +55,7 @@ from sp_compile.lowering.masks.spans import full_span, span_rows
 from sp_compile.lowering.triton.flex.flex_texts import PairTexts
 from sp_compile.passes.canonical.attention.score_functions import SCORE, register_expression
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 WAYS = {"ulysses": "contiguous", "ring": "zigzag", "gathered": "zigzag"}
 TARGETS = {"ulysses": (0.97, 0.97), "ring": (0.85, 0.90), "gathered": (0.95, 0.95)}
 MERGE_TARGETS = {"share of copy": 0.85, "over eager": 4.0}
@@ -358,31 +356,31 @@ def _flops(sizes: Sizes, backward: bool) -> float:
     return 4 * sizes.heads * sizes.head_dim * length**2 / 2 * (3.5 if backward else 1)
 
 
-def facts(device: torch.device, name: str) -> str:
+def facts(device: torch.device) -> str:
     lines = [
-        f"- {date.today()}, {name}" + (f", {processor()}" if device.type == "cuda" else ""),
-        f"- torch {torch.__version__}, CUDA {torch.version.cuda}, Triton {_triton()}, {platform.system()}",
-        f"- `python benchmarks/gpu_attention.py {' '.join(sys.argv[1:])}".rstrip() + "`",
+        describe_run(device.type),
+        f"- `python benchmarks/gpu/gpu_attention.py {' '.join(sys.argv[1:])}".rstrip() + "`",
         "- medians of interleaved repeats; rates and shares without the simulated exchanges",
     ]
     return "\n".join(lines)
 
 
-def _triton() -> str:
-    if not triton_kernels.AVAILABLE:
-        return "none"
-    import triton
-
-    return triton.__version__
+PARTS: dict[str, Callable[..., Table]] = {
+    "values": values, "kernels": kernels, "biases": biases, "merging": merging, "stepping": stepping
+}  # fmt: skip
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", help=f"some of {', '.join(PARTS)}; all if none is given")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny sizes, to see that everything runs")
     parser.add_argument("--repeats", type=int, help=f"of each time, {Sizes.repeats} if not given")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the report")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if unknown := set(args.parts) - set(PARTS):
+        parser.error(f"parts: expected some of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
+    return args
 
 
 def main() -> None:
@@ -391,15 +389,15 @@ def main() -> None:
     sizes = replace(sizes, repeats=args.repeats or sizes.repeats)
     clock, console = Clock(device), Console()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {processor()}"
-    tables = []
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        for part in (values, kernels, biases, merging, stepping):
-            tables.append(part(sizes, device, *([] if part is values else [clock])))
-            console.print(tables[-1])
     args.output.mkdir(parents=True, exist_ok=True)
     path = args.output / f"attention_{re.sub('[^A-Za-z0-9]+', '_', name).strip('_')}.md"
-    parts = [f"# Attention on {name}", facts(device, name), *(f"## {t.title}\n\n{markdown(t)}" for t in tables)]
-    path.write_text("\n\n".join(parts) + "\n")
+    sections = [f"# Attention on {name}", facts(device)]
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        for part in args.parts or PARTS:
+            table = PARTS[part](sizes, device, *([] if part == "values" else [clock]))
+            console.print(table)
+            sections.append(f"## {table.title}\n\n{markdown(table)}")
+            path.write_text("\n\n".join(sections) + "\n")  # after each part, since a time limit may end the next one
     console.print(f"written: {os.path.relpath(path)}")
 
 

@@ -1,12 +1,14 @@
 """Whole models on real ranks that share one GPU: loss and gradients against one device, memory, waits of the host.
 
-    python benchmarks/gpu_models.py                                 2 ranks, every model and strategy
-    python benchmarks/gpu_models.py --ranks 4 --only "decoder.*"    those whose name matches
-    python benchmarks/gpu_models.py --device cpu --small            the same code on a CPU, tiny
-    python benchmarks/gpu_models.py --memory                        peaks for 1, 2 and 4 ranks of one long sequence
+    python benchmarks/gpu/gpu_models.py                                 2 ranks, every model and strategy
+    python benchmarks/gpu/gpu_models.py --ranks 4 --only "decoder.*"    those whose name matches
+    python benchmarks/gpu/gpu_models.py --device cpu --small            the same code on a CPU, tiny
+    python benchmarks/gpu/gpu_models.py --nccl                          ranks that exchange by NCCL
+    python benchmarks/gpu/gpu_models.py --memory                        peaks for 1, 2 and 4 ranks of one long sequence
 
-The ranks are processes; Gloo carries their tensors through the host's memory, so what a step takes says nothing about
-a network. Inductor and Triton compile each rank's program, forward and backward, as where every rank has a GPU.
+The ranks are processes; Gloo carries their tensors through the host's memory, or with --nccl NCCL over sockets, so the
+time of a step means nothing for a network. Inductor and Triton compile each rank's program, forward and backward, as
+where every rank has a GPU.
 
 error   of the loss and of the worst gradient, over the largest entry of the true one: the model in float64 on one
         device. Beside it what one device makes of the same model in the same dtype, by Inductor as well
@@ -28,7 +30,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +40,16 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from measuring.gloo_ranks import joined
+from measuring.one_gpu import joined_nccl
 from measuring.staged import stage
-from measuring.tables import markdown
+from measuring.tables import describe_run, markdown
 from models import DecoderLM
 
-RESULTS = Path(__file__).parent / "results" / "models_gpu.md"
+RESULTS = Path(__file__).parents[1] / "results" / "models_gpu.md"
 VOCAB = 512
 ALLOWED = 3.0
 """Largest error as a multiple of the single-device error in the same dtype."""
@@ -244,8 +247,8 @@ def waits(device: torch.device) -> Iterator[Counter[str]]:
 
 def rank_of_many(rank: int, given: argparse.Namespace, folder: str, results: Any) -> None:
     device = torch.device(given.device, 0) if given.device == "cuda" else torch.device("cpu")
-    with joined(rank, given.ranks, folder):
-        if not given.gloo:
+    with (joined_nccl if given.nccl else joined)(rank, given.ranks, folder):
+        if not given.gloo and not given.nccl:
             stage(dist.group.WORLD)
         work = peaks if given.memory else every_case
         sizes = SMALL if given.small else Sizes()
@@ -265,7 +268,7 @@ def every_case(given: argparse.Namespace, sizes: Sizes, device: torch.device, su
             lines = str(error).strip().splitlines() or [""]
             seen = Seen(case.name, failed=f"{type(error).__name__}: {lines[0][:300]}")
         submit(seen)
-        failed = torch.tensor(float(bool(seen.failed)))
+        failed = torch.tensor(float(bool(seen.failed)), device=device if given.nccl else None)
         dist.all_reduce(failed)  # an error on some ranks only leaves the group unusable
 
 
@@ -343,6 +346,7 @@ def main() -> None:
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--vocab", type=int, default=VOCAB, help="of the model whose memory is measured")
     parser.add_argument("--tiles", nargs="*", help="numbers of tiles, auto or never, in place of ways of attention")
+    parser.add_argument("--nccl", action="store_true", help="exchange by NCCL, over sockets")
     parser.add_argument("--gloo", action="store_true", help="exchange tensors of a GPU by Gloo")
     parser.add_argument("--compiler", default="inductor", help="of the ranks' graphs")
     parser.add_argument("--tokens", type=int)
@@ -363,10 +367,11 @@ def main() -> None:
     for place, count in every.most_common(20):
         console.print(f"  waits {count:4} {place}", markup=False)
     if given.output:
-        name = torch.cuda.get_device_name() if given.device == "cuda" else "CPU"
-        about = f"- {date.today()}, {name}; torch {torch.__version__}, CUDA {torch.version.cuda}"
+        about = describe_run(given.device)
         with given.output.open("a") as out:
-            out.write(f"{about}\n- `python benchmarks/gpu_models.py {' '.join(sys.argv[1:])}`\n\n{markdown(table)}\n\n")
+            out.write(
+                f"{about}\n- `python benchmarks/gpu/gpu_models.py {' '.join(sys.argv[1:])}`\n\n{markdown(table)}\n\n"
+            )
     if wrong:
         raise SystemExit("errors above the limits:\n" + "\n".join(wrong))
 

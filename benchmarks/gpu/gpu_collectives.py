@@ -1,7 +1,7 @@
 """Check permutes around all-to-alls on one GPU, then measure their times. Run this script on a machine with a GPU.
 
-    python benchmarks/gpu_collectives.py            values and times of the kernels; writes results/collectives_gpu.md
-    python benchmarks/gpu_collectives.py --smoke    tiny sizes, on a CPU in Triton's interpreter; nothing is written
+    python benchmarks/gpu/gpu_collectives.py          values and times of the kernels; writes results/collectives_gpu.md
+    python benchmarks/gpu/gpu_collectives.py --smoke  tiny sizes, on a CPU in Triton's interpreter; nothing is written
 
 values   the pack kernel, of many shapes and dtypes, against PyTorch
 pack     64 MB of bfloat16 (8 ranks, 32 heads of 128) and runs of 16, 32 and 64 bytes, as a share of a copy_ of
@@ -14,11 +14,9 @@ Times are medians over interleaved repeats of CUDA graphs, by CUDA events.
 import argparse
 import itertools
 import os
-import platform
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import date
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,14 +32,14 @@ if not find_spec("triton"):
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from measuring.clock import Clock, Job
-from measuring.tables import markdown, processor
+from measuring.tables import describe_run, markdown
 
 from sp_compile.lowering.triton import move_kernel as move
 
-RESULTS = Path(__file__).parent / "results" / "collectives_gpu.md"
+RESULTS = Path(__file__).parents[1] / "results" / "collectives_gpu.md"
 BF16 = torch.bfloat16
 TARGETS = {"1 KB": 0.90, "64 B": 0.80, "32 B": 0.65, "16 B": 0.50}
 ROPE_TARGET = 1.7
@@ -175,14 +173,10 @@ def roping(sizes: Sizes, device: torch.device, clock: Clock) -> Table:
 
 
 def facts(device: torch.device) -> str:
-    import triton
-
-    name = torch.cuda.get_device_name(device)
     return "\n".join(
         (
-            f"- {date.today()}, {name}, {processor()}",
-            f"- torch {torch.__version__}, CUDA {torch.version.cuda}, Triton {triton.__version__}, {platform.system()}",
-            f"- `python benchmarks/gpu_collectives.py {' '.join(sys.argv[1:])}".rstrip() + "`",
+            describe_run(device.type),
+            f"- `python benchmarks/gpu/gpu_collectives.py {' '.join(sys.argv[1:])}".rstrip() + "`",
             "- medians of interleaved repeats",
         )
     )
