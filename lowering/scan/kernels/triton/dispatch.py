@@ -2,8 +2,8 @@
 
 A line is the rows of one scan; a tile is the places x lines that a program processes at once (`triton_tiles.py`).
 
-On an H100 the chosen schedule was the faster one for every shape of `benchmarks/gpu/gpu_scans.py` (torch 2.11). Importing
-this module needs triton.
+On an H100 the chosen schedule was the faster one for every shape of `benchmarks/gpu/gpu_scans.py` (torch 2.11).
+Importing this module needs triton.
 """
 
 from __future__ import annotations
