@@ -31,7 +31,7 @@ sp = torch.ops.sp
 
 
 def _run_hybrid(call: AttentionCall, args: tuple[Any, ...]) -> Tensor:
-    """Run the hybrid operator; with all ranks as its width it is Ulysses attention."""
+    """Run the hybrid operator; its width is the number of adjacent ranks that exchange heads (Ulysses: all ranks)."""
     return sp.hybrid_attention(*args, call.width, call.kv_grads)
 
 

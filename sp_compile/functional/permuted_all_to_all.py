@@ -222,7 +222,7 @@ def declare_symmetric_memory(size: int, group: Mesh = None, device: torch.device
     device = _group_device(device)
     is_positive = isinstance(size, int) and size > 0
     problem = None if is_positive else SpError("SP507", f"size: expected a positive int, got {size!r}.", SIZE_FIX)
-    compared_ranks = ranks if ranks.n > 1 else None
+    compared_ranks = ranks if ranks.n > 1 else None  # None: only this rank is checked
     require_on_all("declare_symmetric_memory", problem, lambda: f"size={size}", compared_ranks, "the size is equal")
     if ranks.n == 1:
         return False
