@@ -62,7 +62,9 @@ class CompileProtocol:
                 if ranks.has_other_processes:
                     self._all_gather(ranks, mine if self.opened else STOP_VERB)
             except RankMismatchError as error:
-                if error.__cause__ is None:  # the ranks run another operation; the cause is set if a rank is lost
+                # Ranks that run another operation have no exchanges of this compilation, so none follows. A lost rank
+                # (its error is the cause) ends only its group: the others receive the error in their exchanges.
+                if error.__cause__ is None:
                     self.opened = False
         if not self.opened:
             self.remaining = []

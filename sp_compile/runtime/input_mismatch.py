@@ -40,15 +40,17 @@ def find_input_mismatch(
     if len(common) == min(map(len, inputs)):  # a rank has no other inputs; `lines` show those of the other ranks
         inputs = [{name: records[name] for name in common} for records in inputs]
     first = inputs[0]
-    names = [name for name in {**first, **inputs[-1]} if _is_different([records.get(name) for records in inputs])]
-    names.sort(key=lambda name: name in first and _is_python_scalar(first[name]))  # tensors before numbers
+    # The names of the inputs that differ in size or value, tensors before numbers.
+    differing = [name for name in {**first, **inputs[-1]} if _is_different([records.get(name) for records in inputs])]
+    differing.sort(key=lambda name: name in first and _is_python_scalar(first[name]))
+    # Dtypes and required gradients.
     mismatch = _find_dtype_mismatch([message.program.dtypes for message in messages])
-    if mismatch is None and not names:
+    if mismatch is None and not differing:
         mismatch = _find_gradient_mismatch([message.program.trained for message in messages])
     if mismatch is not None:
         return mismatch
-    rows = format_rank_rows([{name: str(record) for name, record in records.items()} for records in inputs], names)
-    # Sizes and programs.
+    # Sizes and programs. The row of a rank has its records of the differing inputs.
+    rows = format_rank_rows([{name: str(record) for name, record in records.items()} for records in inputs], differing)
     is_same_program = len({message.program.digest for message in messages}) == 1
     same_names = all(records.keys() == first.keys() for records in inputs)
     sizes_differ = same_names and len({tuple(records[name].size for name in common) for records in inputs}) > 1
@@ -56,10 +58,10 @@ def find_input_mismatch(
     if same_names and not sizes_differ and not is_same_program and lines:
         heading = "What differs first"
         rows = [line + (f"; {row}" if row else "") for line, row in zip(lines, rows)]
-    has_reason = is_same_program or names or lines  # else only the digests of the programs differ
+    has_reason = is_same_program or differing or lines  # else only the digests of the programs differ
     rows = [row or ("the same inputs as the others" if has_reason else "another graph") for row in rows]
     if sizes_differ:
-        are_numbers = bool(names) and _is_python_scalar(first[names[0]])
+        are_numbers = bool(differing) and _is_python_scalar(first[differing[0]])
         difference = "different numbers" if are_numbers else "inputs of different sizes"
         return SpError("SP632", format_mismatch(f"{summary} {difference}", rows))
     training = describe_by_rank([message.program.training for message in messages])
@@ -67,8 +69,9 @@ def find_input_mismatch(
         return SpError("SP641", format_mismatch(training, rows, heading))
     if not same_names or not is_same_program:
         return SpError("SP631", format_mismatch(f"{summary} different programs", rows, heading))
-    if names:
-        return _value_error(messages[0].number > 1, names, rows, compared, has_shards)
+    # Values.
+    if differing:
+        return _value_error(messages[0].number > 1, differing, rows, compared, has_shards)
     samples = [{f"part of {name}": x.sample for name, x in records.items() if x.sample} for records in inputs]
     cause = describe_field_mismatch(samples, OTHER_VALUES)
     return _data_error(cause, has_shards) if cause else None

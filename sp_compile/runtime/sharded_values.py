@@ -6,8 +6,9 @@ Ranks therefore announce it first, so that a rank that reads alone raises with t
 
 Deferred result: the program returns the operands of a result, such as hidden states and a weight, in place of the
 result (logits). A small graph computes the rows of the result from these operands when the value is read.
-Grad token: an output of one element that is returned next to a result. The gradient of the result is stored, and the
-gradient of the token is the number of the stored one. The backward thus needs no gradient of a result without readers.
+Grad token: an output of one element that is returned next to a result. The gradient of the result is stored outside of
+the graph, and the gradient of the token is the number under which it is stored. For a result that nothing reads, the
+backward thus needs no gradient of the size of the result.
 Part: a factor of a sharded dim, such as the batch in a dim of batch * sequence.
 """
 
@@ -322,7 +323,8 @@ def call_refusal(args: Sequence[Any], written: Sequence[int], names: Sequence[st
         for i, written_range in zip(written, written_ranges):
             if i == k or not arg_range.intersects(written_range):
                 continue
-            # The ranges of two strided tensors may intersect without a common element.
+            # Views of one sharded value (`memory` is its number) share it. The ranges of two strided tensors may
+            # intersect without a common element.
             if isinstance(arg_range.memory, int) or may_overlap(_plain_argument(arg), _plain_argument(args[i])):
                 cause = f"input {names[i]} is changed in place and shares memory with input {names[k]}."
                 return SpError("SP221", cause)
@@ -373,11 +375,13 @@ def _argument_at(args: Sequence[Any], source: tuple[int, int | None]) -> Any:
 
 
 def symbol_sources(graph: GraphModule) -> dict[sympy.Symbol, tuple[int, int | None]]:
-    """Return for each symbolic length the index of an input, and its dim, whose length it is in a call.
+    """Return where a call reads the value of each symbolic length: {s0: (1, 0)} for the size of dim 0 of input 1.
 
-    The dim is None for a symbol that is itself an input. The graph is in the global view, before it is split.
+    The dim is None for a symbol that is itself an input. With inputs="local" a symbol is the length of a rank's shard;
+    the length in the global view is n times that.
 
-    With inputs="local" a symbol is the length of a rank's shard; the length in the global view is n times that.
+    Args:
+        graph: The graph in the global view, before it is split.
     """
     sources: dict[sympy.Symbol, tuple[int, int | None]] = {}
     for i, node in enumerate(graph.graph.find_nodes(op="placeholder")):

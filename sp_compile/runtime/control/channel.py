@@ -281,7 +281,7 @@ class ControlChannel:
         return int(self.store.get(key)) if self.store.check([key]) else -1
 
     def _announce_wait(self) -> None:
-        """Write to the store that this rank waits in its next exchange, for the errors of the others."""
+        """Write to the store that this rank waits, for errors of the others; of two ranks the absent one is known."""
         self.store.set(f"waits/{dist.get_rank()}", str(self.exchanges))
 
     def break_group(self, notice: StopNotice, operation: str) -> SpError:
@@ -350,7 +350,7 @@ class ControlChannel:
             return NO_RANK
         if last.within == self.name:  # this group is broken
             return last
-        # A rank that cannot compile one program still calls others; after this rank has stopped as well, both go on.
+        # A rank that cannot compile one program comes to calls of others, and any if this rank has stopped as well.
         calls_other = message.verb == CALL_VERB and last.subject not in ("", message.subject)
         return NO_RANK if calls_other or any(map(self._is_current, _own_stop)) else last
 
@@ -359,7 +359,7 @@ class ControlChannel:
         return notice.rank == dist.get_rank() and notice.within != self.name
 
     def _is_current(self, notice: StopNotice) -> bool:
-        """Return True for a notice since the last exchange of this group, or in it, if the notice breaks the group."""
+        """Return True if this group ended no exchange since the notice, or at most one if it breaks the group."""
         known = notice.exchanges.get(self.name)
         return known == self.exchanges or (notice.within == self.name and known == self.exchanges - 1)
 
@@ -442,7 +442,7 @@ def _store_notice(notice: StopNotice) -> None:
 
 
 def broken_context() -> str:
-    """Return the group that the last notice of this rank has named as broken, which the next notice repeats; or ""."""
+    """Return the broken group in this rank's last notice, or ""; a new notice replaces the last one and repeats it."""
     return _own_stop[0].within if _own_stop else ""
 
 
