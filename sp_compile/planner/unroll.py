@@ -155,6 +155,7 @@ class Unroll:
             fits: Returns True if a step fits in memory.
         """
         keys = [piece.key for piece in self.offload_pieces]
+        # The least number of values with which the step fits.
         count = bisect_left(range(len(keys)), True, key=lambda n: fits(self.step(OffloadCounts(keys[:n]))))
         if count == 0:
             return OffloadCounts()
@@ -195,6 +196,9 @@ class Unroll:
         moment has the bytes of the program's moment, plus what the earlier layers of the model save, minus what the
         earlier layers of the program save, which are among the bytes of its moment. A backward runs the layers in
         reverse order; there the gradients of all later layers are added and subtracted in the same way.
+
+        Example: the program has the layers 0 and 1, which save 10 and 20 bytes, and the order of the model is 0 1 1 1.
+        The moments of the last 1 in the forward have those of layer 1, plus 10 + 20 + 20 bytes, minus 10.
 
         Args:
             walk: The walk of the program, forward or backward.
