@@ -350,7 +350,8 @@ def _unsharded_bytes(moments: Sequence[WalkMoment], unit: int) -> list[int]:
     FSDP reduces the gradients of a layer after the backward of the next one, so these are the gradients outside of
     layers, of the current layer, and of the previous one. `moment.results` are the bytes of all gradients computed so
     far. If a traced layer represents several equal ones, its moments are repeated: a layer starts where the path
-    changes, or where the first node of the path occurs again.
+    changes, or where the first node of the path occurs again. Example: 2 bytes outside of layers and 10 in each; in the
+    third layer, after 4 of its bytes, 2 + 10 + 4 are unsharded.
 
     Args:
         moments: The moments of the backward, in order.

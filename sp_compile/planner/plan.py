@@ -455,8 +455,8 @@ def _estimate_share(planner: StepPlanner, result: StepPlan, variant: Variant) ->
     """Return an estimate of the variant with the least share on the host with which it fits, from two examined shares.
 
     The memory is assumed to be linear in the share, between that of the variant with nothing on the host and that of
-    this variant: with 100 GB at 0 % and 60 GB at 50 %, 80 GB need 25 %. None if the variant with nothing on the host was
-    not examined, no share is sufficient, the least sufficient one was examined, or the host has too little memory.
+    this variant: with 100 GB at 0 % and 60 GB at 50 %, 80 GB need 25 %. None if the variant with nothing on the host is
+    not known, no share is sufficient, the least sufficient one was examined, or the host has too little memory.
     """
     without_share = replace(variant.config, offload=0.0)
     by_share = {row.offload: row for row in result.rows if replace(row.config, offload=0.0) == without_share}
