@@ -58,7 +58,7 @@ def replica_of(mesh: Mesh = None, mesh_dim: str | None = None, data_dims: str | 
         SpError: The axes of the mesh have no names, a named axis is not in the mesh, this rank is not in the mesh, no
             axis is left for the sequence, or the groups do not split the default process group evenly.
     """
-    with publish_failure():
+    with publish_failure():  # ranks that wait for this one in `_replica_of_group` raise, too
         if isinstance(mesh, DeviceMesh) and mesh.ndim > 1:
             return _replica_on_axes(mesh, mesh_dim, data_dims)
         if data_dims is not None:
@@ -123,7 +123,8 @@ def _replica_of_group(ranks: Ranks) -> Replica:
     if has_overlap or len({*map(len, groups)}) > 1:
         raise SpError(
             "SP815",
-            f"mesh: expected groups of equal size over the {world.n} ranks of the default process group, got {groups}.",
+            f"mesh: expected disjoint groups of equal size over the {world.n} ranks of the default process group, "
+            f"got {groups}.",
         )
     return Replica(groups.index(tuple(own_members)), len(groups))
 

@@ -92,7 +92,7 @@ class SplitProgram:
         Raises:
             SpError: A pass refuses the program.
         """
-        symbols = symbol_sources(self.view.graph)
+        symbols = symbol_sources(self.view.graph)  # before the passes change the graph
         with wrap_failures():
             result = self._run_passes()
             if isinstance(result, Refusal) and self._change_view(result):

@@ -356,7 +356,7 @@ def _plan_first(planner: StepPlanner, result: StepPlan, all_ranks: Sequence[int]
     checkpoint = bool(planner.blocks) and not has_own_checkpoints
     if not checkpoint and not all(map(result.fits_on_device, all_ranks)):
         result.notes.append(OWN_CHECKPOINTS if has_own_checkpoints else NO_BLOCKS)
-    attempts = [tiles] if checkpoint else []  # first with checkpoints alone
+    attempts = [tiles] if checkpoint else []  # numbers of tiles: first with checkpoints alone, then with more tiles
     if more_tiles is not None:
         attempts.append(more_tiles)
     for next_tiles in attempts:

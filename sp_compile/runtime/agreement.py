@@ -186,7 +186,7 @@ def _first_difference(messages: Sequence[Message]) -> SpError:
 
     stopped = _format_ranks([rank for rank, verb in enumerate(verbs) if verb == STOP_VERB.verb])
     if stopped:
-        cause = f"rank {stopped} of {n} does not take part in this call: the ranks of another of its groups disagree."
+        cause = f"rank {stopped} of {n} does not take part: another of its process groups has stopped with an error."
         return SpError("SP603", cause)
 
     compiling = _format_ranks([rank for rank, verb in enumerate(verbs) if verb == COMPILE_VERB])

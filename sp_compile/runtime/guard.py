@@ -68,7 +68,7 @@ OTHER_VALUES_EARLIER = (
     "the ranks of this group were given different values at an earlier call; values on a device are compared one call "
     "later, so the steps since then are wrong"
 )
-SPLIT_ON_SOME = "backend='sp' could compile this program on some ranks of this group only"
+SPLIT_ON_SOME = "backend='sp' could split this program on some ranks of this group only"
 LEFT_PARTIAL = (
     "param_grads='partial' requires that DDP or FSDP averages the gradients over these ranks. Either none does, or "
     "weights were changed on some ranks only: "
@@ -207,11 +207,7 @@ class GuardedProgram:
         if problem is None:
             self.called.add(model)
             return mine
-        # Notify the groups of the inner guards, whose other ranks wait for this call.
-        inner = self.run
-        while isinstance(inner, GuardedProgram):
-            all_gather_messages(inner.ranks, STOP_VERB)
-            inner = inner.run
+        self._stop_inner_groups()
         # A rank that has raised in a step, and whose program caught it, announces its next call while the other ranks
         # are still in that step, such as at its backward.
         raised = describe_raised(messages or ())
@@ -222,6 +218,13 @@ class GuardedProgram:
         if operation_mismatch is None:  # the error of a mismatch has the exceptions already
             problem = problem.with_context(raised)
         raise problem from self.error
+
+    def _stop_inner_groups(self) -> None:
+        """Notify the groups of the inner guards, whose other ranks wait for this call, that it does not take place."""
+        inner = self.run
+        while isinstance(inner, GuardedProgram):
+            all_gather_messages(inner.ranks, STOP_VERB)
+            inner = inner.run
 
     def _describe_inputs(
         self, args: Sequence[Any], compares_all: bool, channel: ControlChannel | None, mine: Message

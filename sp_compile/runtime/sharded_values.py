@@ -300,6 +300,7 @@ def simulate_sharded_outputs(
     for i, result in edges.results.items():
         if not result.parts and i < len(values):
             values[i] = from_replicated(values[i], result.layout, Origin(result.name, record_read=on_read))
+    # The graph has run as it was traced: it has no hidden results, and its views of arguments are views.
     views = [view for view in edges.views if not view.of_argument and view.base < len(values)]
     return rebuild_views(values, args, replace(edges, views=views, hidden=0))
 
