@@ -146,7 +146,7 @@ class SplitProgram:
         if isinstance(result, Refusal):
             return result
         local, report = result
-        # The passes have appended placeholders if the rows are in a load-balanced order, which each call passes.
+        # If the rows are in a load-balanced order, the passes have appended placeholders for the tensors of this order.
         added = local.graph.find_nodes(op="placeholder")[len(inputs) :]
         return inputs + [node.meta["val"] for node in added], local, report
 

@@ -78,7 +78,7 @@ def choose_exchange(
     # Gathered carries are written and read; in each step two are read, and their combination is written.
     gather = alpha + transfer["gather"] + machine.copy(2 * n * nbytes)
     steps = transfer["steps"] + rounds * (alpha + machine.copy(3 * nbytes))
-    can_step = supports_steps and folds == 1 and rounds < n - 1
+    can_step = supports_steps and folds == 1 and rounds < n - 1  # in n - 1 steps a rank sends what an all-gather sends
     exchange = "steps" if can_step and steps < gather else "gather"
     return CarryExchangeCost(nbytes, gather, steps, rounds, exchange)
 

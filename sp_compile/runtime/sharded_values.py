@@ -106,7 +106,7 @@ class GatheredProgram:
         tensors = {i: x for i, x in enumerate(gathered) if isinstance(x, torch.Tensor)}
         versions = tensor_versions([*tensors.values()])
         out = self.run(*gathered)
-        has_changed = versions != tensor_versions([*tensors.values()])
+        has_changed = versions != tensor_versions([*tensors.values()])  # an array with a bool for each tensor
         changed = [*compress(tensors, has_changed)]  # indices of the arguments that the program has written to
         for i in changed:
             if isinstance(args[i], Sharded):

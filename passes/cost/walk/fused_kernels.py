@@ -179,7 +179,7 @@ class KernelSchedule:
             position: Position of each kernel before fusion.
             last_write: Position of the last kernel that writes each storage.
         """
-        large_reads = {key for key in kernel.reads if self.sizes[key] >= num_elements}
+        large_reads = {key for key in kernel.reads if self.sizes[key] >= num_elements}  # a byte or more per element
         for candidate in candidates:
             start = position[candidate.nodes[0]]
             if start >= position[kernel.nodes[0]]:

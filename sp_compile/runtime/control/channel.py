@@ -103,7 +103,8 @@ class ControlChannel:
     later: list[tuple[list[str], PendingChecksums]] = field(default_factory=list)
     num_models: int = 0  # number of models so far
     exchanges: int = 0  # number of exchanges so far
-    heartbeats: tuple[float, int, float] = (0.0, 0, 0.0)  # start of the last wait, heartbeats, time of the last one
+    # start of the last wait, number of heartbeats of all ranks, time at which this number was last seen to increase
+    heartbeats: tuple[float, int, float] = (0.0, 0, 0.0)
     announced: int = -1  # number of exchanges before the last one whose wait was announced in the store
     warned: float = 0.0  # start of the read whose wait was logged
     process: int = field(default_factory=os.getpid)  # PID of the process that created the channel; see `_channels`
@@ -332,7 +333,7 @@ class ControlChannel:
         return self.models[key][0]
 
     def reset_counters(self, messages: Sequence[Message]) -> None:
-        """Restart the counts after a mismatch; new models get numbers that no rank has used (`messages` of all)."""
+        """Restart the counts after a mismatch; new models get larger numbers than those in the ranks' messages."""
         for counted in (self.calls, self.later, self.models):
             counted.clear()
         self.num_models = max(self.num_models, *(message.model for message in messages))
