@@ -189,16 +189,25 @@ class StepMemory:
 
         The phase "loss" is from the last matrix product of the last forward to the first one of its backward.
         """
-        other_bytes = 0  # bytes that other graphs have left
-        last = len(self.graphs) - 1
+        yield from self._forward_points()
+        yield from self._backward_points()
+
+    def _forward_points(self) -> Iterator[StepMoment]:
+        """Yield the moments of the forward of each graph."""
+        other_bytes = 0  # bytes that earlier graphs have left: saved values and results
         for g, graph in enumerate(self.graphs):
             moments = graph.forward.moments
-            has_loss = g == last and graph.backward is not None
+            has_loss = g == len(self.graphs) - 1 and graph.backward is not None
             products = [i for i, moment in enumerate(moments) if moment.product] if has_loss else []
             loss_start = products[-1] if products else len(moments)  # the last product computes the logits
             for i, moment in enumerate(moments):
                 yield StepMoment("forward" if i < loss_start else "loss", moment, other_bytes + moment.nbytes, g, i)
             other_bytes += graph.saved + graph.results
+
+    def _backward_points(self) -> Iterator[StepMoment]:
+        """Yield the moments of the backward of each graph, the last graph first."""
+        # Bytes that the forwards, and the backwards so far, have left.
+        other_bytes = sum(graph.saved + graph.results for graph in self.graphs)
         later_gradients = 0  # bytes that the backward of the next graph has left, among them tangents of this one
         for g, graph in reversed(list(enumerate(self.graphs))):
             if graph.backward is None:
@@ -206,7 +215,8 @@ class StepMemory:
             moments = graph.backward.moments
             # The walk of this backward counts its saved values and tangents, so they are not counted as other bytes.
             other_bytes -= graph.saved + min(later_gradients, graph.tangents)
-            loss_end = next((i for i, moment in enumerate(moments) if moment.product), 0) if g == last else 0
+            has_loss = g == len(self.graphs) - 1
+            loss_end = next((i for i, moment in enumerate(moments) if moment.product), 0) if has_loss else 0
             # FSDP gathers the weights of the next layer until the last layer of the step begins.
             if not self.weights.unit:  # no layers
                 gather_end = 0
