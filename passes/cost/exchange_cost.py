@@ -127,7 +127,7 @@ def _sent_bytes(call: OpCall, n: int) -> _SentBytes | None:
     if strategy is not None and strategy.sends is not None:
         return _SentBytes(call.operands[:3], *strategy.sends(call, n))
     if op in COSTED_SCAN_OPS and call["frame"] is not None:  # without a frame a rank scans all rows
-        messages = message_bytes(call, frame_folds(call["frame"]))
+        messages = message_bytes(call, frame_folds(call["frame"]))  # of forward and backward
         return _SentBytes(call.operands[:1], *(bytes_to_send(call["exchange"], nbytes, n) for nbytes in messages))
     shifts = window_shift_sizes(call, n)  # (rank offset, rows) of the rows that windows read from other ranks
     if shifts:  # an op without an argument `dim`, such as a convolution, has its rows in the last dim

@@ -31,7 +31,7 @@ MIN_LAYERS = 3  # minimum number of layers for a reduction
 class FewLayers:
     """Model of many layers that a program of few layers represents."""
 
-    order: Sequence[str]  # all layers in execution order, by the path of the equal remaining layer
+    order: Sequence[str]  # for each layer of the full model, in execution order, the path of the layer representing it
     weights: ModelBytes  # bytes of the full model
 
     @cached_property

@@ -76,14 +76,14 @@ class GraphStep:
         saved_inputs = [n for n in backward.find_nodes(op="placeholder") if n not in tangents]
         outputs = forward.output_node().args[0]
         results = [n for n in outputs[: len(outputs) - len(saved_inputs)] if isinstance(n, Node)]
-        # Not counted as saved: values that the caller has, too, so that they remain, and offloaded ones. These have no
-        # users, or are copied from the host.
+        # Not counted as saved: values that the caller has, too, so that they remain; and offloaded ones, which have no
+        # users or are copied from the host.
         callers = storage_bytes([*forward.find_nodes(op="placeholder"), *results]).keys()
         saved = [n for n in saved_inputs if n.users and not is_on_host(n) and callers.isdisjoint(storage_bytes([n]))]
         copied = [n for n in tangents if not all(map(_is_row_major, node_tensors(n)))]
         backward_walk = walk(backward, fused, [*saved, *tangents])
         saved_sum, tangents_sum, copied_sum = (sum(storage_bytes(x).values()) for x in (saved, tangents, copied))
-        # A value that no layer has computed belongs to the layer that reads it last only if this is the first layer.
+        # A value that was computed outside of layers is of the layer that reads it last only if this is the first one.
         layers = {n.name: node_layer(n) for n in forward.nodes}
         first_layer = next(filter(None, layers.values()), "")
         saved_bytes = [

@@ -53,8 +53,8 @@ class CompileProtocol:
             also: Groups without exchanges in this compilation, whose ranks wait for each other.
 
         Raises:
-            SpError: On every rank of a group whose ranks run different operations, and of the other groups of these
-                ranks; and if a rank does not arrive, which `finish` forwards to the other groups.
+            SpError: The ranks of a group run different operations; every rank of the group, and of the other groups of
+                these ranks, raises. Or a rank does not arrive; `finish` forwards this error to the other groups.
         """
         self.opened, mine = True, Message(COMPILE_VERB, note=f"in mode {mode_fields()}")
         for ranks in dict.fromkeys([*(ranks for ranks, _ in self.remaining), *also]):

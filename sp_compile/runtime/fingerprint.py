@@ -114,9 +114,8 @@ class NodeText(NamedTuple):
 
     node: Node  # the node
     call: str  # the op
-    operands: tuple[
-        int | str | None, ...
-    ]  # per argument: "input 3", 3 for the result of the 4th op, None for a constant
+    # for each argument "input 3" for the 4th input, 3 for the result of the 4th op, None for a constant
+    operands: tuple[int | str | None, ...]
     spec: str  # nesting of the arguments
     constants: tuple[str, ...]  # the arguments that are no nodes; for an attribute, its value
     body: tuple[NodeText, ...]  # texts of the nested graph, if the node is an attribute that is one
