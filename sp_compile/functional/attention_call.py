@@ -108,8 +108,9 @@ class AttentionCall(RankCall):
         softmax_args = options.attn_mask, *options.predicate_arguments(), seed, options.dropout_p, options.scale
         no_score_function: tuple[str, list[Tensor], list[Tensor]] = "", [], []  # of flex_attention
         returns_lse, balances = False, False  # only graphs of the compiler request these
-        shard_args = *self.frames(), ranks.n, ranks.group, balances
-        shards = ShardArgs(*softmax_args, *no_score_function, options.sinks, returns_lse, *shard_args)
+        q_frame, k_frame = self.frames()
+        score_args = *softmax_args, *no_score_function
+        shards = ShardArgs(*score_args, options.sinks, returns_lse, q_frame, k_frame, ranks.n, ranks.group, balances)
         if torch.compiler.is_compiling():
             _declare_routes(ranks.group, self.width or 1, self.steps())
         return self.function.run(self, (self.q, self.k, self.v, *shards.to_flat()))
