@@ -227,7 +227,7 @@ class Unroll:
         remaining = list(self._remaining_per_layer(counts))
         saved = [*chain(*remaining)]
         num_saved_before = [0, *accumulate(map(len, remaining))]
-        # For each layer of the model, and of the program: the bytes that the layers before it save, and the bytes of the
+        # For each layer of the model, and of the program: the bytes that the layers before it save, and those of the
         # gradients of this layer and all after it.
         saved_before = [0, *accumulate(map(_total_bytes, remaining))]
         program_saved_before = [0, *accumulate(_total_bytes(layer.saved) for layer in self.layers)]
