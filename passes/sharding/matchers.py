@@ -53,8 +53,8 @@ def _match_movement(node: Any) -> tuple[Node, BoundRule] | None:
     """Match an op that only moves elements of one operand, as view, permute, slice, expand, copy or cast.
 
     Returns:
-        The operand, and the sharding rule of the op, which maps its dims to those of the result; None for other ops. A
-        detach that stops a gradient is one of these, because it differs from its operand under differentiation.
+        The operand, and the sharding rule of the op, which maps its dims to those of the result. None for other ops,
+        and for a detach that stops a gradient, because it differs from its operand under differentiation.
     """
     if not is_tensor(node) or stops_gradient(node):
         return None
@@ -254,13 +254,13 @@ def _cancel_chain(node: Node, operand: Node, origins: dict[Node, Node]) -> Node:
     of an earlier value with the node's shape.
 
     Args:
-        node: A permutation or reshape.
+        node: A permutation or reshape, no copy.
         operand: Origin of its operand.
         origins: Origins of the values before it: the first values with the same elements at the same positions.
     """
     order, source = permutation_of(node), operand  # order: the dims of `source` in the order of the node's
     while order is not None:
-        if is_identity(order) and source is not operand:
+        if is_identity(order):
             return origins[source]
         inner_order = permutation_of(source)
         if inner_order is None:
