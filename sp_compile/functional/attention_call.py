@@ -189,7 +189,7 @@ class AttentionCall(RankCall):
         if width is None:
             yield SpError("SP452", "ulysses: expected the number of ranks that share heads, got None.")
         elif width < 1 or n % width or heads % width:
-            expected = f"a number of ranks that share heads, a divisor of the {n} ranks and of the {heads} query heads"
+            expected = f"a number of ranks that share heads and that divides the {n} ranks and the {heads} query heads"
             yield SpError("SP453", f"{self.function.name}: expected {expected}, got {width}.")
 
     def _wrong_masks(self) -> Iterator[SpError]:
@@ -197,7 +197,7 @@ class AttentionCall(RankCall):
         options = self.options
         (_, _, _, q_length, *_), (_, _, _, k_length, *_) = self.frames()  # rows of all ranks without padding
         if options.window is not None and (not isinstance(options.window, int) or options.window < 1):
-            expected = "an int of at least 1, each query's own position"
+            expected = "an int of at least 1 (1: only the query's own position)"
             yield SpError("SP507", f"window: expected {expected}, got {options.window}.")
         if options.documents is not None:
             yield from self._wrong_documents(options.documents, q_length, k_length)

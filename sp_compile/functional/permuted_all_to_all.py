@@ -39,9 +39,9 @@ def all_to_all_permute(
 
     x is copied once, inside `torch.compile` by the kernel that computes it. The result is a strided view of the
     received buffer, in which rows of `gather_dim` are adjacent. If all dims before `scatter_dim` have size 1, x is sent
-    without a copy, and the result is copied. Flatten dims into `gather_dim`, such as heads for a projection, in x: a
-    matmul then reads the result without a copy. Inside `torch.compile`, Dynamo rejects in-place changes of a result
-    that requires a gradient; change a clone.
+    without a copy, and the result is copied. If the result is to be flattened for a matmul, such as the heads before a
+    projection, flatten the dims of x instead: the matmul then reads the result without a copy. Inside `torch.compile`,
+    Dynamo rejects in-place changes of a result that requires a gradient; change a clone.
 
     Args:
         x: (..., g, ..., A, ...), two or more dims, any dtype and strides: `gather_dim` is sharded over the n ranks, and
