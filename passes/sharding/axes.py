@@ -78,7 +78,7 @@ class Axes:
     sequences: set[int] = field(default_factory=set)  # names of the classes that are sequences
     # (selected, source): a dim, and the dim that it contains positions of
     selected: list[tuple[Dim, Dim]] = field(default_factory=list)
-    lost: dict[int, str] = field(default_factory=dict)  # why a class that may be a sequence is none
+    lost: dict[int, str] = field(default_factory=dict)  # why a class with evidence is no sequence
     folds: int = 1  # of the frames of sequences, see `RowOrder`
     products: Mapping[tuple[Node, int, int], Product] = field(default_factory=dict)  # by (node, result index, dim)
     fused: dict[Dim, Atom] = field(default_factory=dict)  # the atom of each product, by its factors
@@ -221,7 +221,7 @@ class Axes:
         for atom in self.dims[node, index][placement.dim]:
             name = self.find(atom.name)
             granule, block = self.granules.get(name, 1), self.blocks.get(name, 1)
-            # The frame has complete chunks on each rank if the latter is True.
+            # If the size of the frame is no multiple of that, a chunk may be on two ranks.
             if max(granule, block) > 1 and divides(granule * self.n * frame.order.chunks, frame.size):
                 return replace(placement, frame=replace(frame, granule=granule, block=block))
         return placement

@@ -52,7 +52,8 @@ class BoundRule:
     kinds: Mapping[str, str] = field(default_factory=dict)  # kinds by factor; other factors pass
     sizes: str | None = None  # schema argument with the sizes of the result, localized if the result is sharded
     lazy: bool = False  # the op only moves data, so it is no reason to shard a replicated value
-    # replicated operands are sharded for it: its result differs on full values, or is much wider
+    # replicated operands are sharded for the op: each rank must read only its rows (a sort by expert), or its result is
+    # much wider than its operands (one_hot)
     starts_sequence: bool = False
     pad: tuple[int, Any] | None = None  # (operand, value): fill outside the window, so that a sum ignores padding
     masks: tuple[int, ...] = ()  # operands that are only indexed by position; no sequence starts at them

@@ -309,7 +309,8 @@ def steps_from(node: Node) -> list[Node]:
 def value_readers(node: Node) -> list[Node]:
     """Return the users of a value, and those of the copies and views that equal it (`value_origin`).
 
-    A view that differs from the value is itself a reader, in place of its users.
+    A view that differs from the value is itself a reader, in place of its users. With y = x.mT, y.mT.exp() and y + 1,
+    the readers of x are the exp and y.
     """
     readers: dict[Node, None] = {}
     derived_values = [node]  # the value, and copies and views of it

@@ -111,7 +111,7 @@ def _group_dims(
     dims = []
     for (offset, dim_end), factors_of_dim in zip(pairwise(offsets), shared):
         names = []
-        for known in (*factors_of_dim, SharedFactor("", dim_end, dim_end)):
+        for known in (*factors_of_dim, SharedFactor("", dim_end, dim_end)):  # the last one is the end of the dim
             if not is_same_size(offset, known.start):  # positions before the shared factor
                 names.append(f"{prefix}{len(extents)}")
                 # a fraction for symbolic sizes whose quotient is not proved to be an integer

@@ -305,7 +305,8 @@ def _linear_attention_flops(call: OpCall) -> float:
     """Return the FLOPs of linear attention with a state of (k, v) elements for each head.
 
     A token is multiplied with the other tokens of its chunk, and reads and updates the state: chunk * (k + v) + 2 k v
-    multiply-adds. With a delta rule (`beta` or `a`), each chunk also solves a triangular system.
+    multiply-adds. With a delta rule (`beta` or `a`), each chunk also solves a triangular system, and has a transition
+    of its state, (k, k): `solve` more for each token.
     """
     (*tokens, k), v = call.shape("k"), call.shape("v")[-1]
     chunk = chunk_tokens(call.shape("decay")[-1])
