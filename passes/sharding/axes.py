@@ -221,7 +221,7 @@ class Axes:
         for atom in self.dims[node, index][placement.dim]:
             name = self.find(atom.name)
             granule, block = self.granules.get(name, 1), self.blocks.get(name, 1)
-            # If the size of the frame is no multiple of that, a chunk may be on two ranks.
+            # In a frame whose size is no multiple of (granule * ranks * chunks of a rank), a chunk may be on two ranks.
             if max(granule, block) > 1 and divides(granule * self.n * frame.order.chunks, frame.size):
                 return replace(placement, frame=replace(frame, granule=granule, block=block))
         return placement
