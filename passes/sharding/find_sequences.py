@@ -333,7 +333,7 @@ def _chunk_classes(axes: Axes, chunk_sources: Mapping[int, Atom], name: int) -> 
 
 
 def _rival_values(evidence: FoundDim) -> list[Node]:
-    """Return the values of an op in which candidates are rivals: its result and, for attention, its queries and keys."""
+    """Return the values of an op that have rival candidates: its result and, for attention, its queries and keys."""
     operands = [x for x in evidence.node.all_input_nodes if is_tensor(x)]
     return [evidence.node, *(operands[:2] if evidence.kind == ATTENTION_EVIDENCE[0] else ())]
 
