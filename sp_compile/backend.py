@@ -50,7 +50,8 @@ def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = 
         ranks when it is called, and raises it on all of them.
 
     Raises:
-        SpError: Some ranks of the program's groups do not compile it now. Dynamo compiles again at the next call.
+        SpError: Some ranks of the program's groups run another operation instead of this compilation. Nothing is cached
+            then, so Dynamo compiles again at the next call.
     """
     program = UserProgram.from_dynamo(gm, example_inputs)
     session = CompileSession(gm, example_inputs, options, mode=mode)
@@ -61,7 +62,7 @@ def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = 
     with session.publish_interrupt(gm):
         try:
             session.start(gm)
-            with session.show_compiling(gm):
+            with session.show_compiling(gm):  # heartbeats and a progress line
                 lowered, run = lower_or_keep(program, options, session, partial(compile_rank_program, mode=mode))
         except torch_compat.RestartAnalysis:  # Dynamo traces the program again, on every rank
             raise
@@ -111,9 +112,10 @@ def lower(
     session.exchange_facts(program.graph, program.inputs)
     if not session.splits:  # the program has its own collectives, and no axis of a mesh is left for a sequence
         return lower_unsplit(program, options, session)
+    # Without a mesh or seq_dims, a program with collectives of its own is split only if it has a sequence.
     if not session.names_sequence and program.has_only_user_exchanges():
         log.info("%s", UNSPLIT_NOTE.text)
-        return lower_unsplit(program, options, CompileSession(), UNSPLIT_NOTE)
+        return lower_unsplit(program, options, CompileSession(), UNSPLIT_NOTE)  # without groups nothing is optimized
     return SplitProgram.capture(program, options, session, repeats).lower()
 
 
@@ -132,8 +134,8 @@ def lower_or_keep(
         program: The program.
         options: The options of the backend.
         session: The ranks that compile the program.
-        finish: The function that compiles the result; in a dry run, that examines it. An error on which Dynamo falls
-            back to eager (`is_fallback_error`) means that torch cannot compile it.
+        finish: The function that compiles the result, or examines it in a dry run. If it raises an error for which
+            Dynamo would run the program eagerly (`is_fallback_error`), torch cannot compile the result.
         repeats: As for `lower`.
 
     Returns:
@@ -150,7 +152,7 @@ def lower_or_keep(
         reason = unsplit_reason(failure)  # "" for an error of the user, such as an invalid option
         must_run_eagerly = isinstance(failure, WriteError)  # an in-place write that only eager code runs correctly
         if not reason or must_split(program, options):
-            if torch_compat.is_fallback_error(failure):  # as it is, Dynamo would catch it and run the program eagerly
+            if torch_compat.is_fallback_error(failure):  # Dynamo would run eagerly; an SpError reaches the user
                 raise CaptureError("SP212", f"{program_subject(program.graph)}: {reason}") from failure
             raise
     # Compile the program unsplit; if that is not possible, run it eagerly.

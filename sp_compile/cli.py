@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for path in filter(None, (args.json, getattr(args, "html", None))):
             _check_writable(path)
         return _run_selftest(args) if args.command == "selftest" else _run_command(args)
-    except OSError as error:  # errors that the earlier check did not detect
+    except OSError as error:  # a write that failed although `_check_writable` has succeeded, such as on a full disk
         sys.stderr.write(f"sp_compile {args.command}: {_cannot_write(error.filename, error)}\n")
         return 2
     except SpError as error:
@@ -101,7 +101,7 @@ def _check_no_arguments(command: str, options: Mapping[str, Any], arguments: Map
 
 
 def _memory_fix(command: str, name: str) -> str | None:
-    """Return the fix for `memory`, which is an argument of `sp_compile.explain` only; None for other names."""
+    """Return the fix for `memory` with the command explain, which always sets this argument; None for other names."""
     is_memory = command == "explain" and name.lstrip("-") == "memory"
     return "Omit it: explain always predicts the memory." if is_memory else None
 

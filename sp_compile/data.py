@@ -58,7 +58,7 @@ def replica_of(mesh: Mesh = None, mesh_dim: str | None = None, data_dims: str | 
         SpError: The axes of the mesh have no names, a named axis is not in the mesh, this rank is not in the mesh, no
             axis is left for the sequence, or the groups do not split the default process group evenly.
     """
-    with publish_failure():
+    with publish_failure():  # ranks that wait for this one in `_replica_of_group` raise, too
         if isinstance(mesh, DeviceMesh) and mesh.ndim > 1:
             return _replica_on_axes(mesh, mesh_dim, data_dims)
         if data_dims is not None:
@@ -101,10 +101,10 @@ def _replica_on_axes(mesh: DeviceMesh, mesh_dim: str | None, data_dims: str | Se
 
 
 def _replica_of_group(ranks: Ranks) -> Replica:
-    """Return the replica of this rank if the ranks of one sequence, `ranks` for this rank, are a replica.
+    """Return the replica of this rank if each replica is a process group, `ranks` on this rank, that shares a sequence.
 
-    All ranks of the default process group call it and exchange the members of their groups, to number the replicas in
-    the order of their first ranks.
+    All ranks of the default process group call it and exchange the members of their groups. The replicas are numbered
+    in the order of their first ranks: of {0, 1} and {2, 3}, rank 3 is in replica 1 of 2.
 
     Raises:
         SpError: The groups do not split the default process group evenly.
@@ -113,7 +113,7 @@ def _replica_of_group(ranks: Ranks) -> Replica:
     if group is None:
         return Replica(0, 1)
     world = ranks_of(dist.group.WORLD)
-    if ranks.n == world.n or not world.has_other_processes:
+    if ranks.n == world.n or not world.has_other_processes:  # one replica of all ranks, or torch's fake groups
         return Replica(0, 1)
     own_members = dist.get_process_group_ranks(group)
     all_members = all_gather_object(world, "gathers", "the ranks that share a sequence", own_members)
@@ -123,7 +123,8 @@ def _replica_of_group(ranks: Ranks) -> Replica:
     if has_overlap or len({*map(len, groups)}) > 1:
         raise SpError(
             "SP815",
-            f"mesh: expected groups of equal size over the {world.n} ranks of the default process group, got {groups}.",
+            f"mesh: expected disjoint groups of equal size over the {world.n} ranks of the default process group, "
+            f"got {groups}.",
         )
     return Replica(groups.index(tuple(own_members)), len(groups))
 
@@ -196,7 +197,8 @@ class SequenceSampler(DistributedSampler):
         """Continue after the last index of a state, in the next iteration.
 
         Args:
-            state: A result of `state_dict`, also of another number of replicas if these divide the samples taken.
+            state: A result of `state_dict`. It may be that of a run with another number of replicas: 10 samples of each
+                of 4 replicas are 40 samples, which 8 replicas continue after 5 of each.
 
         Raises:
             SpError: The replicas do not divide the samples that were taken.

@@ -189,6 +189,7 @@ def parallelize(program: ExportedProgram | GraphModule, sp: int | None = None, *
             backend would raise.
     """
     options = SPConfig.of({"outputs": "gather", **config})
+    # `refuse` raises if one of the named options is set; the texts are the reasons.
     options.refuse("parallelize", WHEN_COMPILED, **CALL_OPTIONS)
     if sp is not None:
         options.refuse(f"sp={sp}", mesh="already sets the number of ranks", mesh_dim="has no mesh")
@@ -197,7 +198,7 @@ def parallelize(program: ExportedProgram | GraphModule, sp: int | None = None, *
     if outputs not in ("gather", "local"):
         raise SpError("SP103", f"outputs: expected 'gather' or 'local' for parallelize, got {outputs!r}.")
     gm = capture_export(program)
-    dims_by_input = None if isinstance(seq_dims, str) else seq_dims
+    dims_by_input = None if isinstance(seq_dims, str) else seq_dims  # None for "auto": the passes find the sequence
     result = run_pipeline(gm, PassContext(ranks, options, dims_by_input, outputs=outputs))
     if isinstance(result, Refusal):
         raise result.error()

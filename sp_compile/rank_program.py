@@ -76,9 +76,10 @@ class RankProgram:
     def add_boundary_outputs(self) -> None:
         """Add the outputs that sharded results need to the graph, and update the boundary; called before compilation.
 
-        A result whose rows are computed only when it is read (deferred, such as logits) needs its operands as outputs.
-        A result in a load-balanced order needs this order. A gradient token is an output of one element: the gradient
-        of the result is stored by the runtime, and the gradient of the token is the number of the stored one.
+        A deferred result, such as logits, is computed only when it is read: its operands become outputs. For a result
+        in a load-balanced order, the tensors of this order do. For the gradient of a result, a gradient token does, a
+        tensor of one element: the backward stores the gradient of the result outside of the graph, and passes the
+        number under which it is stored as the gradient of the token.
         """
         job = BoundaryContext(
             self.ranks,
@@ -86,7 +87,7 @@ class RankProgram:
             machine=self.machine,
             boundary=self.boundary,
             trains=torch.is_grad_enabled(),
-            is_split_only=not self.exchanges,
+            is_split_only=not self.exchanges,  # the program has no collectives of its own
         )
         BoundaryPasses(job)(self.graph)
         self.boundary = job.boundary
@@ -140,10 +141,11 @@ def compile_local(lowered: RankProgram, mode: str | None = None) -> Callable[...
     name = options.compiler  # a name of `torch.compiler.list_backends()`, or a callable
     patches = _mode_options(mode, name)
     compiler = torch_compat.get_compiler(name, patches)
-    policies: AbstractContextManager[Any] = nullcontext()
+    policies: AbstractContextManager[Any] = nullcontext()  # of selective checkpointing, for the ops of this package
     partitioned = lowered.partitioned_passes()
     has_rewrites = lowered.exchanges or partitioned is not None or torch_compat.has_checkpoint_regions(local)
     if options.has_joint_passes and has_rewrites:
+        # The key is None, which disables torch's cache, if the passes exchange messages: every rank must run them.
         compiler = torch_compat.joint_compiler(name, joint, joint.key(), patches, partitioned)
         policies = apply_checkpoint_policies(local)
     elif lowered.exchanges:

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 DTENSORS = "mesh: DTensor parameters are not supported on a mesh with an axis of the sequence."
 GRAPH_BREAK_NOTE = "torch.compile ends the graph here and continues in Python"
-# index of the input, and dim, of which each symbolic length is the size, from `symbol_sources`
+# symbol -> (input, dim) whose size it is, by index; dim None if the input is the symbol itself (`symbol_sources`)
 Symbols = Mapping[sympy.Symbol, tuple[int, int | None]]
 
 
@@ -81,8 +81,8 @@ class SplitProgram:
     def _view(program: UserProgram, config: SPConfig, session: CompileSession, balanced: bool) -> GlobalView:
         """Capture the graph in the global view.
 
-        If `balanced`, the inputs that an earlier graph returned in a load-balanced order stay sharded, and other
-        sharded inputs are gathered. If not, the balanced ones are gathered.
+        Sharded inputs in two row orders cannot stay sharded together. If `balanced`, those that an earlier graph
+        returned in a load-balanced order stay sharded, and the others are gathered; if not, the reverse.
         """
         return global_view(program.graph, program.inputs, config, session.ranks, balanced)
 
@@ -92,7 +92,7 @@ class SplitProgram:
         Raises:
             SpError: A pass refuses the program.
         """
-        symbols = symbol_sources(self.view.graph)
+        symbols = symbol_sources(self.view.graph)  # before the passes change the graph
         with wrap_failures():
             result = self._run_passes()
             if isinstance(result, Refusal) and self._change_view(result):
@@ -106,8 +106,9 @@ class SplitProgram:
     def _change_view(self, refusal: Refusal) -> bool:
         """Capture the program again, without the property of its inputs that a pass has refused.
 
-        If the graph cannot run in the row order of its sharded inputs, these are gathered. If no sequence was found,
-        symbolic lengths become constants, since a loop that is unrolled along the sequence shows its length.
+        If the graph cannot run in the row order of its sharded inputs (balanced, or not), the inputs in this order are
+        gathered. If no sequence was found, symbolic lengths become constants: passes then recognize a Python loop over
+        the positions, which Dynamo has unrolled, by its number of steps.
 
         Returns:
             True if the program was captured again; False if it has no symbolic lengths to fix.
@@ -145,7 +146,7 @@ class SplitProgram:
         if isinstance(result, Refusal):
             return result
         local, report = result
-        # The passes have appended placeholders if the rows are in a load-balanced order, which each call passes.
+        # If the rows are in a load-balanced order, the passes have appended placeholders for the tensors of this order.
         added = local.graph.find_nodes(op="placeholder")[len(inputs) :]
         return inputs + [node.meta["val"] for node in added], local, report
 
@@ -153,7 +154,7 @@ class SplitProgram:
         """Return the program of one rank, with its boundary and its report.
 
         Args:
-            symbols: The input and dim of which each symbolic length is the size.
+            symbols: For each symbolic length, the input and dim whose size it is.
             inputs: The example inputs of the local graph.
             local: The graph of one rank.
             report: The report of the passes.
@@ -181,7 +182,7 @@ class SplitProgram:
                 kind = NoteKind.UNSHARDED
                 if self.row_order_conflict:
                     text += f", and {self.row_order_conflict}"
-                elif x.sharding.is_plain:  # not along a part of a dim, whose text gives the reason
+                elif x.sharding.is_plain:  # if it is sharded along a part of a dim, the text of `sharding` states that
                     text += ", and this one runs on other ranks"
             yield Note(kind, name, text, name, f"input {name}")
 

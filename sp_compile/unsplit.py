@@ -80,7 +80,7 @@ def _count_unsplit_work(program: UserProgram) -> ShardedWork:
     try:
         graph = capture(program.graph, program.inputs)
         replicated = PlacementPlan()  # of a graph without sharded values
-        return count_work(graph, replicated, differentiable_nodes(graph), lambda node: 1, 1)
+        return count_work(graph, replicated, differentiable_nodes(graph), times=lambda node: 1, n=1)
     except torch_compat.RestartAnalysis:
         raise
     except Exception:  # a failed capture may be the reason why the program runs unsplit

@@ -299,8 +299,8 @@ def all_candidates(shape: AttentionShape, machine: Machine) -> list[Candidate]:
 def candidates_in_order(shape: AttentionShape, machine: Machine) -> list[Candidate]:
     """Return the candidates for a program whose rows are already in `shape.order`, from which a pass chooses.
 
-    In a permuted order (zigzag, balanced) a window reaches all ranks, so rings cost the same as without a window. They
-    are then limited to this order.
+    In a permuted order (zigzag, balanced) the keys of a window are on many ranks, so a ring costs the same as without
+    the window. Candidates with rings are then computed without it, in this order only.
     """
     if shape.order.is_balanced:
         return all_candidates(replace(shape, window=None), machine)

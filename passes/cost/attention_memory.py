@@ -24,7 +24,7 @@ class RankMemory:
     weights: int  # parameters and buffers
     gradients: int  # gradients of parameters
     saved: int  # activations saved for the backward
-    tiled: int = 0  # part of `saved` that losses avoid if they are computed in tiles of rows, if this is permitted
+    tiled: int = 0  # part of `saved` that losses in tiles of rows would not save; 0 unless the option `tiles` is "auto"
     state: ModelBytes | None = None  # unsharded state of the model
 
     @property

@@ -127,10 +127,10 @@ def _sent_bytes(call: OpCall, n: int) -> _SentBytes | None:
     if strategy is not None and strategy.sends is not None:
         return _SentBytes(call.operands[:3], *strategy.sends(call, n))
     if op in COSTED_SCAN_OPS and call["frame"] is not None:  # without a frame a rank scans all rows
-        messages = message_bytes(call, frame_folds(call["frame"]))
+        messages = message_bytes(call, frame_folds(call["frame"]))  # of forward and backward
         return _SentBytes(call.operands[:1], *(bytes_to_send(call["exchange"], nbytes, n) for nbytes in messages))
     shifts = window_shift_sizes(call, n)  # (rank offset, rows) of the rows that windows read from other ranks
-    if shifts:
+    if shifts:  # an op without an argument `dim`, such as a convolution, has its rows in the last dim
         row_dim = call.dim() if "dim" in call.args else call.ndim() - 1
         row_elements = size_product(size for dim, size in enumerate(call.shape()) if dim != row_dim)
         row_bytes = row_elements * call.operands[0].meta["val"].element_size()
@@ -154,6 +154,7 @@ def _make_exchange(call: OpCall, sent: _SentBytes) -> Exchange:
     shapes = [" x ".join(map(str, as_sizes(v.shape))) for v in values]
     shown = ", ".join(shapes[:3]) + (f", ... ({len(shapes)} tensors)" if len(shapes) > 3 else "")
     name = node.target.__name__.split(".")[0]
+    # A reduction of gradients belongs to the layers of its parameters; another exchange to the layer of its node.
     shares = _layer_shares(node, backward, values) if node.target is sp.reduce_grad.default else ()
     layer = shares[0][0] if len(shares) == 1 else node_layer(node)
     attends = op_strategy(node.target) is not None

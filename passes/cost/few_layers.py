@@ -31,7 +31,7 @@ MIN_LAYERS = 3  # minimum number of layers for a reduction
 class FewLayers:
     """Model of many layers that a program of few layers represents."""
 
-    order: Sequence[str]  # all layers in execution order, by the path of the equal remaining layer
+    order: Sequence[str]  # for each layer of the full model, in execution order, the path of the layer representing it
     weights: ModelBytes  # bytes of the full model
 
     @cached_property
@@ -64,7 +64,7 @@ class LayerList:
         layers = lists[name]
         numbers: dict[Any, int] = {}  # key of a kind -> its number
         kinds = tuple(numbers.setdefault(_layer_kind(layer), len(numbers)) for layer in layers)
-        if len(kinds) < len(numbers) + 2:  # the reduced model has one layer more than kinds
+        if len(kinds) < len(numbers) + 2:  # the reduced model would have len(numbers) + 1 layers
             return None
         return LayerList(layers, kinds, list(_layer_settings(model, len(layers))), name)
 
@@ -81,7 +81,8 @@ class LayerList:
     def order(self) -> list[str]:
         """Return for each layer the path of the layer of its kind that represents it in the reduced model.
 
-        Of the most common kind, which has two, the second one represents all layers except the first itself.
+        Of the most common kind, which has two, the second one represents all layers except the first itself. Example:
+        for the kinds (0, 0, 1, 0) the reduced model has the layers 0, 1 and 2, and the order is 0, 1, 2, 1.
         """
         first_index, *later_indices = self.reduced_positions
         representatives = {self.kinds[i]: position for position, i in enumerate(later_indices, 1)}

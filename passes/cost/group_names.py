@@ -50,8 +50,8 @@ GatherRanks = Callable[[Ranks, tuple[int, ...]], Sequence[tuple[int, ...] | None
 def program_groups(gm: GraphModule, inputs: Sequence[Any]) -> list[Ranks]:
     """Return the groups of the program's collectives and DTensors that have more than one rank, in order.
 
-    A session compares the inputs over each of them. Groups that only reduce scalars and vectors, as for the average of
-    a loss, count if another group occurs, too, because these reductions may be merged.
+    A session compares the inputs over each of them. A group that only reduces scalars and vectors, as for the average
+    of a loss, counts only if it is declared and there is another group: the reductions over both may be merged.
     """
     values = [node.meta.get("example_value") for node in gm.graph.nodes]
     of_tensors = [name for x in (*inputs, *values) if isinstance(x, DTensor) for name in group_names(x.device_mesh)]
@@ -188,15 +188,16 @@ class GroupGrid:
     def placement_after(self, over: str, is_full: bool) -> Placement | None:
         """Return the placement over this group of the result of a collective over another group.
 
-        The operand is equal on the ranks of this group, or sharded over them.
+        The operand is equal on the ranks of this group, or sharded over them. Example: on a mesh with the axes dp and
+        sp, a value that is sharded over sp is still sharded over sp after an all_reduce over dp.
 
         Args:
             over: Group of the collective.
             is_full: True if the results are equal on all ranks of `over`, as those of an all_gather.
 
         Returns:
-            REPLICATE or VARYING; None if the result has the placement of the operand, because both groups are axes of
-            one grid: then the ranks of this group exchange corresponding rows.
+            REPLICATE or VARYING; None if the result has the placement of the operand, as in the example: if both groups
+            are axes of one grid, ranks exchange with ranks that have the same rank in this group.
         """
         if over in self.level and over in self.parallel:
             return None
@@ -219,7 +220,7 @@ def group_grids(groups: Sequence[Ranks], all_gather: GatherRanks) -> dict[str, G
     level: dict[str, frozenset[str]] = {}
     for ranks in groups:
         gathered = all_gather(ranks, tuple(positions))
-        # The positions of each rank of this group in the groups.
+        # The positions of each rank of this group in its groups; None for a rank that has failed.
         rows = [row for row in gathered if row is not None and len(row) == len(positions)]
         level[ranks.group] = frozenset(g.group for i, g in enumerate(groups) if len({row[i] for row in rows}) == 1)
     return {

@@ -129,6 +129,7 @@ class Machine:
         share_of_others = (ranks - group_ranks_per_node) / (ranks - 1)  # of the other ranks, those on other nodes
         within, across = {
             "all_to_all": (1 - share_of_others, share_of_others),
+            # Of the ranks on another node, only one receives a rank's part, and sends it to the others there.
             "all_gather": (1, share_of_others / group_ranks_per_node),
             "all_reduce": (1, 1),
             "hop": (0, 1),

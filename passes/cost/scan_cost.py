@@ -78,7 +78,7 @@ def choose_exchange(
     # Gathered carries are written and read; in each step two are read, and their combination is written.
     gather = alpha + transfer["gather"] + machine.copy(2 * n * nbytes)
     steps = transfer["steps"] + rounds * (alpha + machine.copy(3 * nbytes))
-    can_step = supports_steps and folds == 1 and rounds < n - 1
+    can_step = supports_steps and folds == 1 and rounds < n - 1  # in n - 1 steps a rank sends what an all-gather sends
     exchange = "steps" if can_step and steps < gather else "gather"
     return CarryExchangeCost(nbytes, gather, steps, rounds, exchange)
 
@@ -117,7 +117,8 @@ def message_bytes(call: OpCall, folds: int, extent: Callable[[Any], Size] = as_s
     if call.node.target in LINEAR_ATTENTION_OPS:
         return (_linear_attention_bytes(call, folds, extent),) * 2
     linear = call.node.target is sp.linear_scan.default
-    op, dim = call.get("op", "sum"), call.dim(operand=int(linear))  # operand 0 of a linear scan is the factor
+    # Operand 0 of a linear scan is the factor, which may have fewer dims than operand 1, the summand.
+    op, dim = call.get("op", "sum"), call.dim(operand=int(linear))
     rows = _row_elements(result, dim, extent) * folds  # elements of a carry: one row for each chunk
     dtype = call.get("accumulate") or accumulate_dtype(op, result.dtype, result.device)
     # The backward of most scans is a recurrence, which sends factor and state in the accumulation dtype.
@@ -129,7 +130,7 @@ def message_bytes(call: OpCall, folds: int, extent: Callable[[Any], Size] = as_s
         return (dtype.itemsize + INDEX_BYTES) * rows, recurrence
     forward = dtype.itemsize * rows
     id_bytes, flag_bytes = _segment_bytes(call, dim, folds, extent)
-    backward = forward + flag_bytes if op == "sum" else recurrence  # that of a cumulative sum is one, too
+    backward = forward + flag_bytes if op == "sum" else recurrence  # the backward of a cumulative sum is one, too
     return forward + id_bytes + flag_bytes, backward
 
 

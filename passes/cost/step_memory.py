@@ -76,14 +76,14 @@ class GraphStep:
         saved_inputs = [n for n in backward.find_nodes(op="placeholder") if n not in tangents]
         outputs = forward.output_node().args[0]
         results = [n for n in outputs[: len(outputs) - len(saved_inputs)] if isinstance(n, Node)]
-        # Not counted as saved: values that the caller has, too, so that they remain, and offloaded ones. These have no
-        # users, or are copied from the host.
+        # Not counted as saved: values that the caller has, too, so that they remain; and offloaded ones, which have no
+        # users or are copied from the host.
         callers = storage_bytes([*forward.find_nodes(op="placeholder"), *results]).keys()
         saved = [n for n in saved_inputs if n.users and not is_on_host(n) and callers.isdisjoint(storage_bytes([n]))]
         copied = [n for n in tangents if not all(map(_is_row_major, node_tensors(n)))]
         backward_walk = walk(backward, fused, [*saved, *tangents])
         saved_sum, tangents_sum, copied_sum = (sum(storage_bytes(x).values()) for x in (saved, tangents, copied))
-        # A value that no layer has computed belongs to the layer that reads it last only if this is the first layer.
+        # A value that was computed outside of layers is of the layer that reads it last only if this is the first one.
         layers = {n.name: node_layer(n) for n in forward.nodes}
         first_layer = next(filter(None, layers.values()), "")
         saved_bytes = [
@@ -189,16 +189,25 @@ class StepMemory:
 
         The phase "loss" is from the last matrix product of the last forward to the first one of its backward.
         """
-        other_bytes = 0  # bytes that other graphs have left
-        last = len(self.graphs) - 1
+        yield from self._forward_points()
+        yield from self._backward_points()
+
+    def _forward_points(self) -> Iterator[StepMoment]:
+        """Yield the moments of the forward of each graph."""
+        other_bytes = 0  # bytes that earlier graphs have left: saved values and results
         for g, graph in enumerate(self.graphs):
             moments = graph.forward.moments
-            has_loss = g == last and graph.backward is not None
+            has_loss = g == len(self.graphs) - 1 and graph.backward is not None
             products = [i for i, moment in enumerate(moments) if moment.product] if has_loss else []
             loss_start = products[-1] if products else len(moments)  # the last product computes the logits
             for i, moment in enumerate(moments):
                 yield StepMoment("forward" if i < loss_start else "loss", moment, other_bytes + moment.nbytes, g, i)
             other_bytes += graph.saved + graph.results
+
+    def _backward_points(self) -> Iterator[StepMoment]:
+        """Yield the moments of the backward of each graph, the last graph first."""
+        # Bytes that the forwards, and the backwards so far, have left.
+        other_bytes = sum(graph.saved + graph.results for graph in self.graphs)
         later_gradients = 0  # bytes that the backward of the next graph has left, among them tangents of this one
         for g, graph in reversed(list(enumerate(self.graphs))):
             if graph.backward is None:
@@ -206,7 +215,8 @@ class StepMemory:
             moments = graph.backward.moments
             # The walk of this backward counts its saved values and tangents, so they are not counted as other bytes.
             other_bytes -= graph.saved + min(later_gradients, graph.tangents)
-            loss_end = next((i for i, moment in enumerate(moments) if moment.product), 0) if g == last else 0
+            has_loss = g == len(self.graphs) - 1
+            loss_end = next((i for i, moment in enumerate(moments) if moment.product), 0) if has_loss else 0
             # FSDP gathers the weights of the next layer until the last layer of the step begins.
             if not self.weights.unit:  # no layers
                 gather_end = 0
@@ -350,7 +360,8 @@ def _unsharded_bytes(moments: Sequence[WalkMoment], unit: int) -> list[int]:
     FSDP reduces the gradients of a layer after the backward of the next one, so these are the gradients outside of
     layers, of the current layer, and of the previous one. `moment.results` are the bytes of all gradients computed so
     far. If a traced layer represents several equal ones, its moments are repeated: a layer starts where the path
-    changes, or where the first node of the path occurs again.
+    changes, or where the first node of the path occurs again. Example: 2 bytes outside of layers and 10 in each; in the
+    third layer, after 4 of its bytes, 2 + 10 + 4 are unsharded.
 
     Args:
         moments: The moments of the backward, in order.

@@ -47,7 +47,7 @@ def is_random(node: torch.fx.Node) -> bool:
     is_seeded = torch.Tag.nondeterministic_seeded in node.target.tags
     if not (is_seeded or is_dropout or "dropout_p" in call.args):
         return False
-    probability = call.get("dropout_p", call.get("p") if is_dropout else None)
+    probability = call.get("dropout_p", call.get("p") if is_dropout else None)  # None for other draws
     is_active = call.get("train", call.get("training", True))
     return is_active is not False and probability != 0
 

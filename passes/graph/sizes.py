@@ -68,7 +68,7 @@ def nonempty_size(value: Size) -> Size:
     def simplify(*operands: sympy.Expr) -> sympy.Expr:
         """Return Max of the operands, or the other operand of Max(1, size)."""
         if len(operands) == 2 and 1 in operands:
-            return operands[0] * operands[1]
+            return operands[0] * operands[1]  # 1 * size
         return Max(*operands)
 
     return as_size(value.replace(Max, simplify))

@@ -70,8 +70,8 @@ def depends_on_query(call: OpCall) -> bool:
 def masks_all_weight(call: OpCall) -> bool:
     """Return True if masked keys have weight 0 even for a query whose keys are all masked.
 
-    If a mask adds finfo.min in place of -inf (a fill), the softmax over a row of fills only is uniform. With learned
-    sinks, an additional score of each row that is no fill, the sink has all of the weight.
+    Only learned sinks ensure it: the sink, an additional score of each row, then has all of the weight. Without them, a
+    mask may add finfo.min in place of -inf (a fill), and the softmax over a row of fills only is uniform.
     """
     sinks = call.get("sinks")
     return sinks is not None and sinks not in fill_nodes(sinks.graph.owning_module)

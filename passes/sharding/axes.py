@@ -59,7 +59,7 @@ class Product(NamedTuple):
 
     factors: Dim  # atoms with the representative names of their classes
     start: int  # index of the first factor in the dim
-    num_atoms: int  # atoms of the dim before they are fused
+    num_atoms: int  # number of atoms of the dim, before the factors are fused to one
 
 
 class Split(NamedTuple):
@@ -78,14 +78,15 @@ class Axes:
     sequences: set[int] = field(default_factory=set)  # names of the classes that are sequences
     # (selected, source): a dim, and the dim that it contains positions of
     selected: list[tuple[Dim, Dim]] = field(default_factory=list)
-    lost: dict[int, str] = field(default_factory=dict)  # why a class that may be a sequence is none
+    lost: dict[int, str] = field(default_factory=dict)  # why a class with evidence is no sequence
     folds: int = 1  # of the frames of sequences, see `RowOrder`
     products: Mapping[tuple[Node, int, int], Product] = field(default_factory=dict)  # by (node, result index, dim)
     fused: dict[Dim, Atom] = field(default_factory=dict)  # the atom of each product, by its factors
     splits: dict[tuple[Size, ...], list[Split]] = field(default_factory=dict)  # by the sizes of their factors
     granules: dict[int, int] = field(default_factory=dict)  # positions of a chunk, by class; see `find_sequences`
     blocks: dict[int, int] = field(default_factory=dict)  # positions of a chunk, by class of the dim of chunks
-    strides: dict[tuple[int, Size], int] = field(default_factory=dict)  # of windows, by class and number of rows
+    # product of the strides of successive windows that read a dim, by its class and number of rows
+    strides: dict[tuple[int, Size], int] = field(default_factory=dict)
     joined: list[tuple[Atom, Size]] = field(default_factory=list)  # parts of concatenations, and their first positions
     n: int = 1  # number of ranks, of which each has complete chunks
 
@@ -129,7 +130,7 @@ class Axes:
         fused_dims = []
         for d, dim in enumerate(dims):
             product = self.products.get((node, index, d))
-            # With fewer atoms, an operand has the product as one atom already, which the dim has inherited.
+            # A dim with fewer atoms has the fused atom already: a rule passed it from an operand.
             if product is not None and len(dim) == product.num_atoms:
                 if product.factors not in self.fused:
                     self.fused[product.factors] = self.new_atom(size_product(a.size for a in product.factors))
@@ -220,6 +221,7 @@ class Axes:
         for atom in self.dims[node, index][placement.dim]:
             name = self.find(atom.name)
             granule, block = self.granules.get(name, 1), self.blocks.get(name, 1)
+            # In a frame whose size is no multiple of (granule * ranks * chunks of a rank), a chunk may be on two ranks.
             if max(granule, block) > 1 and divides(granule * self.n * frame.order.chunks, frame.size):
                 return replace(placement, frame=replace(frame, granule=granule, block=block))
         return placement
@@ -235,14 +237,24 @@ class Axes:
         starts = [start for part, start in self.joined if part.size == atom.size and self.find(part.name) == name]
         is_chunked = name in self.granules
         if self.n == 1 or not (starts or is_chunked):
-            multiple = self.n * self.strides.get((name, atom.size), 1)  # complete strides on each rank
-            size = multiple * ceil_div(atom.size, multiple)
-            is_strided = multiple > self.n and self.folds == 1 and is_most_of(atom.size, size)
-            return Frame(size, 0, atom.size) if is_strided else Frame.full(atom.size, self.folds)
+            return self._strided_frame(atom)
+        start = starts[0] if starts else 0
         longest = max((a.size for a in self._atoms() if self.find(a.name) == name), key=assume_large)
-        frame = Frame.of_chunks(atom.size, longest, self.granules.get(name, 1), self.n, self.folds)
-        size = frame.size if is_chunked else longest
-        return replace(frame, size=size, start=starts[0] if starts else 0)
+        if not is_chunked:
+            return Frame(longest, start, atom.size, self.folds)
+        return replace(Frame.of_chunks(atom.size, longest, self.granules[name], self.n, self.folds), start=start)
+
+    def _strided_frame(self, atom: Atom) -> Frame:
+        """Return the frame of a sequence with the rows of an atom, padded to complete strides on each rank.
+
+        For two successive windows of stride 2 on 2 ranks, each rank has a multiple of 4 rows: 14 rows have a frame of
+        16. Without strides, or if the order is not contiguous or more than half of the frame would be padding, the size
+        is that of the atom.
+        """
+        multiple = self.n * self.strides.get((self.find(atom.name), atom.size), 1)
+        size = multiple * ceil_div(atom.size, multiple)
+        is_strided = multiple > self.n and self.folds == 1 and is_most_of(atom.size, size)
+        return Frame(size, 0, atom.size) if is_strided else Frame.full(atom.size, self.folds)
 
     def _atoms(self) -> Iterator[Atom]:
         """Yield the atoms of all dims of all values."""
@@ -350,7 +362,7 @@ def _join_vectors(axes: Axes, call: OpCall) -> None:
 def _name_results(axes: Axes, call: OpCall, rule: BoundRule) -> None:
     """Set `axes.dims` of the results of a call: a factor that an operand and a result share has the same rows in both.
 
-    Also record dims that select rows of another one (`axes.selected`), and parts of concatenations (`axes.joined`).
+    Operands that share a factor have the same rows, too: their classes are merged.
     """
     factor_dims: dict[str, Dim] = {}  # atoms of each factor of the operands
     for i, operand in enumerate(call.operands):
@@ -364,14 +376,30 @@ def _name_results(axes: Axes, call: OpCall, rule: BoundRule) -> None:
     for i, (shape, names) in enumerate(zip(call.result_shapes(), rule.results)):
         dims = tuple(_result_dim(axes, factor_dims, name, rule, size) for size, name in zip(shape, names))
         axes.set_result(call.node, i, dims)
-        for dim, f in zip(axes.dims[call.node, i], names):
-            operand_dim = factor_dims.get(f, ())
-            if f in rule.slides and len(operand_dim) == 1 and node_info(call.node).joins:
-                axes.joined.append((operand_dim[0], rule.slides[f].before))
-            selected_from = f if rule.kind(f) == "window" else rule.picks.get(f, "")  # a slice, or an index
-            source = factor_dims.get(selected_from)
-            if source is not None and dim != source:
-                axes.selected.append((dim, source))
+        _relate_dims(axes, factor_dims, call.node, i, rule)
+
+
+def _relate_dims(axes: Axes, factor_dims: Mapping[str, Dim], node: Node, index: int, rule: BoundRule) -> None:
+    """Record the dims of a result that select rows of an operand's dim, and the parts of a concatenation.
+
+    `axes.selected` gets the former, for a slice or an index. `axes.joined` gets the latter for a pad that moves a part
+    to its position (`NodeInfo.joins`): the part has `before` rows of padding before it.
+
+    Args:
+        axes: The axes of the graph.
+        factor_dims: The atoms of each factor of the operands.
+        node: The node.
+        index: The index of the result.
+        rule: The rule of the op.
+    """
+    for dim, f in zip(axes.dims[node, index], rule.results[index]):
+        operand_dim = factor_dims.get(f, ())
+        if f in rule.slides and len(operand_dim) == 1 and node_info(node).joins:
+            axes.joined.append((operand_dim[0], rule.slides[f].before))
+        selected_factor = f if rule.kind(f) == "window" else rule.picks.get(f, "")  # of a slice, or of an index
+        source = factor_dims.get(selected_factor)
+        if source is not None and dim != source:
+            axes.selected.append((dim, source))
 
 
 def value_factors(axes: Axes, operand: Node, rule: BoundRule, dims: Dims) -> Iterator[tuple[Dim, str]]:
@@ -404,11 +432,12 @@ def _split_dim(axes: Axes, dim: Dim, extents: Sequence[Size]) -> Iterator[Dim]:
         factors = iter(axes.split(atoms[0], tuple(long_extents)))
         yield from ((axes.new_atom(1),) if is_same_size(e, 1) else (next(factors),) for e in extents)
         return
-    # The rule of a reshape from the sizes of the atoms to those of the factors: "d0 d1 -> d0 d1", "d0 d1 -> (d0 d1)".
+    # A reshape from the sizes of the atoms to those of the factors shows which atoms a factor has: for the atoms
+    # (2, 3, 4) and the sizes (6, 4), its rule is "d0 d1 d2 -> (d0 d1) d2".
     regroup = reshape_rule(tuple(a.size for a in atoms), tuple(extents))
-    atom_of_name = dict(zip(regroup.operands[0], atoms))  # an atom that is split is a group, which equals no factor
+    atom_of_name = dict(zip(regroup.operands[0], atoms))  # an atom that the reshape splits has a group for a name
     for name, extent in zip(regroup.results[0], extents):
-        parts = [atom_of_name.get(f) for f in dim_factors(name)]
+        parts = [atom_of_name.get(f) for f in dim_factors(name)]  # None for a part of an atom
         complete = tuple(a for a in parts if a is not None)
         yield complete if parts and len(complete) == len(parts) else (axes.new_atom(extent),)
 
@@ -455,7 +484,7 @@ def _passed_factor(axes: Axes, dim: Dim | None, factor: str, rule: BoundRule, si
 def _keeps_class(sliding: SlidingRows, rows: Size) -> bool:
     """Return True if the result of an op with sliding windows belongs to the same sequence as its operand.
 
-    So does the result of a convolution that is no longer than the operand, and that of a pad (windows of one row).
+    That is a result that is no longer than the operand, as of a convolution, or that of a pad (windows of one row).
 
     Args:
         sliding: The windows.

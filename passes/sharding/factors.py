@@ -52,21 +52,22 @@ class BoundRule:
     kinds: Mapping[str, str] = field(default_factory=dict)  # kinds by factor; other factors pass
     sizes: str | None = None  # schema argument with the sizes of the result, localized if the result is sharded
     lazy: bool = False  # the op only moves data, so it is no reason to shard a replicated value
-    # replicated operands are sharded for it: its result differs on full values, or is much wider
+    # replicated operands are sharded for the op: each rank must read only its rows (a sort by expert), or its result is
+    # much wider than its operands (one_hot)
     starts_sequence: bool = False
     pad: tuple[int, Any] | None = None  # (operand, value): fill outside the window, so that a sum ignores padding
-    masks: tuple[int, ...] = ()  # operands that are only indexed by position, replicated while that is free
+    masks: tuple[int, ...] = ()  # operands that are only indexed by position; no sequence starts at them
     normalizes: bool = False  # divides a gathered factor by its total, as softmax does
-    # rows that a result reads, by "halo" factor, whose extent may differ in the result
+    # the windows of rows that a result reads, by "halo" factor, which may have another size in the result
     slides: Mapping[str, SlidingRows] = field(default_factory=dict)
     # placements that the call defines for its operands (ops with exchanges)
     operand_placements: tuple[Placement, ...] | None = None
     result_placements: Placement | None = None  # placement that the call defines for its results
-    alias: bool = False  # with an operand placed as required, a rank's part of it is its part of the result
+    alias: bool = False  # the op is the identity: a rank's part of its converted operand is its part of the result
     reshapes: bool = False  # elements keep their row-major order, so the local result is a local reshape
     lenders: tuple[int, ...] = ()  # operands of which only the shape is read
     extents: Mapping[str, Size] = field(default_factory=dict)  # sizes of the factors in groups
-    # (start, length) in the "window" factor for each result, a contiguous piece
+    # (start, length) of each result in the "window" factor, of which it is a contiguous piece
     spans: tuple[tuple[Size, Size], ...] = ()
     # result factor -> operand factor from which it selects positions, in any order
     picks: Mapping[str, str] = field(default_factory=dict)
@@ -134,7 +135,8 @@ class BoundRule:
 
         A shard describes its dim as outer * rows * inner. In a group "(b s d)" with b = 2 and d = 3, a shard with
         outer 2 and inner 3 splits s, and the shard of s has outer 1 and inner 1. A dim of one factor has that factor,
-        and the same shard. The result is ("", shard) if the shard splits no single factor.
+        and the same shard. If the rows are several factors, such as chunks and the rows of a chunk, `_chunk_part`
+        returns the result. It is ("", shard) if the shard splits no factor.
 
         Args:
             dims: The dims of the value in the rule.
@@ -145,6 +147,7 @@ class BoundRule:
             return dim, shard
         factors = dim_factors(dim)
         for i, factor in enumerate(factors):
+            # The shard splits this factor if all slower factors are in its `outer` and all faster ones in its `inner`.
             outer = exact_quotient(shard.outer, self._size_of(factors[:i]))
             inner = exact_quotient(shard.inner, self._size_of(factors[i + 1 :]))
             if outer is None or inner is None:
@@ -156,16 +159,18 @@ class BoundRule:
     def _chunk_part(self, factors: tuple[str, ...], shard: Shard) -> tuple[str, Shard]:
         """Return the result of `local_part` for a shard whose rows are several factors: chunks, and rows of a chunk.
 
-        For a sequence of 12 rows and the group "(c r)" with c = 3 chunks of r = 4 rows, the shard is one of c, in units
-        of 4 rows. The result is ("", shard) if a chunk could be on two ranks, or if the rows are no product of factors.
+        For a sequence of 12 rows and the group "(c r)" with c = 3 chunks of r = 4 rows, the factor is c, and the frame
+        of its shard counts chunks in place of rows. The result is ("", shard) if a chunk could be on two ranks, or if
+        the rows are no product of factors.
         """
         for first, chunk_factor in enumerate(factors):
             if not is_same_size(shard.outer, self._size_of(factors[:first])):
                 continue
-            for last in range(first + 1, len(factors)):  # the rows of the shard are factors[first : last + 1]
-                rows = size_product((shard.frame.length, shard.inner))
-                has_rows = is_same_size(rows, self._size_of(factors[first:]))
-                if has_rows and is_same_size(shard.inner, self._size_of(factors[last + 1 :])):
+            rows_and_inner = size_product((shard.frame.length, shard.inner))
+            if not is_same_size(rows_and_inner, self._size_of(factors[first:])):
+                continue
+            for last in range(first + 1, len(factors)):  # the rows may be factors[first : last + 1], `inner` the others
+                if is_same_size(shard.inner, self._size_of(factors[last + 1 :])):
                     chunk_rows = self._size_of(factors[first + 1 : last + 1])
                     frame = shard.frame.split(chunk_rows)
                     return (chunk_factor, Shard(shard.dim, frame)) if frame is not None else ("", shard)
@@ -174,8 +179,9 @@ class BoundRule:
     def dim_shard(self, dim: str, factor: str, shard: Shard) -> Shard:
         """Convert a shard of a factor to a shard of its dim, the inverse of `local_part`.
 
-        In "(b s d)" with b = 2 and d = 3, a shard of s becomes one of the dim with outer 2 and inner 3. A shard of
-        chunks, of `Frame.block` rows each, becomes one of rows if the next factors of the dim are the rows of a chunk.
+        In "(b s d)" with b = 2 and d = 3, a shard of s becomes one of the dim with outer 2 and inner 3. In "(c r)" with
+        chunks c of r = 4 rows, a shard of c, whose frame counts chunks (`Frame.block` is 4), becomes one that counts
+        rows.
         """
         if dim == factor:
             return shard

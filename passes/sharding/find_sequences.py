@@ -2,7 +2,7 @@
 
 Evidence is an op, such as attention, and the dim that is a sequence because of it; the user's dims come first. Two
 classes are rivals if one value has both: only one of its dims can be sharded. The one with which a rank has the least
-work is chosen: the FLOPs that its shards do not divide, and the rows of a rank of the others. Classes that are equal
+work is chosen: the FLOPs that its shards do not divide, and a rank's share of the others. Classes that are equal
 within `LARGE_SHARE` are decided by the kind of their evidence and by the values that have them. Weaker evidence, such
 as a scan beside attention, is considered only for rivals. A program that splits a dim into chunks
 and relates the chunks, as linear attention does, has evidence on a factor of the dim; the sequence is the dim itself,
@@ -147,7 +147,8 @@ def _add_parts(gm: GraphModule, axes: Axes) -> None:
         candidates: set[int] = set()
         for result, operand in moves:
             if not axes.sequences.isdisjoint(result | operand):
-                candidates |= {name for classes in (result, operand) if len(classes) == 1 for name in classes}
+                for classes in (result, operand):
+                    candidates |= classes if len(classes) == 1 else set()  # a flattened dim has several
         new = {name for name in candidates - axes.sequences if not _has_rivals(axes, name)}
         if not new:
             break
@@ -159,6 +160,7 @@ def _find_strides(gm: GraphModule, axes: Axes) -> None:
 
     For two convolutions of stride 2 one after the other, it is 4 for the rows of the first operand and 2 for those of
     the second. Each rank then has a multiple of 4 rows, so that its shard of each result needs few rows of neighbors.
+    The keys are (class, number of rows), because the results belong to the class of the operand, with fewer rows.
     """
     windows = [(call.node, call.operands[0], rule) for call, rule in _ruled_calls(gm) if rule.slides]
     if all(sliding.stride == 1 for _, _, rule in windows for sliding in rule.slides.values()):
@@ -172,12 +174,12 @@ def _find_strides(gm: GraphModule, axes: Axes) -> None:
             result_dim = axes.dims[node, 0][result_names.index(factor)]
             if len(operand_dim) != 1 or len(result_dim) != 1:
                 continue
-            # keys of `axes.strides`: class and size
-            read, result = ((axes.find(dim[0].name), dim[0].size) for dim in (operand_dim, result_dim))
-            if read[0] in axes.sequences:
-                stride = sliding.stride * axes.strides.get(result, 1)
+            (read,), (result,) = operand_dim, result_dim
+            if axes.is_sequence(read):
+                read_key, result_key = ((axes.find(a.name), a.size) for a in (read, result))
+                stride = sliding.stride * axes.strides.get(result_key, 1)
                 if stride > 1:
-                    axes.strides[read] = math.lcm(stride, axes.strides.get(read, 1))
+                    axes.strides[read_key] = math.lcm(stride, axes.strides.get(read_key, 1))
 
 
 def _has_rivals(axes: Axes, name: int) -> bool:
@@ -269,18 +271,18 @@ class _RivalChoice:
         """
         strongest = set(self.axes.sequences)
         values = dict.fromkeys(value for evidence in self.found for value in _rival_values(evidence))
-        candidates = [names for names in map(self._candidates, values) if len(names) > 1]
-        rivals = [names for names in candidates if not strongest.isdisjoint(names)]
-        if not rivals:
+        rivals = [names for names in map(self._candidates, values) if len(names) > 1]  # one set for each value
+        strong_rivals = [names for names in rivals if not strongest.isdisjoint(names)]
+        if not strong_rivals:
             return
         for dims in self.axes.dims.values():
             self.counts.update(self.axes.find(a.name) for a in {a for dim in dims for a in dim})
         self.work = RowWork(self.gm, self.axes)
-        chosen = strongest.union(*rivals)
-        for names in candidates:
-            remaining = names & chosen  # an earlier value may have excluded some
+        chosen = strongest.union(*strong_rivals)
+        for names in rivals:
+            remaining = names & chosen  # weaker candidates were not considered, or an earlier value excluded some
             if len(remaining) > 1:
-                chosen -= remaining - {self._choose(remaining)}
+                chosen -= remaining - {self._choose(remaining)}  # one remains
         self.axes.sequences = chosen
 
     def _candidates(self, node: Node) -> set[int]:
@@ -295,8 +297,9 @@ class _RivalChoice:
         which an input is sharded already is chosen in any case.
         """
         divided = {x: self.work.flops_of_rows(self.rows[x]) for x in rivals}  # FLOPs that shards along x divide
-        total = max(divided.values())
-        flops = {x: total - divided[x] * (1 - _largest_share(self.sizes[x], self.axes.n)) for x in rivals}  # of a rank
+        total = max(divided.values())  # equal for all rivals; products that no shards divide are not counted
+        # FLOPs of a rank with x: those that its shards do not divide, and its share of the others
+        flops = {x: total - divided[x] * (1 - _largest_share(self.sizes[x], self.axes.n)) for x in rivals}
         least = min(flops.values())
         about_least = [x for x in rivals if flops[x] <= (1 + LARGE_SHARE) * least]
         eligible = [x for x in rivals if x in self.preferred] or about_least
@@ -330,10 +333,7 @@ def _chunk_classes(axes: Axes, chunk_sources: Mapping[int, Atom], name: int) -> 
 
 
 def _rival_values(evidence: FoundDim) -> list[Node]:
-    """Return the values of an op that is evidence for a sequence of which only one dim can be sharded.
-
-    These are its result and, for attention, its queries and keys.
-    """
+    """Return the values of an op that have rival candidates: its result and, for attention, its queries and keys."""
     operands = [x for x in evidence.node.all_input_nodes if is_tensor(x)]
     return [evidence.node, *(operands[:2] if evidence.kind == ATTENTION_EVIDENCE[0] else ())]
 
@@ -365,7 +365,8 @@ def sequence_candidates(gm: GraphModule, axes: Axes) -> list[SequenceCandidate]:
         axes: Axes after `find_sequences`.
     """
     chunk_sources = _chunk_sources(gm, axes)
-    evidence: dict[int, tuple[Size, str, set[Node]]] = {}  # by class: positions, strongest kind of evidence, ops
+    # by class: positions, strongest kind of evidence, and ops
+    evidence: dict[int, tuple[Size, str, set[Node]]] = {}
     for kind, find_evidence in _evidence_by_kind().items():
         for node, dim in find_evidence(gm, axes):
             for atom in (chunk_sources.get(axes.find(a.name), a) for a in dim if not is_same_size(a.size, 1)):
@@ -380,8 +381,9 @@ def sequence_candidates(gm: GraphModule, axes: Axes) -> list[SequenceCandidate]:
         share = work.flops_of_rows(classes) / work.total if work.total else 1.0
         is_chosen = name in axes.sequences
         why = "" if is_chosen else axes.lost.get(name, "the others have stronger evidence, or are named by seq_dims")
+        is_split = is_chosen  # until values are placed
         candidates.append(
-            SequenceCandidate(size, kind, len(nodes), name in input_names, is_chosen, is_chosen, share, why)
+            SequenceCandidate(size, kind, len(nodes), name in input_names, is_chosen, is_split, share, why)
         )
     return sorted(candidates, key=lambda c: (not c.is_chosen, -assume_large(c.size)))
 

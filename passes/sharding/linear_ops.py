@@ -33,7 +33,7 @@ def summed_operands(node: Node) -> list[Node]:
     terms = _operands_like_result(node) if node.target in ADD_OPS else []
     if len(terms) != 1:
         return terms
-    second = OpCall(node)["other"]
+    second = OpCall(node)["other"]  # a Node if one of the two operands broadcasts or is cast, else a number
     return terms if not isinstance(second, Node) and second == 0 else []
 
 

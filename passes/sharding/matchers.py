@@ -53,8 +53,8 @@ def _match_movement(node: Any) -> tuple[Node, BoundRule] | None:
     """Match an op that only moves elements of one operand, as view, permute, slice, expand, copy or cast.
 
     Returns:
-        The operand, and the sharding rule of the op, which maps its dims to those of the result; None for other ops. A
-        detach that stops a gradient is one of these, because it differs from its operand under differentiation.
+        The operand, and the sharding rule of the op, which maps its dims to those of the result. None for other ops,
+        and for a detach that stops a gradient, because it differs from its operand under differentiation.
     """
     if not is_tensor(node) or stops_gradient(node):
         return None
@@ -254,13 +254,13 @@ def _cancel_chain(node: Node, operand: Node, origins: dict[Node, Node]) -> Node:
     of an earlier value with the node's shape.
 
     Args:
-        node: A permutation or reshape.
+        node: A permutation or reshape, no copy.
         operand: Origin of its operand.
         origins: Origins of the values before it: the first values with the same elements at the same positions.
     """
     order, source = permutation_of(node), operand  # order: the dims of `source` in the order of the node's
     while order is not None:
-        if is_identity(order) and source is not operand:
+        if is_identity(order):
             return origins[source]
         inner_order = permutation_of(source)
         if inner_order is None:
@@ -309,7 +309,8 @@ def steps_from(node: Node) -> list[Node]:
 def value_readers(node: Node) -> list[Node]:
     """Return the users of a value, and those of the copies and views that equal it (`value_origin`).
 
-    A view that differs from the value is itself a reader, in place of its users.
+    A view that differs from the value is itself a reader, in place of its users. With y = x.mT, y.mT.exp() and y + 1,
+    the readers of x are the exp and y.
     """
     readers: dict[Node, None] = {}
     derived_values = [node]  # the value, and copies and views of it

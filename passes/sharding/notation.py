@@ -69,15 +69,16 @@ class RulePattern:
     def _bind(self, shapes: Sequence[tuple[Size, ...]], result_shapes: Sequence[tuple[Size, ...]]) -> BoundRule | None:
         """Return the rule for operands and results of these shapes, or None if they do not match the text.
 
-        For "... i, o i -> ... o" and operands (2, 8, 16) and (32, 16), "..." becomes the dims "~1" and "~0".
+        For operands (2, 8, 16) and (32, 16), the rule of "... i, o i -> ... o" is "~1 ~0 i, o i -> ~1 ~0 o": "..."
+        becomes the dims "~1" and "~0".
         """
         patterns = self.operands or ((),) * len(shapes)  # nothing before the arrow: no operand, or one without dims
         if len(patterns) != len(shapes):
             return None
-        # "..." represents the dims of an operand that the pattern does not name.
+        # "..." represents the dims of an operand that the pattern does not name; it is one of the len(dims) entries.
         num_unnamed = [len(shape) - (len(dims) - 1) for dims, shape in zip(patterns, shapes)]
         expanded = [_expand_ellipsis(dims, ndim) for dims, ndim in zip(patterns, num_unnamed)]
-        if [len(dims) for dims in expanded] != [len(shape) for shape in shapes]:
+        if [len(dims) for dims in expanded] != [len(shape) for shape in shapes]:  # too few dims, or more without "..."
             return None
         # Operands broadcast along "...", so in results and kinds it has the largest number of dims of any operand.
         most_unnamed = max((ndim for dims, ndim in zip(patterns, num_unnamed) if "..." in dims), default=0)

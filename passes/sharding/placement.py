@@ -51,7 +51,7 @@ class Frame:
     def of_chunks(length: Size, longest: Size, granule: int, n: int, folds: int = 1) -> Frame:
         """Return the frame of a sequence that is computed in chunks, of which each of `n` ranks has complete ones.
 
-        With chunks of 4 positions on 2 ranks, a sequence of 10 positions has a frame of 16, 8 for each rank.
+        With chunks of 4 positions on 2 ranks, a sequence of 10 positions has a frame of 16: 2 chunks for each rank.
 
         Args:
             length: Number of positions.
@@ -67,7 +67,7 @@ class Frame:
         """Return the frame of a dim of chunks, for a sequence that is reshaped to chunks of `block` positions.
 
         It counts chunks in place of positions: 12 positions are 3 chunks of 4. The result is None if a chunk could be
-        on two ranks, or only partly valid.
+        on two ranks (`granule` is no multiple of it), or only partly valid.
         """
         sizes = [exact_quotient(size, block) for size in (self.size, self.start, self.length)]
         if not isinstance(block, int) or self.granule % block or None in sizes:
@@ -180,7 +180,7 @@ VARYING = Varying()
 
 @dataclass(frozen=True)
 class Demand:
-    """Requirement of `node` on the placement of an operand, for a strategy to discharge."""
+    """Placement that `node` needs of an operand and that the operand does not have; a strategy claims it."""
 
     node: Node  # node that has the requirement
     operand: int  # index of the operand
@@ -202,6 +202,6 @@ class PlacementPlan:
     demands: list[Demand] = field(default_factory=list)  # unmet requirements
 
     def of(self, node: Node) -> Placement:
-        """Return the placement of a node with one result; replicated for others, and for nodes that are not placed."""
+        """Return the placement of a node with one result; `REPLICATE` for nodes with several, or without placements."""
         placements = self.placements.get(node, ())
         return placements[0] if len(placements) == 1 else REPLICATE

@@ -48,7 +48,9 @@ class ProductOperand:
         They are merged into `order`: x.mT with the dims (0, 1, 2) is x with the dims (0, 2, 1).
         """
         source, inner_order = move_source(self.node), permutation_of(self.node)
-        if source is None or inner_order is None or is_identity(self.order):
+        if is_identity(self.order):  # the node itself has the dims in this order
+            return self
+        if source is None or inner_order is None:  # not a permutation
             return self
         return ProductOperand(source, tuple(inner_order[d] for d in self.order)).simplify()
 

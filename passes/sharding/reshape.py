@@ -76,8 +76,10 @@ def _shared_factors(old: Sequence[Size], new: Sequence[Size]) -> Iterator[tuple[
     """Yield (old dim, new dim, start, end, extent) of every factor that is complete in both shapes.
 
     `old` and `new` are the offsets of the dims (`_dim_offsets`). Offsets divide the later ones, so two dims share the
-    factor from the lcm of their starts to the gcd of their ends, if the former divides the latter. As in a merge of two
-    sorted lists, each step compares one dim of each shape, and continues with the next dim of the one that ends first.
+    factor from the lcm of their starts to the gcd of their ends, if the former divides the latter. The second dim of
+    (2, 12) is between the offsets 2 and 24, the first one of (8, 3) between 1 and 8: they share a factor 4, from 2 to
+    8. As in a merge of two sorted lists, each step compares one dim of each shape, and continues with the next dim of
+    the one that ends first.
     """
     i = j = 0
     while i + 1 < len(old) and j + 1 < len(new):
@@ -109,9 +111,10 @@ def _group_dims(
     dims = []
     for (offset, dim_end), factors_of_dim in zip(pairwise(offsets), shared):
         names = []
-        for known in (*factors_of_dim, SharedFactor("", dim_end, dim_end)):
+        for known in (*factors_of_dim, SharedFactor("", dim_end, dim_end)):  # the last one is the end of the dim
             if not is_same_size(offset, known.start):  # positions before the shared factor
                 names.append(f"{prefix}{len(extents)}")
+                # a fraction for symbolic sizes whose quotient is not proved to be an integer
                 extents[names[-1]] = exact_quotient(known.start, offset) or known.start / offset
             names.append(known.factor)
             offset = known.end

@@ -8,7 +8,7 @@ One that vanishes must be classified, or registration fails:
 
     sum=     the result is Partial(sum) when the factor is sharded      linear's i
     mean=    like sum, divided by the global count                      mse_loss with reduction="mean"
-    total=   a sum whose padding no fill of one operand removes         mse_loss with reduction="sum"
+    total=   like sum, but padded rows add to it for any fill value     mse_loss with reduction="sum"
     whole=   the operand must be gathered along it                      softmax's dim (also if it is in the result)
     attend=  attention mixes it                                         scaled_dot_product_attention's q and k
     scan=    a position needs the combined values before it             cumsum's dim (it is in the result)
@@ -58,9 +58,10 @@ class RuledCall(NamedTuple):
 
 
 def lookup_rule(node: Node) -> RuledCall | None:
-    """Return the call with its rule, or None if the node is no call of an op overload.
+    """Return the call of a node with its rule, bound to the shapes of the call.
 
-    The rule is bound to the shapes of the call. It is None if the op has no rule, or none for such arguments.
+    The result is None if the node is no call of an op overload. Its field `rule` is None if the op has no rule for
+    these arguments.
     """
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
@@ -137,7 +138,7 @@ class RuleOptions(TypedDict, total=False):
 
     sum: str  # factors over which the op sums
     mean: str  # factors over which it takes the mean
-    total: str  # factors over which it sums, with padding that no fill removes
+    total: str  # factors over which it sums; padded rows add to the sum for any fill value of an operand
     whole: str  # factors that must be gathered
     attend: str  # factors that attention mixes
     scan: str  # factors along which it scans
@@ -146,8 +147,8 @@ class RuleOptions(TypedDict, total=False):
     sizes: str  # schema argument with the sizes of the result
     lazy: bool  # the op only moves data
     starts_sequence: bool  # replicated operands are sharded for it
-    pad: tuple[int, Any]  # operand and value that remove padding from a sum
-    masks: tuple[int, ...]  # operands that are only indexed by position
+    pad: tuple[int, Any]  # (operand, value): padded rows of the operand get the value, so that a sum ignores them
+    masks: tuple[int, ...]  # operands that are only indexed by position; no sequence starts at them
     reshapes: bool  # elements keep their row-major order
     lenders: tuple[int, ...]  # operands of which only the shape is read
 

@@ -157,7 +157,8 @@ def count_work(
 def _share_of_rank(node: Node, plan: PlacementPlan, n: int) -> float:
     """Return the share of a node's work that one rank computes: its rows, with padding, divided by all rows.
 
-    It is 2 / 5 for 5 rows on 4 ranks, and 1 / n if the frame, or its length, is not known.
+    It is 2 / 5 for 5 rows on 4 ranks, as each rank has 2 rows with padding, and 1 / n if no frame is known, its length
+    is symbolic, or its order is balanced at run time.
     """
     values = (node, *node.all_input_nodes)  # the result of a node on shards may be partial, without a frame
     placements = [placement for value in values for placement in plan.placements.get(value, ())]
@@ -169,7 +170,7 @@ def _share_of_rank(node: Node, plan: PlacementPlan, n: int) -> float:
 
 
 class NodeWork(NamedTuple):
-    """Work of one node that has FLOPs, and the dims that it runs over."""
+    """Work of one node that has FLOPs, and the dims that it runs over, as atoms."""
 
     flops: float  # of the node
     operands: Set[Atom]  # atoms of its operands
@@ -213,9 +214,10 @@ class RowWork:
         return {a for x in values for dim in axes.dims.get((x, 0), ()) for a in axes.canonical(dim)}
 
     def multiplied_classes(self) -> set[int]:
-        """Return the classes of the dims that products read, and of those that convolutions with most FLOPs read.
+        """Return the classes of the dims of operands of products, and of convolutions with many FLOPs.
 
-        `find_sequences` splits a sequence into complete chunks only if the chunks are among them.
+        The convolutions over one dim must have `LARGE_SHARE` of the FLOPs of the graph in total. `find_sequences`
+        places complete chunks of a sequence on each rank only if the dim of chunks is among the results.
         """
         multiplied: set[int] = set()
         convolution_flops: Counter[int] = Counter()  # by class
@@ -228,7 +230,7 @@ class RowWork:
         return multiplied | {name for name, flops in convolution_flops.items() if flops >= LARGE_SHARE * self.total}
 
     def flops_of_rows(self, names: Set[int]) -> float:
-        """Return the FLOPs that the ranks share if a dim is sharded: those of products that have the dim.
+        """Return the FLOPs that ranks divide if a dim is sharded: those of products that have the dim.
 
         A product has it in its result, or sums over it.
 
@@ -290,8 +292,8 @@ def _convolution_flops(call: OpCall) -> float:
 def _matrix_flops(call: OpCall) -> float:
     """Return the FLOPs of an op with batches of square matrices of size k, as a recurrence or a solve.
 
-    A recurrence multiplies each row of its result by a matrix: 2 k FLOPs for each element. Solving a triangular system
-    takes half of that; a full system needs a factorization, which is counted as a product.
+    A recurrence multiplies each row of its result by a matrix: 2 k FLOPs for each element. A triangular solve takes
+    half of that. A solve with a full matrix, which factorizes it first, is counted as a product, too.
     """
     result = call.results()[0]
     matrix_size = call.shape(0)[-1]
@@ -303,7 +305,8 @@ def _linear_attention_flops(call: OpCall) -> float:
     """Return the FLOPs of linear attention with a state of (k, v) elements for each head.
 
     A token is multiplied with the other tokens of its chunk, and reads and updates the state: chunk * (k + v) + 2 k v
-    multiply-adds. With a delta rule (`beta` or `a`), each chunk also solves a triangular system.
+    multiply-adds. With a delta rule (`beta` or `a`), each chunk also solves a triangular system, and has a transition
+    of its state, (k, k): `solve` more for each token.
     """
     (*tokens, k), v = call.shape("k"), call.shape("v")[-1]
     chunk = chunk_tokens(call.shape("decay")[-1])

@@ -44,7 +44,10 @@ class SlidingRows:
     rolls: Size | None = None  # rows to roll by, for a roll
 
     def num_after(self, rows: Size) -> Size:
-        """Return the rows of padding after an operand of `rows` rows; negative if the last rows are not read."""
+        """Return the rows of padding after an operand of `rows` rows; negative if the last rows are not read.
+
+        The last window ends before row (length - 1) * stride + width - before of the operand.
+        """
         return simplify_size((self.length - 1) * self.stride + self.width - self.before - rows)
 
     def is_pointwise(self, rows: Size) -> bool:
@@ -117,7 +120,10 @@ def _place_roll(sliding: SlidingRows, shard: Shard, n: int) -> Shard | str:
 
 
 def _result_frame(sliding: SlidingRows, frame: Frame, size: Size) -> Frame | None:
-    """Return the frame of the result of sliding windows, or None if the result provably fits at none of three places.
+    """Return the frame of the result of sliding windows, or None if no place for its rows is proved to fit.
+
+    The first row is placed at the row that reads the operand's first valid row, or else at the start of the frame, or
+    else so that the last row is at its end.
 
     Args:
         sliding: Rows that each row of the result reads.
@@ -210,7 +216,8 @@ def _conv_windows(call: OpCall) -> WindowCalls:
     """Return the windows of a convolution along each dim of the image, by dim.
 
     The result is empty for a transposed convolution, an operand without channels, a kernel of symbolic size, and where
-    no sp:: op has the form of the call: a 1-dim convolution without batch, and "same" padding of an even width.
+    no sp:: op has the form of the call: a 1-dim convolution without batch, and "same" padding of an even width in
+    several dims.
     """
     weight = call.shape("weight")  # (channels, channels of a group, *kernel)
     spatial, kernel = range(len(weight) - 2), weight[2:]
@@ -259,7 +266,7 @@ def _avg_pool_windows(call: OpCall) -> WindowCalls:
     stride = _single_number(call["stride"], width)
     sliding = _along_last_dim(call, before, width, stride)
     after = sliding.num_after(call.shape()[-1])
-    ends_in_padding = isinstance(after, int) and after <= before
+    ends_in_padding = isinstance(after, int) and after <= before  # the call pads both ends with `before` rows
     counts_padding = before == 0 or call["count_include_pad"]
     if not ends_in_padding or not counts_padding:
         return {}

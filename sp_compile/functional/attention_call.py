@@ -104,13 +104,13 @@ class AttentionCall(RankCall):
         self.require()
         options, ranks = self.options, self.ranks
         seed = None if options.seed is None else torch.as_tensor(options.seed, device=self.q.device)
-        weights = options.attn_mask, *options.predicate_arguments(), seed, options.dropout_p, options.scale
+        # The fields of `ShardArgs`, in order.
+        softmax_args = options.attn_mask, *options.predicate_arguments(), seed, options.dropout_p, options.scale
         no_score_function: tuple[str, list[Tensor], list[Tensor]] = "", [], []  # of flex_attention
-        q_frame, k_frame = self.frames()
         returns_lse, balances = False, False  # only graphs of the compiler request these
-        shards = ShardArgs(
-            *weights, *no_score_function, options.sinks, returns_lse, q_frame, k_frame, ranks.n, ranks.group, balances
-        )
+        q_frame, k_frame = self.frames()
+        score_args = *softmax_args, *no_score_function
+        shards = ShardArgs(*score_args, options.sinks, returns_lse, q_frame, k_frame, ranks.n, ranks.group, balances)
         if torch.compiler.is_compiling():
             _declare_routes(ranks.group, self.width or 1, self.steps())
         return self.function.run(self, (self.q, self.k, self.v, *shards.to_flat()))
@@ -189,15 +189,15 @@ class AttentionCall(RankCall):
         if width is None:
             yield SpError("SP452", "ulysses: expected the number of ranks that share heads, got None.")
         elif width < 1 or n % width or heads % width:
-            expected = f"a number of ranks that share heads, a divisor of the {n} ranks and of the {heads} query heads"
+            expected = f"a number of ranks that share heads and that divides the {n} ranks and the {heads} query heads"
             yield SpError("SP453", f"{self.function.name}: expected {expected}, got {width}.")
 
     def _wrong_masks(self) -> Iterator[SpError]:
         """Yield errors for `window`, `documents` and `attn_mask`, whose lengths are those of all ranks."""
         options = self.options
-        (_, _, _, q_length, *_), (_, _, _, k_length, *_) = self.frames()
+        (_, _, _, q_length, *_), (_, _, _, k_length, *_) = self.frames()  # rows of all ranks without padding
         if options.window is not None and (not isinstance(options.window, int) or options.window < 1):
-            expected = "an int of at least 1, each query's own position"
+            expected = "an int of at least 1 (1: only the query's own position)"
             yield SpError("SP507", f"window: expected {expected}, got {options.window}.")
         if options.documents is not None:
             yield from self._wrong_documents(options.documents, q_length, k_length)
@@ -210,7 +210,7 @@ class AttentionCall(RankCall):
         if mask.dtype != torch.bool and not mask.is_floating_point():
             expected = "bool (True: may attend) or floating-point (added)"
             yield SpError("SP505", f"attn_mask: expected {expected}, got {mask.dtype}.")
-        # True if results of blocks of keys are merged, as by some functions, and with a predicate.
+        # Some functions always merge results of key blocks; all do so with a predicate (causal, window or documents).
         is_merged = self.function.merges or bool(options.predicate_arguments()[-1])
         if options.check and is_merged and mask.is_floating_point() and not mask.is_meta and _has_fills(mask):
             yield SpError(

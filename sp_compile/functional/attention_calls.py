@@ -31,7 +31,7 @@ sp = torch.ops.sp
 
 
 def _run_hybrid(call: AttentionCall, args: tuple[Any, ...]) -> Tensor:
-    """Run the hybrid operator; with all ranks as its width it is Ulysses attention."""
+    """Run the hybrid operator; its width is the number of adjacent ranks that exchange heads (Ulysses: all ranks)."""
     return sp.hybrid_attention(*args, call.width, call.kv_grads)
 
 
@@ -244,7 +244,9 @@ def hybrid_attention(
     )
     ranks = ranks_of(mesh)
     width = ulysses if ulysses is not None else ranks.ulysses
-    return _call_attention(HYBRID_FUNCTION, q, k, v, ranks, options, 1 if ranks.n == 1 else width, kv_grads)
+    if ranks.n == 1:  # nothing is exchanged, so the mesh need not have an axis "ulysses"
+        width = 1
+    return _call_attention(HYBRID_FUNCTION, q, k, v, ranks, options, width, kv_grads)
 
 
 def gathered_attention(

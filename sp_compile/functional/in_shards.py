@@ -20,7 +20,7 @@ from sp_compile.runtime.sharded_values import agree_to_read
 
 
 def in_shards(x: Tensor, dim: int | None = None, mesh: Mesh = None) -> Tensor:
-    """Return a tensor of the global shape whose rows are stored by the ranks, from the rows of this rank.
+    """Return the rows of this rank as a tensor of the global shape, of which each rank stores its own rows.
 
     Nothing is exchanged. A model that is compiled with backend="sp" uses the shards directly, as with the option
     inputs="local". Gradients are returned for the shards.

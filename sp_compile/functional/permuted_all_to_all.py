@@ -39,9 +39,9 @@ def all_to_all_permute(
 
     x is copied once, inside `torch.compile` by the kernel that computes it. The result is a strided view of the
     received buffer, in which rows of `gather_dim` are adjacent. If all dims before `scatter_dim` have size 1, x is sent
-    without a copy, and the result is copied. Flatten dims into `gather_dim`, such as heads for a projection, in x: a
-    matmul then reads the result without a copy. Inside `torch.compile`, Dynamo rejects in-place changes of a result
-    that requires a gradient; change a clone.
+    without a copy, and the result is copied. If the result is to be flattened for a matmul, such as the heads before a
+    projection, flatten the dims of x instead: the matmul then reads the result without a copy. Inside `torch.compile`,
+    Dynamo rejects in-place changes of a result that requires a gradient; change a clone.
 
     Args:
         x: (..., g, ..., A, ...), two or more dims, any dtype and strides: `gather_dim` is sharded over the n ranks, and
@@ -222,7 +222,7 @@ def declare_symmetric_memory(size: int, group: Mesh = None, device: torch.device
     device = _group_device(device)
     is_positive = isinstance(size, int) and size > 0
     problem = None if is_positive else SpError("SP507", f"size: expected a positive int, got {size!r}.", SIZE_FIX)
-    compared_ranks = ranks if ranks.n > 1 else None
+    compared_ranks = ranks if ranks.n > 1 else None  # None: only this rank is checked
     require_on_all("declare_symmetric_memory", problem, lambda: f"size={size}", compared_ranks, "the size is equal")
     if ranks.n == 1:
         return False

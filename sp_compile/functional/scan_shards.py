@@ -85,7 +85,7 @@ class ScanShardOptions:
         if exchange == "auto":
             can_use_steps = n > 2 and self.chunks == 1  # two ranks would exchange the same in one step
             exchange = choose_exchange(nbytes, n, Machine.of(device.type)).exchange if can_use_steps else "gather"
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # only steps, each between two ranks, need routes
             _declare_scan_routes(self.ranks.group, n if exchange == "steps" else 1)
         return shard_frame(rows, n, self.length, self.layout), exchange, n, self.ranks.group
 
@@ -115,7 +115,7 @@ def shards_of(group: Mesh, layout: str, length: int | None, exchange: str) -> Sc
     if layout != CONTIGUOUS.name or length is not None or exchange != "auto":
         raise SpError("SP511", "layout, length, exchange: not supported without group=.")
     if torch.compiler.is_compiling():
-        _declare_scan_routes("", 1)
+        _declare_scan_routes("", 1)  # no route, only the version of the operators
     return None
 
 
@@ -123,8 +123,8 @@ def shards_of(group: Mesh, layout: str, length: int | None, exchange: str) -> Sc
 def _declare_scan_routes(group: str, n: int) -> None:
     """Declare the routes of a traced call over n ranks, and add the operators' version to the key of torch's caches.
 
-    A compiled program may be loaded from a cache without tracing, so both must be known before the call runs. The
-    decorator makes Dynamo call this function at trace time.
+    There are no routes for n = 1. A compiled program may be loaded from a cache without tracing, so both must be known
+    before the call runs. The decorator makes Dynamo call this function at trace time.
     """
     routes.declare_shift_routes(group, step_offsets(n))
     tag_programs()

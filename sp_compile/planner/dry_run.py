@@ -116,7 +116,8 @@ class DryRun:
         """
         kwargs = self._start()
         captures = nullcontext() if self.captured is None else cache_captures(self.captured.captured)
-        # Not with `compare`: simulated ranks run the graphs in threads, which would generate code at the same time.
+        # A graph then generates its code when it first runs. Simulated ranks (`compare`) run graphs in several threads,
+        # which would generate it at the same time.
         printing = skip_graph_printing() if self.compare is None else nullcontext()
         with flex_on_any_device(), enable_losses_on_meta(), printing, captures:
             if self.captured is None or self.captured.graph is None:
@@ -238,9 +239,9 @@ class DryRun:
     def _examine(self, lowered: RankProgram, result: DryRunResult) -> None:
         """Examine the forward and the backward of a lowered program, in place of compiling it.
 
-        If a step is predicted, or the program has collectives of its own, run the passes over the joint graph; their
-        notes are added to the report of the program, the step of the graph to that of the result. Otherwise only check
-        that torch can partition the program.
+        If a step is predicted, or the program has collectives of its own, run the passes over the joint graph, which
+        add notes to the report. Otherwise only check that torch can partition the program into forward and backward, so
+        that `explain` and `verify` raise the errors of the backend.
         """
         if lowered.eager:
             return
@@ -253,7 +254,7 @@ class DryRun:
             options.refuse(self.entry, compiler="compiles nothing of a program without its own collectives")
         if predicts_step or (examines_collectives and options.has_joint_passes):
             self._add_step(lowered, result)
-        elif self.entry != "plan" and not lowered.unsplit_reason:  # as the backend does, so that its errors are found
+        elif self.entry != "plan" and not lowered.unsplit_reason:
             partition_joint_graph(copy_graph(lowered.graph), lowered.inputs, None, for_inductor=False)
 
     def _add_step(self, lowered: RankProgram, result: DryRunResult) -> None:

@@ -40,7 +40,9 @@ def graph_step(lowered: RankProgram, options: SPConfig, offloads: bool) -> Graph
         The step as the options offload it. With `offloads`, the step with nothing on the host, and as its `hosted` that
         with all offloadable values there.
     """
-    if offloads:  # offload all values, but after the first of the two walks below
+    # `passes` run over the two graphs when they are partitioned. With `offloads` these offload nothing, for the first
+    # walk below; then OffloadValues of `requested` offloads all values, for the second.
+    if offloads:
         requested = lowered.partitioned_passes(replace(options, offload=1.0))
         passes = requested and PartitionedPasses(replace(requested.job, options=replace(options, offload="never")))
     else:
@@ -81,7 +83,7 @@ def unroll_step(
     unroll = Unroll.of(step, () if repeats is None else repeats.order, machine)
     if steps is not None:
         steps.append(unroll)
-    if repeats is None:
+    if repeats is None:  # the graph has all layers
         return replace(step, hosted=None)
     if options.offload == "never" or step.hosted is None:
         return unroll.step()

@@ -297,9 +297,9 @@ def _device_type(model: nn.Module) -> str:
 def _is_settled(result: StepPlan, n: int) -> bool:
     """Return True if neither checkpoints nor more tiles can give a faster variant on n ranks that fits.
 
-    They only make a step slower, so that nothing is faster than a variant that fits with nothing on the host. Nor is
-    anything faster than one with a share on the host, if its copies are hidden: it takes no longer than the fastest
-    variant as written, which may not fit.
+    They only make a step slower, so they cannot improve on a variant that fits with nothing on the host. Nor can they
+    if the best variant has a share on the host and takes no longer than the fastest one without checkpoints, which may
+    not fit: its copies are then hidden.
     """
     best = result.of(n)
     if best is None:
@@ -356,7 +356,7 @@ def _plan_first(planner: StepPlanner, result: StepPlan, all_ranks: Sequence[int]
     checkpoint = bool(planner.blocks) and not has_own_checkpoints
     if not checkpoint and not all(map(result.fits_on_device, all_ranks)):
         result.notes.append(OWN_CHECKPOINTS if has_own_checkpoints else NO_BLOCKS)
-    attempts = [tiles] if checkpoint else []  # first with checkpoints alone
+    attempts = [tiles] if checkpoint else []  # numbers of tiles: first with checkpoints alone, then with more tiles
     if more_tiles is not None:
         attempts.append(more_tiles)
     for next_tiles in attempts:
@@ -455,8 +455,8 @@ def _estimate_share(planner: StepPlanner, result: StepPlan, variant: Variant) ->
     """Return an estimate of the variant with the least share on the host with which it fits, from two examined shares.
 
     The memory is assumed to be linear in the share, between that of the variant with nothing on the host and that of
-    this variant. None if the variant with nothing there is not known, no share is sufficient, the one that is has been
-    examined, or the host has too little memory.
+    this variant: with 100 GB at 0 % and 60 GB at 50 %, 80 GB need 25 %. None if the variant with nothing on the host is
+    not known, no share is sufficient, the least sufficient one was examined, or the host has too little memory.
     """
     without_share = replace(variant.config, offload=0.0)
     by_share = {row.offload: row for row in result.rows if replace(row.config, offload=0.0) == without_share}

@@ -114,9 +114,8 @@ class PlannedStep:
 
     config: PlanConfig  # the configuration
     dry_run: DryRunResult  # its report and step
-    exact: (
-        bool  # True if a few layers represent all: then `dry_run.steps` give the exact step for any share on the host
-    )
+    # True if a few layers represent all: then `dry_run.steps` give the exact step for any share on the host
+    exact: bool
     _peaks: dict[float, StepPeaks] = field(default_factory=dict)  # share on the host -> peaks
 
     @property
@@ -141,7 +140,7 @@ class PlannedStep:
         return bool(self.dry_run.report.find_notes(NoteKind.RECOMPUTED))
 
     def actual_attention(self, choice: AttentionChoice) -> AttentionChoice:
-        """Return a choice with the attentions that the dry run has lowered if it had this choice, else the choice."""
+        """Return the choice with the candidates of the dry run if it ran with this choice, else the choice itself."""
         lowered = [(decision.chosen, decision.nodes) for decision in self.dry_run.report.attention]
         return AttentionChoice(self.config.key, lowered) if lowered and choice.key == self.config.key else choice
 
@@ -187,7 +186,7 @@ class PlannedStep:
         return has_options and (share == self.config.offload or self.covers_any_share)
 
     def seconds(self, choice: AttentionChoice, machine: Machine) -> float:
-        """Return the seconds of a step without exchanges of weights and gradients, the optimizer, and offload."""
+        """Return the seconds of a step; `plan_row` adds exchanges of weights and gradients, optimizer and offload."""
         flops, traffic = self._work
         attention = choice.seconds + (choice.forward if self.recomputes_attention else 0.0)
         return attention + flops / machine.flops + machine.copy(traffic) + self._exchange_seconds(machine)
@@ -324,7 +323,8 @@ class StepPlanner:
             if has_layout:  # else all attentions permute their rows to another one
                 choices.append(choice)
         # Attentions of different shapes, such as local and global ones, may be fastest with different layouts, or, with
-        # the strategy "auto", with different strategies.
+        # the strategy "auto", with different strategies. `by_order` has a choice for each layout of the program outside
+        # of attention, from which each attention may permute its rows.
         for strategy in dict.fromkeys([*strategies, user_strategy]):
             by_order = [self._attention_choice(n, (strategy, user_layout), order) for order in layouts]
             mixed = min((choice for choice in by_order if choice.candidates), key=lambda c: c.seconds, default=None)
@@ -333,7 +333,7 @@ class StepPlanner:
         return sorted(choices, key=lambda choice: (choice.memory > self.machine.memory, choice.seconds))
 
     def _attention_choice(self, n: int, key: tuple[str, str], order: str) -> AttentionChoice:
-        """Return the candidates that the backend would choose for all attentions; none if one is not possible.
+        """Return the candidates that the backend would choose for all attentions; none if one attention has none.
 
         Args:
             n: Number of ranks.

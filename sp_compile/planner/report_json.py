@@ -132,7 +132,7 @@ def _option_json(value: Any) -> Any:
 def _line_blocks(report: Report) -> list[dict[str, Any]]:
     """Return the "blocks" of a report, one for each of the user's lines.
 
-    With the moments of a predicted step they are in the order in which they run, otherwise in that of the exchanges.
+    If a step is predicted, they are in the order in which the lines run, otherwise in that of the exchanges.
     """
     saved: Counter[str] = Counter()  # line -> bytes of its values that are saved for the backward
     lines: dict[str, list[str]] = {}  # line -> labels of its rewrites

@@ -36,7 +36,7 @@ class StepPeaks:
 
     @staticmethod
     def of(step: StepMemory, n: int) -> StepPeaks:
-        """Return the peaks of a step on n ranks."""
+        """Return the peaks of a step on n ranks. A line of the user's code has attention if one of its moments has."""
         points = list(step.points())
         attention_lines = {point.moment.where for point in points if point.moment.attends} - {""}
         near = {state: StepPeak(0.0, "forward") for state in STATES}
@@ -52,8 +52,8 @@ class StepPeaks:
         """Return estimated peaks with a share of the saved values on the host.
 
         Args:
-            offloaded: The peaks with all offloadable values on the host (share 1); these have none there (share 0).
-            share: A share from 0 to 1, in which the bytes are assumed to be linear.
+            offloaded: The peaks with all offloadable values on the host, share 1; `self` are those of share 0.
+            share: The share, from 0 to 1. The bytes are assumed to be linear in it.
         """
 
         def interpolate(at_none: Mapping[str, StepPeak], at_all: Mapping[str, StepPeak]) -> dict[str, StepPeak]:

@@ -62,6 +62,23 @@ class _Unrolled(LivenessWalk):
     # for each moment a function that returns the values that are alive in addition to those of `walk`
     extra_values: list[Callable[[], list[LiveValue]]] = field(default_factory=list)
 
+    def append_range(
+        self, moments: _WalkRange, nbytes: int, grads: int, extra_values: Callable[[], list[LiveValue]]
+    ) -> None:
+        """Append the moments of a range of the program's walk.
+
+        Args:
+            moments: The range.
+            nbytes: Bytes of the values of other layers, which are added to those of each moment.
+            grads: The part of these that is gradients of parameters, results of a backward.
+            extra_values: Returns these values.
+        """
+        for source in range(moments.begin, moments.end):
+            moment = self.walk.moments[source]
+            self.moments.append(replace(moment, nbytes=moment.nbytes + nbytes, results=moment.results + grads))
+            self.sources.append(source)
+            self.extra_values.append(extra_values)
+
     def alive(self, moment: int) -> list[LiveValue]:
         """Return the values that are alive at a moment, the largest first."""
         values = [*self.walk.alive(self.sources[moment]), *self.extra_values[moment]()]
@@ -155,6 +172,7 @@ class Unroll:
             fits: Returns True if a step fits in memory.
         """
         keys = [piece.key for piece in self.offload_pieces]
+        # The least number of values with which the step fits.
         count = bisect_left(range(len(keys)), True, key=lambda n: fits(self.step(OffloadCounts(keys[:n]))))
         if count == 0:
             return OffloadCounts()
@@ -196,17 +214,21 @@ class Unroll:
         earlier layers of the program save, which are among the bytes of its moment. A backward runs the layers in
         reverse order; there the gradients of all later layers are added and subtracted in the same way.
 
+        Example: the program has the layers 0 and 1, which save 10 and 20 bytes, and the order of the model is 0 1 1 1.
+        The moments of the last 1 in the forward have those of layer 1, plus 10 + 20 + 20 bytes, minus 10.
+
         Args:
             walk: The walk of the program, forward or backward.
             counts: The values on the host.
             is_backward: True for the walk of a backward.
         """
         ranges = _split_walk(walk, [layer.path for layer in self.layers])
-        # Saved values on the device: of each layer of the model, of all layers, and their number before each layer.
+        # The saved values on the device: of each layer of the model, of all, and the number of those before each layer.
         remaining = list(self._remaining_per_layer(counts))
         saved = [*chain(*remaining)]
         num_saved_before = [0, *accumulate(map(len, remaining))]
-        # Saved bytes before each layer of the model, and of the program; bytes of the gradients of it and all after it.
+        # For each layer of the model, and of the program: the bytes that the layers before it save, and those of the
+        # gradients of this layer and all after it.
         saved_before = [0, *accumulate(map(_total_bytes, remaining))]
         program_saved_before = [0, *accumulate(_total_bytes(layer.saved) for layer in self.layers)]
         grads_from = _suffix_sums([self.layers[i].gradients for i in self.order])
@@ -227,11 +249,7 @@ class Unroll:
             count = num_saved_before[position]
             extra_values = partial(_extra_values, saved, count, self.layers[:i], grads, is_backward)
             nbytes = saved_before[position] - program_saved_before[i] + grads
-            for source in range(ranges[path].begin, ranges[path].end):
-                moment = walk.moments[source]
-                unrolled.moments.append(replace(moment, nbytes=moment.nbytes + nbytes, results=moment.results + grads))
-                unrolled.sources.append(source)
-                unrolled.extra_values.append(extra_values)
+            unrolled.append_range(ranges[path], nbytes, grads, extra_values)
 
         first, last = (0, 0), (len(self.order), len(self.layers))  # numbers of layers before the range
         add_range(BEFORE_LAYERS, *(last if is_backward else first), 0)

@@ -59,7 +59,7 @@ def all_gather_messages(ranks: Ranks, mine: Message) -> list[Message] | None:
     headers = gather_integers(mine.header, ranks, torch.int64, mine)
     is_same = all(header == headers[0] for header in headers)
     if is_same and mine.error is None and not mine.expects_answer:
-        if channel is not None:
+        if channel is not None:  # the last operation of each rank, which the error of a later timeout shows
             channel.last_fields = [str(mine)] * ranks.n
         return None
     # Exchange the complete messages, padded to the longest one.
@@ -82,7 +82,7 @@ def require_agreement(ranks: Ranks, mine: Message, mismatch: SpError | None = No
     Args:
         ranks: The ranks that run the operation.
         mine: The message of this rank.
-        mismatch: Error of ranks whose fields or notes differ, without the differences; None if they may differ.
+        mismatch: The error to raise if fields or notes differ, to which the differences are added; None if they may.
 
     Raises:
         SpError: On every rank, if a rank has failed, or the ranks run different operations or have different fields.
@@ -152,7 +152,7 @@ def find_mismatch(messages: Sequence[Message], mismatch: SpError | None = None) 
 
     Args:
         messages: Message of each rank; [] if all are equal.
-        mismatch: Error of ranks whose fields or notes differ, without the differences; None if they may differ.
+        mismatch: The error if fields or notes differ, to which the differences are added; None if they may differ.
     """
     error = failure([message.error for message in messages]) or describe_operation_mismatch(messages)
     if error is not None or mismatch is None:
@@ -186,7 +186,7 @@ def _first_difference(messages: Sequence[Message]) -> SpError:
 
     stopped = _format_ranks([rank for rank, verb in enumerate(verbs) if verb == STOP_VERB.verb])
     if stopped:
-        cause = f"rank {stopped} of {n} does not take part in this call: the ranks of another of its groups disagree."
+        cause = f"rank {stopped} of {n} does not take part: another of its process groups has stopped with an error."
         return SpError("SP603", cause)
 
     compiling = _format_ranks([rank for rank, verb in enumerate(verbs) if verb == COMPILE_VERB])
@@ -201,6 +201,7 @@ def _first_difference(messages: Sequence[Message]) -> SpError:
         return SpError("SP604", f"the {n} ranks of this group read different sharded tensors:\n{rows}")
 
     cause = f"the {n} ranks of this group are about to run different operations:\n{rows}"
+    # Calls are counted from 1 for each set of weight tensors (`ControlChannel.model`).
     first_calls = [rank for rank, message in enumerate(messages) if message.number == 1]
     is_same_program = len({(message.verb, message.subject) for message in messages}) == 1
     if is_same_program and 0 < len(first_calls) < n:
@@ -295,7 +296,10 @@ def wrap_error(error: Exception | None) -> SpError | None:
 
 
 def not_compiled(error: Exception | None) -> SpError | None:
-    """Return the compilation error that this rank sends to others; None if it received the error, or has none."""
+    """Return the compilation error that this rank sends to others, as an SpError; None without one.
+
+    An error that this rank has received from another one (`RemoteError`) is not sent again.
+    """
     if error is None or isinstance(error, RemoteError):
         return None
     sent = error if isinstance(error, SpError) else SpError("SP607", f"{type(error).__name__}: {error}.")

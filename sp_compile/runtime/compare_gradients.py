@@ -70,6 +70,7 @@ def _compare_on_next_call(channel: ControlChannel, gradients: Mapping[GradientKe
     """
     by_device: defaultdict[torch.device, dict[str, Tensor]] = defaultdict(dict)  # device -> description -> checksum
     for (number, name), x in gradients.items():
+        # For an error of the next call; `channel.last` is the current operation, such as "calls Decoder (number 3)".
         description = f"value of gradient {number}, of the result {name}, when it {channel.last}"
         by_device[x.device][description] = summarize(x)
     for checksums in by_device.values():

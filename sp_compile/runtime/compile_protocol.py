@@ -53,8 +53,8 @@ class CompileProtocol:
             also: Groups without exchanges in this compilation, whose ranks wait for each other.
 
         Raises:
-            SpError: On every rank of a group whose ranks run different operations, and of the other groups of these
-                ranks; and if a rank does not arrive, which `finish` forwards to the other groups.
+            SpError: The ranks of a group run different operations; every rank of the group, and of the other groups of
+                these ranks, raises. Or a rank does not arrive; `finish` forwards this error to the other groups.
         """
         self.opened, mine = True, Message(COMPILE_VERB, note=f"in mode {mode_fields()}")
         for ranks in dict.fromkeys([*(ranks for ranks, _ in self.remaining), *also]):
@@ -62,7 +62,9 @@ class CompileProtocol:
                 if ranks.has_other_processes:
                     self._all_gather(ranks, mine if self.opened else STOP_VERB)
             except RankMismatchError as error:
-                if error.__cause__ is None:  # the ranks run another operation; the cause is set if a rank is lost
+                # Ranks that run another operation have no exchanges of this compilation, so none follows. A lost rank
+                # (its error is the cause) ends only its group: the others receive the error in their exchanges.
+                if error.__cause__ is None:
                     self.opened = False
         if not self.opened:
             self.remaining = []

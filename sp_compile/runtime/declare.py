@@ -164,6 +164,7 @@ def _find_communicator(union: Partition, label: str, declarations: Sequence[_Dec
         declarations: Declaration of each rank.
     """
     own_name: str | None = None
+    # The default process group: the oldest with all ranks.
     world = next(entry for entry in declarations[0].existing if len(entry[1]) == len(declarations))
     for ranks in union:
         members = [declarations[rank] for rank in ranks]

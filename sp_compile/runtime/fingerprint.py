@@ -69,13 +69,13 @@ class ProgramDigest:
         Returns:
             One line for each rank, in rank order.
         """
-        # hashes[rank][line] is [hash of its op, hash of the op with the results that it uses].
+        # hashes[rank][line] is [hash of the op, hash of the op with the results that it uses].
         hashes: list[list[list[int]]] = _gather_programs(
             ranks, [[hash_text(line.name), hash_text(line.text)] for line in self.lines]
         )
         shortest, longest = min(map(len, hashes)), max(map(len, hashes))
-        # All ops are compared before all ops with the results that they use.
-        positions = [(kind, line) for kind in (0, 1) for line in range(shortest)]
+        # The lines whose ops differ, then those whose ops differ in the results that they use.
+        positions = [(kind, line) for kind in (0, 1) for line in range(shortest)]  # kind: index of the hash of a line
         differing = (line for kind, line in positions if len({program[line][kind] for program in hashes}) > 1)
         first = next(differing, shortest)  # without a difference, the first line that only longer programs have
         if first == longest:  # no program has this line
@@ -114,9 +114,8 @@ class NodeText(NamedTuple):
 
     node: Node  # the node
     call: str  # the op
-    operands: tuple[
-        int | str | None, ...
-    ]  # per argument: "input 3", 3 for the result of the 4th op, None for a constant
+    # for each argument "input 3" for the 4th input, 3 for the result of the 4th op, None for a constant
+    operands: tuple[int | str | None, ...]
     spec: str  # nesting of the arguments
     constants: tuple[str, ...]  # the arguments that are no nodes; for an attribute, its value
     body: tuple[NodeText, ...]  # texts of the nested graph, if the node is an attribute that is one

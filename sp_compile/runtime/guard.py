@@ -68,7 +68,7 @@ OTHER_VALUES_EARLIER = (
     "the ranks of this group were given different values at an earlier call; values on a device are compared one call "
     "later, so the steps since then are wrong"
 )
-SPLIT_ON_SOME = "backend='sp' could compile this program on some ranks of this group only"
+SPLIT_ON_SOME = "backend='sp' could split this program on some ranks of this group only"
 LEFT_PARTIAL = (
     "param_grads='partial' requires that DDP or FSDP averages the gradients over these ranks. Either none does, or "
     "weights were changed on some ranks only: "
@@ -149,7 +149,8 @@ class GuardedProgram:
         refuse_transforms()
         tested_args = args if self.parameters is None else [*compress(args, self._sharding_inputs)]
         is_traced = any_traced(tested_args)  # a call with fake tensors runs nothing, so no message is exchanged
-        # Agree on the call. `written` are the inputs that the program changes in place.
+        # Agree on the call. `written` are the inputs that the program changes in place; those of an unsplit program are
+        # known from its earlier calls.
         written = self.run.written if isinstance(self.run, GatheredProgram) else self.boundary.written
         refusal = call_refusal(args, sorted(written), self.inputs.names) if written and not is_traced else None
         with mark_agreed():
@@ -196,7 +197,7 @@ class GuardedProgram:
         mine = Message(CALL_VERB, subject, number, model=model, program=self._record, earlier=earlier, error=error)
         with self._announce_failure(mine):
             mine = replace(mine, mode=mode_fields(), inputs=self._describe_inputs(args, compares_all, channel, mine))
-        has_raised = channel is not None and channel.raised is not None
+        has_raised = channel is not None and channel.raised is not None  # the exchange clears `channel.raised`
         messages = all_gather_messages(self.ranks, mine)
         if messages is None:  # the ranks agree; they may have an error that all received from another group
             problem, operation_mismatch = wrap_error(self.error) or refusal, None
@@ -206,11 +207,7 @@ class GuardedProgram:
         if problem is None:
             self.called.add(model)
             return mine
-        # Notify the groups of the inner guards, whose other ranks wait for this call.
-        inner = self.run
-        while isinstance(inner, GuardedProgram):
-            all_gather_messages(inner.ranks, STOP_VERB)
-            inner = inner.run
+        self._stop_inner_groups()
         # A rank that has raised in a step, and whose program caught it, announces its next call while the other ranks
         # are still in that step, such as at its backward.
         raised = describe_raised(messages or ())
@@ -222,21 +219,31 @@ class GuardedProgram:
             problem = problem.with_context(raised)
         raise problem from self.error
 
+    def _stop_inner_groups(self) -> None:
+        """Notify the groups of the inner guards, whose other ranks wait for this call, that it does not take place."""
+        inner = self.run
+        while isinstance(inner, GuardedProgram):
+            all_gather_messages(inner.ranks, STOP_VERB)
+            inner = inner.run
+
     def _describe_inputs(
         self, args: Sequence[Any], compares_all: bool, channel: ControlChannel | None, mine: Message
     ) -> dict[str, InputRecord]:
         """Return the records of the inputs of a call, by name.
 
-        A record has the size, and the checksum of a compared value: of a few elements for a large argument that is
-        compared in every call. Values on an accelerator are compared at the next call, by checksums in `channel.later`.
+        A record has the size of an input and, if its value is compared, a checksum of all its elements or of a sample.
+        Compared are the inputs in `inputs.always`, and those in `inputs.arguments`, of which large ones by a sample;
+        with `compares_all` also those in `inputs.equal`, and none by a sample. The checksum of a value on an
+        accelerator is added to `channel.later` instead, and compared at the next call.
 
         Args:
             args: Arguments of the call.
-            compares_all: If True, include all compared values, not only those that change with each call.
+            compares_all: If True, compare all values of `ComparedInputs` completely.
             channel: The channel of the group, or None.
             mine: The announcement of the call.
         """
         inputs, records = self.inputs, {}
+        # Names of the inputs that are compared completely, and of those of which a sample is sufficient.
         compared = inputs.always | inputs.equal if compares_all else inputs.always
         sampled = frozenset() if compares_all else inputs.arguments
         # device -> description -> value

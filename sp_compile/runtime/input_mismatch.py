@@ -12,6 +12,7 @@ from .agreement import describe_field_mismatch, format_mismatch, format_rank_row
 from .input_checks import ComparedInputs
 
 OTHER_VALUES = "the ranks of this group were given different batches"
+SAME_INPUTS = "the same inputs as the others"  # the line of a rank without a difference
 SAMPLED_FIX = (
     "The integration passes the same batches to these ranks, so they have computed other values themselves, such as "
     "sampled tokens (generate, GRPO) or random masks. Sample on one rank and broadcast, or give these ranks one seed."
@@ -40,38 +41,63 @@ def find_input_mismatch(
     if len(common) == min(map(len, inputs)):  # a rank has no other inputs; `lines` show those of the other ranks
         inputs = [{name: records[name] for name in common} for records in inputs]
     first = inputs[0]
-    names = [name for name in {**first, **inputs[-1]} if _is_different([records.get(name) for records in inputs])]
-    names.sort(key=lambda name: name in first and _is_python_scalar(first[name]))  # tensors before numbers
+    # Names of the inputs that differ in size or value, or that a rank lacks; tensors before numbers.
+    differing = [name for name in {**first, **inputs[-1]} if _is_different([records.get(name) for records in inputs])]
+    differing.sort(key=lambda name: name in first and _is_python_scalar(first[name]))
     mismatch = _find_dtype_mismatch([message.program.dtypes for message in messages])
-    if mismatch is None and not names:
+    if mismatch is None and not differing:
         mismatch = _find_gradient_mismatch([message.program.trained for message in messages])
+    mismatch = mismatch or _find_program_mismatch(messages, lines, inputs, differing)
     if mismatch is not None:
         return mismatch
-    rows = format_rank_rows([{name: str(record) for name, record in records.items()} for records in inputs], names)
-    # Sizes and programs.
-    is_same_program = len({message.program.digest for message in messages}) == 1
-    same_names = all(records.keys() == first.keys() for records in inputs)
-    sizes_differ = same_names and len({tuple(records[name].size for name in common) for records in inputs}) > 1
+    # The ranks have the same program, and inputs of the same names and sizes: the values differ, if anything does.
+    if differing:
+        rows = [row or SAME_INPUTS for row in _input_rows(inputs, differing)]
+        return _value_error(messages[0].number > 1, differing, rows, compared, has_shards)
+    samples = [{f"part of {name}": x.sample for name, x in records.items() if x.sample} for records in inputs]
+    cause = describe_field_mismatch(samples, OTHER_VALUES)
+    return _data_error(cause, has_shards) if cause else None
+
+
+def _find_program_mismatch(
+    messages: Sequence[Message],
+    lines: Sequence[str],
+    inputs: Sequence[Mapping[str, InputRecord]],
+    differing: Sequence[str],
+) -> SpError | None:
+    """Return the error of ranks whose inputs have different sizes (SP632), or whose programs differ, or None.
+
+    Args:
+        messages: Message of each rank about its call.
+        lines: A line of each rank at the first difference of their programs.
+        inputs: For each rank the records of its inputs, by name.
+        differing: The names of the inputs that differ, or that a rank lacks.
+    """
+    first, is_same_program = inputs[0], len({message.program.digest for message in messages}) == 1
+    has_same_names = all(records.keys() == first.keys() for records in inputs)
+    sizes_differ = has_same_names and len({tuple(records[name].size for name in first) for records in inputs}) > 1
     heading, summary = "What differs", f"the {len(inputs)} ranks of this group were given"
-    if same_names and not sizes_differ and not is_same_program and lines:
+    rows = _input_rows(inputs, differing)
+    if has_same_names and not sizes_differ and not is_same_program and lines:
         heading = "What differs first"
         rows = [line + (f"; {row}" if row else "") for line, row in zip(lines, rows)]
-    has_reason = is_same_program or names or lines  # else only the digests of the programs differ
-    rows = [row or ("the same inputs as the others" if has_reason else "another graph") for row in rows]
+    has_reason = is_same_program or differing or lines  # else only the digests of the programs differ
+    rows = [row or (SAME_INPUTS if has_reason else "another graph") for row in rows]
     if sizes_differ:
-        are_numbers = bool(names) and _is_python_scalar(first[names[0]])
+        are_numbers = bool(differing) and _is_python_scalar(first[differing[0]])
         difference = "different numbers" if are_numbers else "inputs of different sizes"
         return SpError("SP632", format_mismatch(f"{summary} {difference}", rows))
     training = describe_by_rank([message.program.training for message in messages])
     if not is_same_program and training:
         return SpError("SP641", format_mismatch(training, rows, heading))
-    if not same_names or not is_same_program:
+    if not has_same_names or not is_same_program:
         return SpError("SP631", format_mismatch(f"{summary} different programs", rows, heading))
-    if names:
-        return _value_error(messages[0].number > 1, names, rows, compared, has_shards)
-    samples = [{f"part of {name}": x.sample for name, x in records.items() if x.sample} for records in inputs]
-    cause = describe_field_mismatch(samples, OTHER_VALUES)
-    return _data_error(cause, has_shards) if cause else None
+    return None
+
+
+def _input_rows(inputs: Sequence[Mapping[str, InputRecord]], names: Sequence[str]) -> list[str]:
+    """Return the line of each rank in an error message, with its records of these inputs; "" without names."""
+    return format_rank_rows([{name: str(record) for name, record in records.items()} for records in inputs], names)
 
 
 def _value_error(

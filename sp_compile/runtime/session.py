@@ -114,7 +114,11 @@ class CompileSession:
 
     @cached_property
     def _protocol(self) -> CompileProtocol:
-        """Return the protocol with all exchanges of the compilation, in order."""
+        """Return the protocol with all exchanges of the compilation, in order.
+
+        "inputs" is the exchange of `exchange_facts`, "place" of `_place_groups`, "machine" of `agree_on_machine`, and
+        "programs" of `has_same_programs`.
+        """
         exchanges = [(ranks, "inputs") for ranks in self.groups] + [(ranks, "place") for ranks in self.all_groups]
         exchanges += [(ranks, "machine") for ranks in self.all_groups if self.sequence]
         return CompileProtocol(exchanges + [(ranks, "programs") for ranks in self.all_groups])
@@ -172,14 +176,15 @@ class CompileSession:
         """
         self.grids = group_grids(self.all_groups, lambda ranks, place: self._protocol.exchange(ranks, "place", place))
         self.facts = {name: replace(facts, grid=self.grids[name]) for name, facts in self.facts.items()}
-        if self.sequence:
+        if self.sequence:  # `level` of a group: the groups in which all of its ranks have the same rank
             self.aligned = frozenset(name for name in self.facts if self.ranks.group in self.grids[name].level)
 
     def agree_on_machine(self, device: torch.device) -> Machine | None:
         """Return the cost model's constants for the ranks of the sequence; None for the device defaults.
 
-        Each group that splits a sequence, such as a column of a mesh, measures its ranks. All connected ranks then take
-        the minimum, since a tensor-parallel group would otherwise compile two programs.
+        Each group that splits a sequence, such as a column of a mesh, measures its ranks. All connected ranks then use
+        the least tuple of constants, a choice that is equal on all of them: with different constants, the ranks of a
+        tensor-parallel group would compile different programs.
         """
         self.split = True  # so that `guard` compares the ranks of the sequence, even if the compilation fails
         if not self.measures or self.ranks.process_group is None:
@@ -236,7 +241,8 @@ class CompileSession:
     def _is_grid(self) -> bool:
         """Return True if each two groups are axes of a grid, or one contains the other.
 
-        Values that each group exchanges then reach all ranks.
+        Values that each group exchanges then reach all ranks. Two groups are axes if all ranks of each have the same
+        rank in the other (`GroupGrid.level`).
         """
         for a, b in combinations([ranks.group for ranks in self.all_groups], 2):
             are_axes = b in self.grids[a].level and a in self.grids[b].level
@@ -274,11 +280,12 @@ class CompileSession:
             error: The error of the passes on this rank, if any.
 
         Returns:
-            That error, or one that the exchanges received. The guard raises it at the call, on all ranks.
+            That error, or one that the exchanges received. The guard raises it on all ranks, in the exchange of
+            messages before the call.
 
         Raises:
-            RankMismatchError: At once, if there is an error and the ranks of a group do not meet at the call, since
-                they have not all started to compile or have stopped.
+            RankMismatchError: There is an error, and that exchange will not take place: some ranks of a group have not
+                started to compile, or the group has stopped.
         """
         if not self.groups:
             return error
@@ -344,7 +351,7 @@ class CompileSession:
             run = self._guard_sequence(run, error, gm, example_inputs, local, boundary, info)
             error = None  # the inner guard raises it
         elif error is not None and not self.groups:
-            publish_stop(str(error), subject=info.subject)  # for ranks that this rank cannot reach
+            publish_stop(str(error), subject=info.subject)  # with an invalid mesh, the waiting ranks are not known
             run = GuardedProgram(None, SINGLE_RANK, info, ProgramDigest(), ComparedInputs(), error)
         for ranks in reversed(self.groups):  # the first group is checked first, as in CompileProtocol.start
             # The inputs whose equal values the passes rely on, if they have run.

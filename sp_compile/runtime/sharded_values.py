@@ -6,8 +6,9 @@ Ranks therefore announce it first, so that a rank that reads alone raises with t
 
 Deferred result: the program returns the operands of a result, such as hidden states and a weight, in place of the
 result (logits). A small graph computes the rows of the result from these operands when the value is read.
-Grad token: an output of one element that is returned next to a result. The gradient of the result is stored, and the
-gradient of the token is the number of the stored one. The backward thus needs no gradient of a result without readers.
+Grad token: an output of one element that is returned next to a result. The gradient of the result is stored outside of
+the graph, and the gradient of the token is the number under which it is stored. For a result that nothing reads, the
+backward thus needs no gradient of the size of the result.
 Part: a factor of a sharded dim, such as the batch in a dim of batch * sequence.
 """
 
@@ -105,7 +106,7 @@ class GatheredProgram:
         tensors = {i: x for i, x in enumerate(gathered) if isinstance(x, torch.Tensor)}
         versions = tensor_versions([*tensors.values()])
         out = self.run(*gathered)
-        has_changed = versions != tensor_versions([*tensors.values()])
+        has_changed = versions != tensor_versions([*tensors.values()])  # an array with a bool for each tensor
         changed = [*compress(tensors, has_changed)]  # indices of the arguments that the program has written to
         for i in changed:
             if isinstance(args[i], Sharded):
@@ -299,6 +300,7 @@ def simulate_sharded_outputs(
     for i, result in edges.results.items():
         if not result.parts and i < len(values):
             values[i] = from_replicated(values[i], result.layout, Origin(result.name, record_read=on_read))
+    # The graph has run as it was traced: it has no hidden results, and its views of arguments are views.
     views = [view for view in edges.views if not view.of_argument and view.base < len(values)]
     return rebuild_views(values, args, replace(edges, views=views, hidden=0))
 
@@ -322,7 +324,8 @@ def call_refusal(args: Sequence[Any], written: Sequence[int], names: Sequence[st
         for i, written_range in zip(written, written_ranges):
             if i == k or not arg_range.intersects(written_range):
                 continue
-            # The ranges of two strided tensors may intersect without a common element.
+            # Views of one sharded value (`memory` is its number) share it. The ranges of two strided tensors may
+            # intersect without a common element.
             if isinstance(arg_range.memory, int) or may_overlap(_plain_argument(arg), _plain_argument(args[i])):
                 cause = f"input {names[i]} is changed in place and shares memory with input {names[k]}."
                 return SpError("SP221", cause)
@@ -373,11 +376,13 @@ def _argument_at(args: Sequence[Any], source: tuple[int, int | None]) -> Any:
 
 
 def symbol_sources(graph: GraphModule) -> dict[sympy.Symbol, tuple[int, int | None]]:
-    """Return for each symbolic length the index of an input, and its dim, whose length it is in a call.
+    """Return where a call reads the value of each symbolic length: {s0: (1, 0)} for the size of dim 0 of input 1.
 
-    The dim is None for a symbol that is itself an input. The graph is in the global view, before it is split.
+    The dim is None for a symbol that is itself an input. With inputs="local" a symbol is the length of a rank's shard;
+    the length in the global view is n times that.
 
-    With inputs="local" a symbol is the length of a rank's shard; the length in the global view is n times that.
+    Args:
+        graph: The graph in the global view, before it is split.
     """
     sources: dict[sympy.Symbol, tuple[int, int | None]] = {}
     for i, node in enumerate(graph.graph.find_nodes(op="placeholder")):

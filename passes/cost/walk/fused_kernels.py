@@ -98,7 +98,7 @@ class KernelSchedule:
         scales and biases. The fused kernel runs at the place of its first reduction; nodes between the reductions that
         it does not need run after it.
         """
-        # Position in Inductor's order, in which an op with several results has places for itself and for each of them.
+        # Position in Inductor's order, in which an op with n > 1 results has 1 + n places: its own, and one for each.
         num_results = (len(node_tensors(node)) for node in self.kernel_writes)
         places = (1 if n < 2 else 1 + n for n in num_results)
         position = dict(zip(self.kernel_writes, accumulate(places, initial=0)))
@@ -112,7 +112,7 @@ class KernelSchedule:
             is_near = position[merged[-1]] - position[merged[0]] <= MAX_FUSION_DISTANCE
             if group_of[a] is group_of[b] or not is_near:
                 continue
-            # A reduction that a row-wise kernel can compute is fused with one other only.
+            # A reduction that a row-wise kernel can compute (`_fuse_rows`) is fused with one other only.
             if len(merged) == 2 or not _can_join_row_kernel(a):
                 group_of.update(dict.fromkeys(merged, merged))
         distinct_groups = {id(group): group for group in group_of.values()}  # all members have the same list
@@ -142,7 +142,7 @@ class KernelSchedule:
         position = {node: i for i, node in enumerate(self.kernel_writes)}
         last_write: dict[StorageKey, int] = {}  # storage -> position of the last kernel that writes it
         for node, keys in self.kernel_writes.items():
-            # These ops complete or mutate their operands when they run.
+            # These ops complete or mutate their operands when they run, so they count as writes of the operands.
             late_writes = self.kernel_reads[node] if node.target in LATE_WRITE_OPS else ()
             last_write.update((key, position[node]) for key in (*keys, *late_writes))
         by_size = defaultdict[int, list[RowKernel]](list)  # number of elements -> fused kernels so far
@@ -179,7 +179,7 @@ class KernelSchedule:
             position: Position of each kernel before fusion.
             last_write: Position of the last kernel that writes each storage.
         """
-        large_reads = {key for key in kernel.reads if self.sizes[key] >= num_elements}
+        large_reads = {key for key in kernel.reads if self.sizes[key] >= num_elements}  # a byte or more per element
         for candidate in candidates:
             start = position[candidate.nodes[0]]
             if start >= position[kernel.nodes[0]]:
@@ -201,7 +201,7 @@ class KernelSchedule:
         if not isinstance(x, Node) or not isinstance(dims, list | tuple):
             return 0
         shape = x.meta["val"].shape
-        is_over_last_dim = len(dims) == 1 and dims[0] in (-1, len(shape) - 1)
+        is_over_last_dim = len(dims) == 1 and dims[0] in (-1, len(shape) - 1)  # else it must be a sum over all rows
         return size_hint(shape.numel()) if is_over_last_dim or _can_join_row_kernel(node) else 0
 
     def _is_returned_reduction(self, node: Node) -> bool:

@@ -210,7 +210,7 @@ class _TileLoop:
     def of(node: Node) -> _TileLoop:
         """Return the tile loop of a node whose target is in `TILE_LOOPS`."""
         first_operand, part, result_kinds = TILE_LOOPS[node.target]
-        tiled, untiled, tiles, name, _ = node.args[first_operand:]
+        tiled, untiled, tiles, name, _ = node.args[first_operand:]  # `tiled`: operands of which a tile has some rows
         program: TileProgram = PROGRAMS[name]
         sizes = program.sizes([x.meta["val"] for x in (*tiled, *untiled)])
         accumulators = wide = narrow = 0  # bytes
@@ -235,8 +235,8 @@ class _TileLoop:
     def peak_bytes(self, fused: bool) -> int:
         """Return the bytes that a loop over tiles of rows allocates at its peak, besides its results.
 
-        While tiles run, wide accumulators exist, and the narrow results, which count as results, do not exist yet. At
-        the end both exist, without a tile.
+        While tiles run, wide accumulators exist in addition; the narrow results to which they are cast at the end do
+        not yet, but are counted as results, so they are subtracted. At the end both exist, without a tile.
         """
         tile = max((moment.nbytes for moment in self.tile(fused).moments), default=0)
         return max(tile + self.copied_bytes + self.wide_bytes - self.narrow_bytes, self.wide_bytes)
@@ -325,14 +325,14 @@ class StorageTable(KernelSchedule):
         self.unaligned = {self.key(x) for node in self.inputs if not is_on_gpu(node) for x in node_tensors(node)}
         for i, (node, written) in enumerate(self.kernel_writes.items()):
             reads = self.kernel_reads[node]
-            # Operands that this kernel reads last, so that they are freed after it; the latest definition first.
+            # Operands that no later kernel reads, so that they are freed after this one; the latest definition first.
             ending = [k for k in reversed(live) if k in reads and k not in self.results and self.last_read[k] == i]
             is_extern_of_unaligned = self._is_extern_kernel(node) and not reads.isdisjoint(self.unaligned)
             for key in written:
                 value = self._written_value(key)
                 overwritable = set(ending) - self._retained_by(node) if self.is_fused(node) else set()
                 overwritten = next((k for k in ending if k in overwritable and live[k].nbytes == value.nbytes), None)
-                if overwritten is not None:  # the kernel writes over an operand that it reads last
+                if overwritten is not None:  # the operand ends when the kernel writes the result in its memory
                     ending.remove(overwritten)
                     del live[overwritten]
                 if overwritten in self.unaligned or is_extern_of_unaligned:
@@ -347,9 +347,10 @@ class StorageTable(KernelSchedule):
     def _idle_buffers(self, lives: Sequence[dict[StorageKey, LiveValue]]) -> list[list[LiveValue]]:
         """Return the idle buffers at each kernel: freed ones that Inductor retains until a later kernel writes to them.
 
-        It does so if the peak does not rise. Inductor computes the peak from the inputs that it can free, identified by
-        name, and from retained buffers; it knows the sizes of other buffers only if it sorts the graph, which is
-        disabled here (`torch_compat.joint_compiler`). Unaligned buffers are not reused for aligned ones.
+        Inductor retains a buffer if this does not increase its estimate of the peak. The estimate (`totals`, for each
+        kernel) is the bytes of the inputs that Inductor can free, identified by name, and of retained buffers; it knows
+        other buffers only if it sorts the graph, which is disabled here (`torch_compat.joint_compiler`). Unaligned
+        buffers are not reused for aligned ones.
         """
         totals = self._freeable_input_bytes(len(lives))
         peak = max(totals, default=0)
@@ -435,7 +436,7 @@ class StorageTable(KernelSchedule):
             self.kernel_reads[node] = operand_reads | self.kernel_reads.get(node.args[0], frozenset())
         elif node.target in ARRIVALS:  # a wait for a copy to or from the host
             self.value_reads[node], self.kernel_writes[node], self.kernel_reads[node] = frozenset(), [], operand_reads
-        elif not new:  # a view; one of an inlined value is recomputed with this value
+        elif not new:  # a view: in the storage of its base, or recomputed by readers if the base is inlined
             is_recomputed = not keys or not self.inlined.isdisjoint(keys)
             self.value_reads[node] = operand_reads if is_recomputed else frozenset(keys)
             for x in node.all_input_nodes:

@@ -52,7 +52,7 @@ def op_workspace(target: Any, operands: Sequence[torch.Tensor]) -> int:
 
 def _cpu_workspace(target: Any, operands: Sequence[torch.Tensor]) -> int:
     """Return the bytes that attention on a CPU allocates: blocks of scores per thread, copied for half types."""
-    num_blocks = CPU_FLASH_OPS[target]  # 1 for a forward, 2 for a backward, whose first operand is the gradient
+    num_blocks = CPU_FLASH_OPS[target]  # 1 for a forward (q, k, ..), 2 for a backward (gradient, q, k, ..)
     query, key = operands[num_blocks - 1 : num_blocks + 1]
     rows, keys, element_size = size_hint(query.shape[-2]), size_hint(key.shape[-2]), query.element_size()
     scores = next(block_rows for min_rows, block_rows in QUERY_BLOCKS if rows >= min_rows) * min(keys, KEY_BLOCK)
@@ -63,7 +63,7 @@ def _cpu_workspace(target: Any, operands: Sequence[torch.Tensor]) -> int:
 def _gpu_workspace(target: Any, operands: Sequence[torch.Tensor]) -> int:
     """Return the bytes that flash attention's backward allocates besides its results, see `flash_workspace`."""
     heads_dim, rows_dim = GPU_BACKWARDS[target]
-    q, k, v = operands[1:4]
+    q, k, v = operands[1:4]  # operand 0 is the gradient of the result
     heads, key_heads = (size_hint(x.shape[heads_dim]) for x in (q, k))
     rows, dim = size_hint(q.shape[rows_dim]), size_hint(q.shape[-1])
     return flash_workspace(size_hint(q.shape[0]), heads, key_heads, rows, dim, current_bytes(k) + current_bytes(v))
@@ -83,6 +83,6 @@ def flash_workspace(batch: int, heads: int, key_heads: int, rows: int, dim: int,
         dim: Head dim.
         key_bytes: Bytes of K and V.
     """
-    padded_rows = -(-rows // WORKSPACE_ROWS) * WORKSPACE_ROWS
+    padded_rows = -(-rows // WORKSPACE_ROWS) * WORKSPACE_ROWS  # the next multiple
     float32_bytes = 4 * batch * heads * padded_rows * (1 + dim)
     return float32_bytes if heads == key_heads else float32_bytes + key_bytes * heads // key_heads

@@ -46,6 +46,7 @@ def _attention_rule(call: OpCall) -> BoundRule:
     table_ndims = [len(node_shape(x)) for x in call.get("tables") or ()]
     others += [factor_names(ndim, f"table{i}_") for i, ndim in enumerate(table_ndims)]
     all_names = ((*leading, "q", "d"), (*leading, "k", "d"), (*leading, "k", "e"), *others)
+    # A leading dim of size 1 that broadcasts has the name "". Dims without an entry in `sizes`, such as d, do not.
     operands = tuple(
         align_names(call.shape(i), [sizes.get(f, 1) for f in names], names) for i, names in enumerate(all_names)
     )

@@ -134,7 +134,8 @@ def _index_put_rule(call: OpCall) -> BoundRule | None:
     put_names = factor_names(max(index_ndims), "put")
     target = _insert_index_dims(names, indexed, put_names)
     sizes = dict(zip(names, call.shape(), strict=True))
-    values = align_names(call.shape(last), [sizes.get(f, 0) for f in target], target)
+    target_shape = [sizes.get(f, 0) for f in target]  # 0 for dims of `put_names`: values of size 1 broadcast there
+    values = align_names(call.shape(last), target_shape, target)
     gathered = {f for dims in index_names for f in dims} | {f for f in values if f in put_names}
     gathered |= {names[d] for d in indexed}
     return BoundRule((names, *index_names, values), (names,), dict.fromkeys(sorted(gathered), "whole"))
@@ -259,8 +260,8 @@ def _take_along_dim_rule(call: OpCall) -> BoundRule | None:
         return None
     names = factor_names(len(result))
     dim = wrap_dim(call["dim"], len(names))
-    shape_without_dim = [size if d != dim else 1 for d, size in enumerate(result)]
-    x = align_names(call.shape("self"), shape_without_dim, replace_dims(names, [dim], "x"))
+    x_shape = [size if d != dim else 1 for d, size in enumerate(result)]  # 1: along `dim`, x does not broadcast
+    x = align_names(call.shape("self"), x_shape, replace_dims(names, [dim], "x"))
     return BoundRule((x, align_names(call.shape("indices"), result, names)), (names,), {f"x{dim}": "whole"})
 
 

@@ -202,7 +202,7 @@ def _cat_rule(call: OpCall) -> BoundRule:
     nonempty = [i for i, shape in enumerate(shapes) if not is_skipped[i] and not is_same_size(shape[dim], 0)]
     kinds: dict[str, str] = {}
     if len(nonempty) == 1:
-        joined_names = [names[dim] if i in nonempty else "" for i in range(len(shapes))]
+        joined_names = [names[dim] if i in nonempty else "" for i in range(len(shapes))]  # "": no rows to shard
         result = names
     else:
         joined_names = [f"part{i}" for i in range(len(shapes))]

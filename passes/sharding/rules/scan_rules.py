@@ -71,7 +71,7 @@ def _linear_scan_rule(call: OpCall) -> BoundRule:
     a, b = (align_names(call.shape(i), shape, names) for i in range(2))
     state_shape, state_names = shape[:dim] + shape[dim + 1 :], names[:dim] + names[dim + 1 :]
     states = [align_names(call.shape(i), state_shape, state_names) for i in range(2, len(call.operands))]
-    return _framed_scan_rule(call, (a, b, *states), names, names[dim : dim + 1], invariant=(2,))
+    return _framed_scan_rule(call, (a, b, *states), names, names[dim : dim + 1], invariant=(2,))  # 2: the state
 
 
 @register_rule_function(sp.affine_scan.default)
@@ -85,7 +85,7 @@ def _affine_scan_rule(call: OpCall) -> BoundRule:
     *batch, rows, k, v = names
     state = [(*batch, k, v)] if call["initial"] is not None else []
     operands = ((*batch, rows, k, "j"), names, *state)
-    return _framed_scan_rule(call, operands, names, (rows,), invariant=(2,), gathered=(k, "j"))
+    return _framed_scan_rule(call, operands, names, (rows,), invariant=(2,), gathered=(k, "j"))  # 2: the state
 
 
 @register_rule_function(*LINEAR_ATTENTION_OPS)
@@ -97,12 +97,12 @@ def _linear_attention_rule(call: OpCall) -> BoundRule:
     of each of n documents, (n, h, k, v), and the batch is gathered, too.
     """
     operands = [tuple(dims) for name, dims in LINEAR_ATTENTION_DIMS.items() if call[name] is not None]
-    if is_same_size(call.shape("decay")[-1], 1):  # one decay for all k
+    if is_same_size(call.shape("decay")[-1], 1):  # one decay for all k; operand 3 is `decay`
         operands[3] = ("b", "s", "h", "")
     state, gathered, invariant = "bhkv", "k", list[int]()
     if call["opened"] is not None:  # documents
         state, gathered = "nhkv", "kbn"
-        operands[-1] = tuple(state)
+        operands[-1] = tuple(state)  # of `initial`, which such calls have
     elif call["initial"] is not None:
         invariant = [len(operands) - 1]
     result = tuple("bshv" if call.node.target is sp.linear_attention.default else state)

@@ -103,7 +103,8 @@ class ControlChannel:
     later: list[tuple[list[str], PendingChecksums]] = field(default_factory=list)
     num_models: int = 0  # number of models so far
     exchanges: int = 0  # number of exchanges so far
-    heartbeats: tuple[float, int, float] = (0.0, 0, 0.0)  # start of the last wait, heartbeats, time of the last one
+    # start of the last wait, number of heartbeats of all ranks, time at which this number was last seen to increase
+    heartbeats: tuple[float, int, float] = (0.0, 0, 0.0)
     announced: int = -1  # number of exchanges before the last one whose wait was announced in the store
     warned: float = 0.0  # start of the read whose wait was logged
     process: int = field(default_factory=os.getpid)  # PID of the process that created the channel; see `_channels`
@@ -281,7 +282,7 @@ class ControlChannel:
         return int(self.store.get(key)) if self.store.check([key]) else -1
 
     def _announce_wait(self) -> None:
-        """Write to the store that this rank waits in its next exchange, for the errors of the others."""
+        """Write to the store that this rank waits, for errors of the others; of two ranks the absent one is known."""
         self.store.set(f"waits/{dist.get_rank()}", str(self.exchanges))
 
     def break_group(self, notice: StopNotice, operation: str) -> SpError:
@@ -332,7 +333,7 @@ class ControlChannel:
         return self.models[key][0]
 
     def reset_counters(self, messages: Sequence[Message]) -> None:
-        """Restart the counts after a mismatch; new models get numbers that no rank has used (`messages` of all)."""
+        """Restart the counts after a mismatch; new models get larger numbers than those in the ranks' messages."""
         for counted in (self.calls, self.later, self.models):
             counted.clear()
         self.num_models = max(self.num_models, *(message.model for message in messages))
@@ -350,7 +351,7 @@ class ControlChannel:
             return NO_RANK
         if last.within == self.name:  # this group is broken
             return last
-        # A rank that cannot compile one program still calls others; after this rank has stopped as well, both go on.
+        # A rank that cannot compile one program comes to calls of others, and any if this rank has stopped as well.
         calls_other = message.verb == CALL_VERB and last.subject not in ("", message.subject)
         return NO_RANK if calls_other or any(map(self._is_current, _own_stop)) else last
 
@@ -359,7 +360,7 @@ class ControlChannel:
         return notice.rank == dist.get_rank() and notice.within != self.name
 
     def _is_current(self, notice: StopNotice) -> bool:
-        """Return True for a notice since the last exchange of this group, or in it, if the notice breaks the group."""
+        """Return True if this group ended no exchange since the notice, or at most one if it breaks the group."""
         known = notice.exchanges.get(self.name)
         return known == self.exchanges or (notice.within == self.name and known == self.exchanges - 1)
 
@@ -442,7 +443,7 @@ def _store_notice(notice: StopNotice) -> None:
 
 
 def broken_context() -> str:
-    """Return the group that the last notice of this rank has named as broken, which the next notice repeats; or ""."""
+    """Return the broken group in this rank's last notice, or ""; a new notice replaces the last one and repeats it."""
     return _own_stop[0].within if _own_stop else ""
 
 

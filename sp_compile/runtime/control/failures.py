@@ -56,6 +56,7 @@ def announce_failures(
         yield
     except BaseException as error:
         is_known = hasattr(error, _AGREED_ATTRIBUTE)  # the other ranks raise it as well, or have received it
+        # An SpError of a broken channel is published by the function that breaks it.
         if channel is None or is_known or (channel.broken and isinstance(error, SpError)):
             raise
         if is_lost_connection(error):
