@@ -29,7 +29,8 @@ from tabulate import tabulate
 from torch.fx import Graph, Node
 
 from sp_compile.lowering.base.layers import node_layer
-from sp_compile.passes.cost.walk.liveness import LivenessWalk, LiveValue, WalkMoment, is_on_host, storage_bytes, walk
+from sp_compile.passes.cost.walk.live_values import LiveValue, WalkMoment, is_on_host, storage_bytes
+from sp_compile.passes.cost.walk.liveness import LivenessWalk, walk
 from sp_compile.passes.graph.call import graph_tangents, node_tensors
 from sp_compile.passes.graph.sizes import as_sizes, is_same_size, size_product
 

@@ -28,7 +28,8 @@ from typing import NamedTuple
 from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.cost.offload_cost import MIN_OFFLOAD_BYTES, HostValues, copy_seconds
 from sp_compile.passes.cost.step_memory import GraphStep
-from sp_compile.passes.cost.walk.liveness import LivenessWalk, LiveValue
+from sp_compile.passes.cost.walk.live_values import LiveValue
+from sp_compile.passes.cost.walk.liveness import LivenessWalk
 
 # The values on the host: (path of a representative, name of a value that it saves) -> number of the layers that it
 # represents, from the first one of the model, that offload this value.
