@@ -190,6 +190,8 @@ def _view_layout(base: Layout, shape: Sequence[int], like: Tensor) -> Layout | N
     In memory the base is a sequence of blocks, each of all positions of the sharded dim; a position is `step` adjacent
     elements. A base [B, S, H] has B blocks of S positions with step H. The view has a layout if exactly one of its dims
     selects positions: the sequence dim. Its stride is `step`, or a divisor of it where it is flattened with later dims.
+    The view h[:, 1:].flatten(1, 2) of a base [B, 6, 4], with step 4, has a dim of 20 entries of stride 1: 5 positions
+    of `inner` 4, from position 1 on.
 
     Args:
         base: Layout of the base.
@@ -208,7 +210,7 @@ def _view_layout(base: Layout, shape: Sequence[int], like: Tensor) -> Layout | N
         return None
     (dim,) = sequence_dims
     extent, stride = like.shape[dim], strides[dim]
-    inner = step // stride
+    inner = step // stride  # entries of the dim in each position
     # Last element that the other dims select, relative to its position: a larger one overlaps the sequence dim.
     last_offset = sum(spans[other] for other in inside_block if other != dim) + start % step
     if inner * stride != step or extent % inner or last_offset >= stride:

@@ -99,8 +99,9 @@ class BalanceLayout(Pass):
     ) -> None:
         """Emit the op that balances rows before the first call, or read the order of balanced inputs.
 
-        Sets the attributes that `_rewrite_call` reads, among them `order` (positions in the balanced order) and
-        `inverse` (the row of each position).
+        Sets the attributes that `_rewrite_call` reads: `order` (the position of each row in the balanced order) and
+        `inverse` (the row of each position); for the masks `representatives`, `vectors`, `tables`, `positions` and
+        `reordered`, which are described where they are set. `optional_nodes` are erased if no call reads them.
 
         Args:
             gm: The local graph.
@@ -135,7 +136,8 @@ class BalanceLayout(Pass):
                 arguments = self._balance_arguments(attentions, all_frames, length, n, device)
                 outputs = self.compute(sp.balance_rows.default, arguments, first)
             results = [self.emit(operator.getitem, (outputs, i), x, first) for i, x in enumerate(outputs.meta["val"])]
-            # The chunks are for other graphs. `tables` are those of the vectors, then those of the reordered vectors.
+            # Order, inverse and chunks (which only other graphs read) are inputs or results of the op; then follow the
+            # tables of the positions, of the vectors, and of the reordered vectors.
             self.order, self.inverse, _, positions_table, *tables = *orders, *results
             self.tables = dict(zip(self.vectors, tables))
             # the position of each row as a vector (1, length), and its table
@@ -145,7 +147,6 @@ class BalanceLayout(Pass):
                 v: (self._emit_reorder(v, 1, all_rows, first), table)
                 for v, table in zip(self.vectors, tables[len(self.vectors) :], strict=True)
             }
-            # erased at the end if no call reads them
             self.optional_nodes = [*results, self.positions[0], *(vector for vector, _ in self.reordered.values())]
 
     def _balance_arguments(

@@ -163,7 +163,7 @@ def _visit(
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         return NodeStep(None, (_item_placement(plan, node, node.args[0]),))
     call, rule = lookup_rule(node) or (None, None)
-    if is_written(node):
+    if is_written(node):  # in place: it runs on replicated operands
         rule = None
     operands = call.operands if call is not None else [x for x in node.all_input_nodes if is_tensor(x)]
     have = [plan.of(x) for x in operands]
@@ -173,14 +173,14 @@ def _visit(
         why = "the exchange was written for another placement of its operand"
         stale = [i for i, p in enumerate(have) if not has_expected_placement(call, p)]
         return NodeStep(tuple(have), transfer(call), tuple(Demand(node, i, "stale", have[i], why=why) for i in stale))
-    # A linear op that `MarkPartialSums` has marked runs on partial sums.
+    # A linear op that `MarkPartialSums` has marked runs on partial sums; others get partial gradients.
     if node_info(node).combines and call is not None and is_partial_sum(call, have):
         return NodeStep(tuple(p if isinstance(p, Partial) else SUMMAND_DEMAND for p in have), (Partial(),))
     # All others run on reduced sums.
     demands = [Demand(node, i, "reduce", p) for i, p in enumerate(have) if isinstance(p, Partial)]
     have = [REPLICATE if isinstance(p, Partial) else p for p in have]
     step = _node_step(axes, node, call, rule, have, n, keep_replicated, window)
-    declined = declines(call, rule, have) if declines and call and step.wants else None
+    declined = declines(call, rule, have) if declines and call and step.wants else None  # a reason, or None
     if declined is not None:
         step = replicate_operands(node, have, "whole", declined, len(step.results))
     # The results of operands that differ by rank (Varying) do, too, unless the rule expects such operands.
@@ -190,6 +190,7 @@ def _visit(
     forced_result = node_info(node).result  # set by a pass, for a collective of the user's program
     if forced_result is not None:
         step = varying_result(node, have, forced_result, len(step.results))
+    # The step runs on replicated operands: gradients and random draws must then be equal on all ranks.
     if step.wants is None and VARYING not in step.results:
         demands += [Demand(node, i, "invariant", p, why=INVARIANT) for i, p in enumerate(have) if p == SUMMAND_DEMAND]
     demands += step.demands

@@ -294,9 +294,10 @@ class _RivalChoice:
         Of about equal ones, it is the one with the strongest evidence, then the one that most values have. A dim along
         which an input is sharded already is chosen in any case.
         """
-        divided = {x: self.work.flops_of_rows(self.rows[x]) for x in rivals}  # FLOPs that shards along x divide
+        # A rank computes its share of the FLOPs that shards along the candidate divide, and all others.
+        divided = {x: self.work.flops_of_rows(self.rows[x]) for x in rivals}
         total = max(divided.values())
-        flops = {x: total - divided[x] * (1 - _largest_share(self.sizes[x], self.axes.n)) for x in rivals}  # of a rank
+        flops = {x: total - divided[x] * (1 - _largest_share(self.sizes[x], self.axes.n)) for x in rivals}
         least = min(flops.values())
         about_least = [x for x in rivals if flops[x] <= (1 + LARGE_SHARE) * least]
         eligible = [x for x in rivals if x in self.preferred] or about_least

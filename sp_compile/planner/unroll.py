@@ -194,8 +194,10 @@ class Unroll:
 
         The moments of a layer of the program are repeated for each layer of the model that it represents. A repeated
         moment has the bytes of the program's moment, plus what the earlier layers of the model save, minus what the
-        earlier layers of the program save, which are among the bytes of its moment. A backward runs the layers in
-        reverse order; there the gradients of all later layers are added and subtracted in the same way.
+        earlier layers of the program save, which are among the bytes of its moment. Example: layer 1 of the program has
+        one layer before it, the fifth layer of the model has four; the moment gets the bytes of four in place of one.
+        A backward runs the layers in reverse order; there the gradients of all later layers are added and subtracted in
+        the same way.
 
         Args:
             walk: The walk of the program, forward or backward.
@@ -203,11 +205,11 @@ class Unroll:
             is_backward: True for the walk of a backward.
         """
         ranges = _split_walk(walk, [layer.path for layer in self.layers])
-        # Saved values on the device: of each layer of the model, of all layers, and their number before each layer.
-        remaining = list(self._remaining_per_layer(counts))
+        remaining = list(self._remaining_per_layer(counts))  # saved values on the device, of each layer of the model
         saved = [*chain(*remaining)]
         num_saved_before = [0, *accumulate(map(len, remaining))]
-        # Saved bytes before each layer of the model, and of the program; bytes of the gradients of it and all after it.
+        # By the number of layers before a moment, in the model and in the program: the bytes that these layers save,
+        # and the bytes of the gradients of all other layers.
         saved_before = [0, *accumulate(map(_total_bytes, remaining))]
         program_saved_before = [0, *accumulate(_total_bytes(layer.saved) for layer in self.layers)]
         grads_from = _suffix_sums([self.layers[i].gradients for i in self.order])
@@ -218,10 +220,10 @@ class Unroll:
             """Add the moments of a range of the program's walk, with the bytes of other layers.
 
             Args:
-                path: Key of the range.
+                path: Key of the range: the path of a layer, or the moments before or after all layers.
                 position: Number of layers of the model before it.
                 i: Number of layers of the program before it.
-                num_own: 1 for the range of a layer, which creates the gradients of this layer itself; 0 for the ranges
+                num_own: 1 for the range of a layer, whose own gradients its moments contain already; 0 for the ranges
                     before and after all layers.
             """
             grads = grads_from[position + num_own] - program_grads_from[i + num_own] if is_backward else 0

@@ -177,6 +177,9 @@ class GuardedProgram:
     def _agree(self, args: Sequence[Any], refusal: SpError | None = None) -> Message:
         """Announce this call to the ranks, and return its message after all have agreed on it.
 
+        A problem is the error that the call raises: the ranks do not agree, or one of them has failed. It is a mismatch
+        of operations if the ranks announce different ones, such as calls with other numbers.
+
         Args:
             args: Arguments of the call.
             refusal: Error of a call that changes an input in place whose memory another input shares, or None.
@@ -198,7 +201,7 @@ class GuardedProgram:
             mine = replace(mine, mode=mode_fields(), inputs=self._describe_inputs(args, compares_all, channel, mine))
         has_raised = channel is not None and channel.raised is not None
         messages = all_gather_messages(self.ranks, mine)
-        if messages is None:  # the ranks agree; they may have an error that all received from another group
+        if messages is None:  # the messages are equal; all ranks may have one error, which they know from another group
             problem, operation_mismatch = wrap_error(self.error) or refusal, None
         else:
             operation_mismatch = describe_operation_mismatch(messages)
@@ -216,7 +219,8 @@ class GuardedProgram:
         raised = describe_raised(messages or ())
         if raised and operation_mismatch is not None:
             if has_raised and len(involved_groups()) == 1:
-                return self._agree(args, refusal)  # the others raise now, and then announce the same call as this rank
+                # This is the rank that has raised. The others raise now, and then announce the same call as this rank.
+                return self._agree(args, refusal)
             abort_if_connected(channel, messages or (), mine)
         if operation_mismatch is None:  # the error of a mismatch has the exceptions already
             problem = problem.with_context(raised)

@@ -137,15 +137,15 @@ def ring_candidate(shape: AttentionShape, machine: Machine, layout: str, ulysses
         The candidate.
     """
     places, chunks = shape.n // ulysses, LAYOUTS[layout].chunks
-    kv_bytes = shape.head_bytes.repeat_keys(ulysses)
+    kv_bytes = shape.head_bytes.repeat_keys(ulysses)  # that a rank sends in a hop
     grad_bytes = kv_bytes * shape.widening
     hops = _needed_hops(shape, places) if ulysses == 1 else places - 1
-    keys = ulysses * shape.kv_rows / chunks
-    imbalance = shape.imbalance(places, layout)
+    keys = ulysses * shape.kv_rows / chunks  # of a block, the pairs that one kernel call computes
+    imbalance = shape.imbalance(places, layout)  # the work of the busiest place over the mean
     compute = machine.attention(shape.flops * imbalance, keys) / machine.ring_efficiency / (hops + 1)
-    # Zigzag: every step has two blocks, and half of the queries participate in three of four.
+    # Zigzag: a step has two blocks; a hop changes the results of all queries or of half of them, 3 / 4 on average.
     blocks, share = (2, 0.75) if chunks > 1 else (1, 1.0)
-    calls = (blocks * (hops + 1) + hops) * machine.call
+    calls = (blocks * (hops + 1) + hops) * machine.call  # launches of the blocks, and of a merge after each hop
     hop_seconds = machine.seconds("shift", kv_bytes, shape.n)
     grad_hop_seconds = machine.seconds("shift", grad_bytes, shape.n)
 

@@ -148,10 +148,11 @@ def append_last_state(  # type: ignore[no-untyped-def]
     p, q, x, second, exists, base, end, length, inner, OP: tl.constexpr, LEAF: tl.constexpr,
     NEUTRAL: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr, GIVEN: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Return states (p, q) combined with the element before ``end``, which a shifted scan has not reached.
+    """Return states (p, q) combined with the element before ``end``, the last one of a part.
 
-    In a lagged recurrence only the factor of that element is missing. The mask of the summands, address < 0, is False
-    everywhere, so that none is read.
+    A shifted scan has not read it, since the state of each place is that of the element one place earlier. In a lagged
+    recurrence only the factor of that element is missing. The mask of the summands, address < 0, is False everywhere,
+    so that none is read.
     """
     address = base + _time_at(end - 1, length, REVERSE) * inner
     last_p, last_q = _leaf_states(
