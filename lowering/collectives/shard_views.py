@@ -111,7 +111,8 @@ class ViewStorage:
         shape, start = list(self.like.shape), int(self.like.storage_offset())
         shape[layout.dim] = layout.outer * local_rows * layout.inner
         strides = [stride // block * local_block + stride % block for stride in self.like.stride()]
-        local_start = start // block * local_block + start % step  # the first position is `before` of the layout
+        # The view has all rows of this rank: its first position is not in the offset, but `before` in its layout.
+        local_start = start // block * local_block + start % step
         return shape, strides, int(rows.storage_offset()) + local_start
 
 

@@ -80,9 +80,16 @@ def _match_reductions(body: GraphModule, results: Any) -> list[str] | None:
     # Go back from the result to the input through copies, all_reduces and their waits.
     value = tensors[0]
     chain: list[Node] = []  # the nodes from `value` (exclusive) to the result
-    while (source := skip_widening_cast(value) or value_origin(value)) is not value or value.target in PASSTHROUGH_OPS:
-        chain[:0] = steps_between(value, source) or [value]
-        value = source if source is not value else value.args[0]
+    while True:
+        source = skip_widening_cast(value) or value_origin(value)
+        if source is not value:
+            chain[:0] = steps_between(value, source)
+            value = source
+        elif value.target in PASSTHROUGH_OPS:
+            chain.insert(0, value)
+            value = value.args[0]
+        else:
+            break
     inputs = [n for n in body.graph.find_nodes(op="placeholder") if is_tensor(n) and n.users]
     calls = [n for n in body.graph.nodes if n.op == "call_function" and n.target is not set_grad_enabled]
     reductions = [n.args for n in chain if n.target is c10d.all_reduce.default]

@@ -166,7 +166,7 @@ class ExchangeHalos(DemandPass):
         have = demand.have
         if demand.kind != "align" or not isinstance(have, Shard) or not isinstance(want, Shard):
             return None
-        placed = place_window(SlidingRows(have.frame.length), have, self.job.ranks.n)
+        placed = place_window(SlidingRows(have.frame.length), have, self.job.ranks.n)  # a str: why it is not possible
         if isinstance(placed, str) or have.dim != want.dim or not want.frame.order.is_in_order:
             return None
         if not (is_same_size(want.outer, 1) and is_same_size(want.inner, 1)):  # the dim has other factors

@@ -64,7 +64,7 @@ class CompileProtocol:
             except RankMismatchError as error:
                 if error.__cause__ is None:  # the ranks run another operation; the cause is set if a rank is lost
                     self.opened = False
-        if not self.opened:
+        if not self.opened:  # the exchanges of this compilation do not take place
             self.remaining = []
         for mismatch in self.stopped_groups.values():  # raise the first one, if any
             raise mismatch
