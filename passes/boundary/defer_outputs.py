@@ -52,6 +52,8 @@ class DeferOutputs(Pass):
     def apply(self, gm: GraphModule, context: BoundaryContext) -> int:
         """Replace outputs that only repeat work of tiles by their operands, and return the number of these outputs.
 
+        Such an output is deferred: it is computed from these operands when the caller reads it.
+
         `context.boundary` records the deferred graph of each, with the numbers of its operands and tokens.
         """
         leaves = output_leaves(gm)

@@ -366,7 +366,7 @@ def _unsharded_bytes(moments: Sequence[WalkMoment], unit: int) -> list[int]:
             if not layer_start[0]:
                 outside_layers = gradients
             at_layer_start, layer_start = gradients, key
-        previous_layer = min(unit, at_layer_start - outside_layers)
+        previous_layer = min(unit, at_layer_start - outside_layers)  # at most the bytes of the largest layer
         unsharded.append(outside_layers + previous_layer + moment.results - at_layer_start)
         gradients = moment.results
     return unsharded

@@ -269,15 +269,16 @@ class _RivalChoice:
         """
         strongest = set(self.axes.sequences)
         values = dict.fromkeys(value for evidence in self.found for value in _rival_values(evidence))
-        candidates = [names for names in map(self._candidates, values) if len(names) > 1]
-        rivals = [names for names in candidates if not strongest.isdisjoint(names)]
-        if not rivals:
+        # The candidates of each value that has several of them.
+        rival_sets = [names for names in map(self._candidates, values) if len(names) > 1]
+        with_strongest = [names for names in rival_sets if not strongest.isdisjoint(names)]
+        if not with_strongest:
             return
         for dims in self.axes.dims.values():
             self.counts.update(self.axes.find(a.name) for a in {a for dim in dims for a in dim})
         self.work = RowWork(self.gm, self.axes)
-        chosen = strongest.union(*rivals)
-        for names in candidates:
+        chosen = strongest.union(*with_strongest)
+        for names in rival_sets:
             remaining = names & chosen  # an earlier value may have excluded some
             if len(remaining) > 1:
                 chosen -= remaining - {self._choose(remaining)}

@@ -52,7 +52,7 @@ from .base import has_broadcast_heads, has_fills, head_counts, mask_shard, seque
 from .plan_memory import memory_needed
 from .row_layouts import balanced_layout_refusal, balancing_seconds, candidate_orders, unpermute_seconds
 
-MANY_NODES = 1 << 20  # number of rows that any condition on large blocks accepts, to predict the kernel
+MANY_ROWS = 1 << 20  # number of rows of a block for which kernels are predicted: no kernel requires more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,7 +370,7 @@ def _kernel_rate(
     has_dropout, has_score = call["dropout_p"] > 0, bool(call.get("score"))
     scores = has_dropout, has_score, bias_dtype, mask in trained  # what a kernel must support
     visible = Window(window - 1, 0) if window else FULL_WINDOW
-    key = KernelKey(_planned_device(q), _operand_dtype(q, call.node), kind, head_dim, MANY_NODES, *scores, visible)
+    key = KernelKey(_planned_device(q), _operand_dtype(q, call.node), kind, head_dim, MANY_ROWS, *scores, visible)
     return expected_kernel(key).rate
 
 

@@ -99,6 +99,7 @@ def max_hops(predicate: str, n: int, rows: int) -> int:
         return evaluate_over(condition, {**unknown, "q": _rank_rows(rank, rows), "k": keys}) is not False
 
     for hops in reversed(range(n)):
+        # The ranks r >= hops, of which n - 1 is an example, and the ranks r < hops, of which 0 is one.
         for example, ranks in ((n - 1, range(hops, n)), (0, range(hops))):
             is_near = all(may_hold(condition, example, hops) for condition in distance_conditions)
             if is_near and any(may_hold(predicate, rank, hops) for rank in ranks):

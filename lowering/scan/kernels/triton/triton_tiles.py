@@ -121,6 +121,9 @@ def load_tile(  # type: ignore[no-untyped-def]
     A flag is 1 if a segment begins at the element. With SHIFT the state of a place is that of the element one place
     earlier (neutral for the first of a segment), as an exclusive scan needs it. Nothing before the place ``begin`` is
     read: the state there is neutral, and the program combines it with its carry.
+
+    ``line``, ``exists`` and ``base`` are results of `tile_lines`; ``place`` has the numbers of the tile's rows in scan
+    order, (STEPS, 1). A time is the number of a row in memory.
     """
     inside = exists & (place < length)
     time = _time_at(place, length, REVERSE)
