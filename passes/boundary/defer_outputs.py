@@ -93,9 +93,9 @@ def _return_operand(x: Node, leaves: list[Any], trains: bool) -> DeferredOperand
         leaves.append(insert_tap(x))
     argument = _argument_number(x)
     if argument is not None:
-        return DeferredOperand(True, argument, grad_token)
+        return DeferredOperand(is_argument=True, position=argument, grad_token=grad_token)
     leaves.append(insert_detach(x))
-    return DeferredOperand(False, len(leaves) - 1, grad_token)
+    return DeferredOperand(is_argument=False, position=len(leaves) - 1, grad_token=grad_token)
 
 
 def _needs_gradient(x: Node) -> bool:

@@ -180,7 +180,7 @@ class OffloadValues(Pass):
         self, schedule: _OffloadSchedule, excess_at: Sequence[tuple[int, float]], chosen: dict[Node, int],
         remaining: dict[int, float],
     ) -> dict[Node, int]:  # fmt: skip
-        """Return the chosen storages without those, the largest first, without which no node exceeds more memory.
+        """Return the chosen storages that are needed: drop each, the largest first, if no node then has more excess.
 
         Args:
             schedule: The copies of any set of storages.

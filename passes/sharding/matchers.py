@@ -259,7 +259,7 @@ def _cancel_chain(node: Node, operand: Node, origins: dict[Node, Node]) -> Node:
         origins: Origins of the values before it: the first values with the same elements at the same positions.
     """
     order, source = permutation_of(node), operand  # order: the dims of `source` in the order of the node's
-    while order is not None:
+    while order is not None:  # a permutation
         if is_identity(order) and source is not operand:
             return origins[source]
         inner_order = permutation_of(source)
@@ -268,7 +268,7 @@ def _cancel_chain(node: Node, operand: Node, origins: dict[Node, Node]) -> Node:
         order = tuple(inner_order[d] for d in order)
         source = OpCall(source).operands[0]
     source = operand
-    while keeps_order(node):
+    while keeps_order(node):  # a reshape
         if _has_same_shape(source, node):
             return origins[source]
         if not is_rearrangement(source) or not keeps_order(source):

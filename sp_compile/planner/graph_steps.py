@@ -40,7 +40,7 @@ def graph_step(lowered: RankProgram, options: SPConfig, offloads: bool) -> Graph
         The step as the options offload it. With `offloads`, the step with nothing on the host, and as its `hosted` that
         with all offloadable values there.
     """
-    if offloads:  # offload all values, but after the first of the two walks below
+    if offloads:  # offload all values, but between the two walks below; the partition runs the other passes
         requested = lowered.partitioned_passes(replace(options, offload=1.0))
         passes = requested and PartitionedPasses(replace(requested.job, options=replace(options, offload="never")))
     else:
