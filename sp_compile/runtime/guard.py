@@ -187,18 +187,8 @@ class GuardedProgram:
         Raises:
             SpError: On every rank, if the ranks do not agree or one has failed.
         """
-        if self.parameters is None:
-            self.parameters = [isinstance(a, torch.nn.Parameter) for a in args]
-        channel, subject, check_every = channel_of(self.ranks), self.info.subject, self.info.check_every
-        model, number = (0, 0) if channel is None else channel.count_call(subject, [*compress(args, self.parameters)])
-        compares_all = model not in self.called or (check_every > 0 and number % check_every == 0)
-        self.called.discard(model)  # until the ranks agree: the call after an error is compared in full
-        # Announce the call, and receive the messages of the other ranks.
-        earlier = {} if channel is None else channel.take_earlier()
-        error = not_compiled(self.error) or refusal
-        mine = Message(CALL_VERB, subject, number, model=model, program=self._record, earlier=earlier, error=error)
-        with self._announce_failure(mine):
-            mine = replace(mine, mode=mode_fields(), inputs=self._describe_inputs(args, compares_all, channel, mine))
+        channel = channel_of(self.ranks)
+        mine = self._announcement(args, channel, refusal)
         has_raised = channel is not None and channel.raised is not None
         messages = all_gather_messages(self.ranks, mine)
         if messages is None:  # the messages are equal; all ranks may have one error, which they know from another group
@@ -207,13 +197,9 @@ class GuardedProgram:
             operation_mismatch = describe_operation_mismatch(messages)
             problem = operation_mismatch or self._difference(messages)
         if problem is None:
-            self.called.add(model)
+            self.called.add(mine.model)
             return mine
-        # Notify the groups of the inner guards, whose other ranks wait for this call.
-        inner = self.run
-        while isinstance(inner, GuardedProgram):
-            all_gather_messages(inner.ranks, STOP_VERB)
-            inner = inner.run
+        self._stop_inner_guards()
         # A rank that has raised in a step, and whose program caught it, announces its next call while the other ranks
         # are still in that step, such as at its backward.
         raised = describe_raised(messages or ())
@@ -225,6 +211,27 @@ class GuardedProgram:
         if operation_mismatch is None:  # the error of a mismatch has the exceptions already
             problem = problem.with_context(raised)
         raise problem from self.error
+
+    def _announcement(self, args: Sequence[Any], channel: ControlChannel | None, refusal: SpError | None) -> Message:
+        """Count this call, and return the message that announces it; the arguments are those of `_agree`."""
+        if self.parameters is None:
+            self.parameters = [isinstance(a, torch.nn.Parameter) for a in args]
+        subject, check_every = self.info.subject, self.info.check_every
+        model, number = (0, 0) if channel is None else channel.count_call(subject, [*compress(args, self.parameters)])
+        compares_all = model not in self.called or (check_every > 0 and number % check_every == 0)
+        self.called.discard(model)  # until the ranks agree: the call after an error is compared in full
+        earlier = {} if channel is None else channel.take_earlier()
+        error = not_compiled(self.error) or refusal
+        mine = Message(CALL_VERB, subject, number, model=model, program=self._record, earlier=earlier, error=error)
+        with self._announce_failure(mine):
+            return replace(mine, mode=mode_fields(), inputs=self._describe_inputs(args, compares_all, channel, mine))
+
+    def _stop_inner_guards(self) -> None:
+        """Notify the groups of the inner guards, whose other ranks wait for this call, that it raises."""
+        inner = self.run
+        while isinstance(inner, GuardedProgram):
+            all_gather_messages(inner.ranks, STOP_VERB)
+            inner = inner.run
 
     def _describe_inputs(
         self, args: Sequence[Any], compares_all: bool, channel: ControlChannel | None, mine: Message

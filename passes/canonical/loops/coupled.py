@@ -233,17 +233,8 @@ class CoupledStates:
         The operands have the dims m (batch, steps, rows, rows), b (batch, steps, rows, columns) and h (batch, rows,
         columns), where the rows are the mixed elements of all states, one state after the other.
         """
-        num_states, num_rows = len(self.states), self.rows * len(self.states)
-        try:
-            results = self._evaluate(frozenset(self.repeated_dims))  # m is equal for all columns: one column suffices
-            has_all_columns = False
-        except (RuntimeError, ValueError, NotALoop):  # an op with the sizes of all columns
-            results = self._evaluate(frozenset())
-            has_all_columns = True
-        terms, maps = results[:num_states], results[num_states:]  # (steps, ...) and (steps, basis, ...) of each state
-        if has_all_columns:  # keep one of the equal columns; the dims of the states follow steps and basis
-            for d in self.repeated_dims:
-                maps = [self._compute(aten.slice.Tensor, x, d + 2, 0, 1) for x in maps]
+        num_rows = self.rows * len(self.states)
+        terms, maps = self._terms_and_maps()
         time = len(self.batch_dims)  # the dim of the steps in the scan
         batch, steps = [self.shape[d] for d in self.batch_dims], self.body[0].column.end - self.body[0].column.first
         num_columns = math.prod(self.shape[d] for d in self.repeated_dims)
@@ -284,6 +275,22 @@ class CoupledStates:
             node = self._arrange(self._reshape(x, sizes), map(scan_order.index, value_order))
             values[state.column] = BatchedValue(node, position)
         return values
+
+    def _terms_and_maps(self) -> tuple[list[Node], list[Node]]:
+        """Return b of each state, (steps, ...), and m of each state, (steps, basis, ...) with size 1 in repeated dims.
+
+        m is equal for all columns of the states, so one column suffices.
+        """
+        num_states = len(self.states)
+        try:
+            results = self._evaluate(frozenset(self.repeated_dims))
+            return results[:num_states], results[num_states:]
+        except (RuntimeError, ValueError, NotALoop):  # an op with the sizes of all columns: compute all, and keep one
+            results = self._evaluate(frozenset())
+        terms, maps = results[:num_states], results[num_states:]
+        for d in self.repeated_dims:  # the dims of the states follow steps and basis
+            maps = [self._compute(aten.slice.Tensor, x, d + 2, 0, 1) for x in maps]
+        return terms, maps
 
     def _evaluate(self, single_dims: frozenset[int]) -> list[Node]:
         """Emit the body of all steps on states of zeros, and its linear part on the vectors of a basis.
