@@ -30,7 +30,7 @@ from sp_compile.passes.localize.mask_tables import HoistMaskTables
 from sp_compile.passes.localize.memory_order import RestoreStrides
 from sp_compile.passes.localize.validate_shapes import ValidateShapes
 from sp_compile.passes.report import Report
-from sp_compile.passes.sharding.output_rules import OUTPUT_RULES, output_infos
+from sp_compile.passes.sharding.output_rules import OUTPUT_INFOS, output_infos
 from sp_compile.passes.sharding.placement import Shard
 from sp_compile.passes.strategies.attention.base import attention_passes
 from sp_compile.passes.strategies.attention.checkpoint_attention import SaveAttentionOutputs
@@ -146,7 +146,7 @@ def run_pipeline(gm: GraphModule, job: PassContext) -> tuple[GraphModule, Report
     assert job.input_placements is not None
     # `pipeline.gm` is the graph of one rank. `gm` has the nodes of the global view, for which the placements are known.
     results = gm.graph.output_node().all_input_nodes
-    pipeline.gm.meta[OUTPUT_RULES] = output_infos(gm, job.input_placements)
+    pipeline.gm.meta[OUTPUT_INFOS] = output_infos(gm, job.input_placements)
     return pipeline.gm, Report(
         job.ranks.n,
         notes=job.notes,

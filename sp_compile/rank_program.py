@@ -24,7 +24,7 @@ from sp_compile.passes.boundary.add_tokens import BoundaryPasses
 from sp_compile.passes.boundary.boundary_context import BoundaryContext
 from sp_compile.passes.boundary.graph_boundary import GraphBoundary
 from sp_compile.passes.cost.machine import Machine
-from sp_compile.passes.cost.walk.liveness import nbytes_of
+from sp_compile.passes.cost.walk.live_values import nbytes_of
 from sp_compile.passes.graph.call import node_tensors
 from sp_compile.passes.graph.node_info import node_info
 from sp_compile.passes.graph.rank_rng import has_random_ops, with_rank_rng

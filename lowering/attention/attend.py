@@ -354,30 +354,24 @@ def _backward_workspace(
 ) -> int:
     """Return the peak memory of the backward, without its operands and results, in bytes, for estimates.
 
-    The caller adds the bytes of the results. The peak is the larger of two moments:
-
-        in_kernel       workspace of the kernel call, copies of its operands, lse, packed tensor of dk and dv, and the
-                        gradients that it returns, in q's dtype; minus the results, which do not exist yet
-        after_kernel    the results exist, and besides them the gradients of the call that are cast to a wider dtype or
-                        copied to the packed tensor
-
-    For a zigzag shard each kernel call has half of the queries, so that the results exist during the second one.
+    It is the larger of two moments, during the kernel call and after it. ``workspace`` is that of a kernel that is not
+    dense. The caller adds the bytes of the results.
     """
     args, mask_grad, packed = _parse_backward(arguments)
     num_score_tensors = 6 if args.score else 5  # of a dense kernel at a time
     workspace = _score_bytes(q, k, v, args, mask_grad, num_score_tensors) or workspace
     widening = accumulation_dtype(q.dtype).itemsize // q.element_size()  # 2 for half types, else 1
     grad_bytes, key_grad_bytes = operand_bytes(q, k, v), operand_bytes(k, v)  # of the kernel, in q's dtype
-    sent_bytes = key_grad_bytes * widening if packed else 0
-    result_bytes = grad_bytes * widening
+    sent_bytes = key_grad_bytes * widening if packed else 0  # of the packed dk and dv
+    result_bytes = grad_bytes * widening  # which the caller adds, although they do not exist during the kernel call
     in_kernel = workspace + cpu_copy_bytes(q, k, v) + operand_bytes(lse) + sent_bytes + grad_bytes - result_bytes
-    after_kernel = 0
-    if widening > 1:
+    after_kernel = 0  # bytes of the kernel's gradients that exist besides the results
+    if widening > 1:  # all are cast to a wider dtype
         after_kernel = grad_bytes
-    elif packed:
+    elif packed:  # dk and dv are copied to the packed tensor
         after_kernel = key_grad_bytes
     is_zigzag = args.q_span[1] > 1
-    if widening > 1 and is_zigzag:
+    if widening > 1 and is_zigzag:  # a second call, for the other half of the queries, adds to existing results
         after_kernel = max(after_kernel, (workspace + operand_bytes(q)) // 2 + key_grad_bytes)
     return max(in_kernel, after_kernel)
 

@@ -208,7 +208,7 @@ class GradAccumulator:
 
         Rows that have no value yet are written. A first part with all rows becomes the sum without a copy.
         """
-        parts = self._written.add(rows)
+        parts = self._written.add(rows)  # ranges (offset, length, is_new); is_new: rows without a value
         if self._total is None and rows == (0, self._like.shape[2]) and part.dtype == self._dtype:
             self._total = part
             return
@@ -260,7 +260,8 @@ class SoftmaxAccumulator:
             lse: (B, H, length).
             rows: The query rows of the part, (offset, length).
         """
-        parts, all_rows = self._written.add(rows), (0, self._shape[2])
+        parts = self._written.add(rows)  # ranges (offset, length, is_new); is_new: rows without earlier results
+        all_rows = (0, self._shape[2])
         if rows == all_rows and self._total is None:
             self._total = out, lse
             return

@@ -109,12 +109,16 @@ def _common_rows(xs: Sequence[Tensor], gather_dim: int) -> int | None:
 def exchange(xs: list[Tensor], reshard: Reshard) -> list[Tensor]:
     """Exchange ``xs`` in one all_to_all_single. `_AllToAllFunction` makes it differentiable.
 
+    Each x is full along its scatter dim, of which block r goes to rank r, and sharded along its gather dim, of which
+    the result has the rows of all ranks. The exchange sends matrices: rows are those of the gather dim, all other dims
+    are columns, and the columns of all tensors are concatenated.
+
     Args:
         xs: Tensors of a group of `_shareable_groups`. Their scatter dims are padded to n equal blocks.
         reshard: The change of the sharded dim.
 
     Returns:
-        The result of each tensor, in the order of ``xs``, as the module describes.
+        The result of each tensor, in the order of ``xs``.
     """
     rows_per_rank = frames.local_row_count(reshard.gather_frame, reshard.n)  # positions, padding included
     if reshard.n == 1:  # only the padding of the gather dim is dropped
@@ -124,7 +128,7 @@ def exchange(xs: list[Tensor], reshard: Reshard) -> list[Tensor]:
     assert rows is not None, "the tensors of an exchange are a group of `_shareable_groups`"
     blocks = [_to_blocks(x, reshard, rows) for x in xs]
     sent = _pack_blocks(blocks)
-    received = current_communicator().all_to_all(sent, reshard.n, reshard.group).flatten(0, 1)  # (n * rows, total)
+    received = current_communicator().all_to_all(sent, reshard.n, reshard.group).flatten(0, 1)  # (rows of all, columns)
     received = frames.to_sequence_order(received, reshard.gather_frame, reshard.n)
     received = frames.trim(received, 0, reshard.gather_frame, reshard.n, frames.inner_rows(rows, rows_per_rank))
     columns = received.split([math.prod(block.shape[2:]) for block in blocks], 1)  # of each tensor

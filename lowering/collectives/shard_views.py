@@ -103,8 +103,7 @@ class ViewStorage:
         In memory the base is a sequence of blocks, each of all positions of the sharded dim; a position is `step`
         adjacent elements. A base [B, S, H] has B blocks of S positions with step H. The rows of this rank have s in
         place of S positions, so that the part of a stride or an offset that counts blocks shrinks: h[1, :, 2] of a full
-        base starts at S * H + 2, and at s * H + 2 here. The part within a position stays. The part of an offset that
-        counts positions is dropped: of h[:, 1:] a rank stores all s rows of h, of which row 0 of rank 0 is padding.
+        base starts at S * H + 2, and at s * H + 2 here. The part within a position stays.
         """
         dim, layout = self.base.layout.dim, self.layout
         step, local_rows = self.base.layout.strides(self.shape)[dim], rows.shape[dim]
@@ -112,7 +111,8 @@ class ViewStorage:
         shape, start = list(self.like.shape), int(self.like.storage_offset())
         shape[layout.dim] = layout.outer * local_rows * layout.inner
         strides = [stride // block * local_block + stride % block for stride in self.like.stride()]
-        local_start = start // block * local_block + start % step  # blocks, and elements within a position
+        # The view has all rows of this rank: its first position is not in the offset, but `before` in its layout.
+        local_start = start // block * local_block + start % step
         return shape, strides, int(rows.storage_offset()) + local_start
 
 
@@ -191,10 +191,8 @@ def _view_layout(base: Layout, shape: Sequence[int], like: Tensor) -> Layout | N
     In memory the base is a sequence of blocks, each of all positions of the sharded dim; a position is `step` adjacent
     elements. A base [B, S, H] has B blocks of S positions with step H. The view has a layout if exactly one of its dims
     selects positions: the sequence dim. Its stride is `step`, or a divisor of it where it is flattened with later dims.
-
-    Of a base [2, 6, 4] along dim 1, step is 4 and a block has 24 elements. Its view h[:, 1:] has the strides (24, 4, 1)
-    and the offset 4. Dim 0 selects blocks, dim 2 stays within a position, and dim 1 spans (5 - 1) * 4 = 16 elements: it
-    is the sequence dim, with 5 positions from position 1 on, so that the layout has before=1.
+    The view h[:, 1:].flatten(1, 2) of a base [B, 6, 4], with step 4, has a dim of 20 entries of stride 1: 5 positions
+    of `inner` 4, from position 1 on.
 
     Args:
         base: Layout of the base.
@@ -213,7 +211,7 @@ def _view_layout(base: Layout, shape: Sequence[int], like: Tensor) -> Layout | N
         return None
     (dim,) = sequence_dims
     extent, stride = like.shape[dim], strides[dim]
-    inner = step // stride
+    inner = step // stride  # entries of the dim in each position
     # Last element that the other dims select, relative to its position: a larger one overlaps the sequence dim.
     last_offset = sum(spans[other] for other in inside_block if other != dim) + start % step
     if inner * stride != step or extent % inner or last_offset >= stride:

@@ -268,19 +268,20 @@ def _add_rows(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     first, *others = [x for x in (a, b) if isinstance(x, Sharded)]
     layout = first.sharding
     if others:
-        both_gathered = first.is_gathered and others[0].is_gathered
-        if both_gathered or not others[0].sharding.has_same_rows(layout):
+        if (first.is_gathered and others[0].is_gathered) or not others[0].sharding.has_same_rows(layout):
             return None
     elif not torch_compat.is_in_backward():
         return None
     total = aten.add.Tensor(*(x.local if isinstance(x, Sharded) else layout.local_rows(x) for x in (a, b)))
-    length, origin = first.shard_storage.length, first.shard_storage.origin
-    storage = ShardStorage(layout, length, total, replace(origin, description=f"a sum with {origin.description}"))
+    origin = first.shard_storage.origin
+    origin = replace(origin, description=f"a sum with {origin.description}")
+    storage = ShardStorage(layout, first.shard_storage.length, total, origin)
     if func is aten.add.Tensor:
         return Sharded(storage, first.shape)
+    # An in-place addition changes the rows of a and its aliases, unless a is a plain tensor, gathered, or a view.
     if a is not first or a.is_gathered or not isinstance(a.shard_storage, ShardStorage):
         return None
-    a.shard_storage.local, a.shard_storage.full = total, None  # in place, also for aliases of a
+    a.shard_storage.local, a.shard_storage.full = total, None
     return a
 
 

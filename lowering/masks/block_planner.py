@@ -300,7 +300,8 @@ class BlockPlanner:
                 # With i and j counted from the first query and key: key_slope * (j - i) <= -first_sum. The indices are
                 # k = of_key[0] + j and q = of_query[0] + i.
                 first_sum = query_value + key_value + linear.constant
-                shifts.add(of_key[0] - of_query[0] + -first_sum // key_slope)
+                max_difference = -first_sum // key_slope  # of j - i
+                shifts.add(of_key[0] - of_query[0] + max_difference)
         return shifts.pop() if len(shifts) == 1 else None
 
     def _cover_causal(self, q: Range, k: Range, shift: int, undecided: tuple[str, ...]) -> Iterator[Block]:
@@ -342,13 +343,15 @@ class BlockPlanner:
 
         They are the rows that do not see exactly one key more than the previous row: the first row of each query
         segment, the row after the first one that sees all keys, and the first row that sees a further key segment.
+        Indices are positions in the sequence; rows are local.
         """
         yield from index_boundaries(self._q_rows)
         (first_index, _), *_ = index_intervals(self._q_rows, *q)
-        segments = index_intervals(self._k_rows, *k)
-        end = segments[-1][1] + 1
-        for index in [end, *(start for start, _ in segments[1:])]:
-            yield q[0] + index - shift - first_index  # the row whose query has the index (index - shift)
+        key_segments = index_intervals(self._k_rows, *k)  # (first index, last index) of each
+        after_keys = key_segments[-1][1] + 1
+        for key_index in [after_keys, *(first for first, _ in key_segments[1:])]:
+            query_index = key_index - shift  # the first query that sees this key
+            yield q[0] + query_index - first_index
 
     def _best_cut(self, q: Range, k: Range, undecided: tuple[str, ...]) -> int | None:
         """Return the row at which to cut q, near its middle; None to keep q.

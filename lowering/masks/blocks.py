@@ -211,8 +211,9 @@ def _band_runs(q: Range, k: Range, lower: int, upper: int) -> list[AttendedRun]:
     q, k = (q[0] + first, q[0] + end), (k[0] + low, k[0] + high)
     rows, keys = end - first, high - low
     lower, upper = lower + first - low, upper + first - low
-    # A window counts keys around the position of the query, which is i + keys - rows for query i: the last query has
-    # the position of the last key. A limit is None if it excludes no key.
+    # A window counts keys around the position of the query, and the last query has the position of the last key. Query
+    # i has the position of key i + keys - rows, and sees the keys from i + lower to i + upper. A limit is None if it
+    # excludes no key.
     left = None if lower <= 1 - rows else keys - rows - lower
     right = None if upper >= keys - 1 else upper - (keys - rows)
     window = Window(left, right)
@@ -229,8 +230,8 @@ def _band_runs(q: Range, k: Range, lower: int, upper: int) -> list[AttendedRun]:
 def supports_window(window: Window, queries: int, keys: int) -> bool:
     """Return True if FlashAttention applies a window correctly to at least two more queries than keys.
 
-    FlashAttention counts from the last key. A right limit of ``keys`` or more is the same as none to it, and none is
-    ``keys`` if there is a left limit. Queries that are more than ``keys`` before the last one then see the wrong keys.
+    FlashAttention counts from the last key, and clips the right limit to ``keys``. The first queries of more queries
+    than keys then see too few keys, or, without a left limit, too many: more than those of the window.
 
     Args:
         window: The window.
@@ -238,10 +239,12 @@ def supports_window(window: Window, queries: int, keys: int) -> bool:
         keys: The number of keys, at most queries - 2.
     """
     left, right = window
-    if left is not None:  # a right limit of None, or of `keys` or more, would become `keys`: too few keys
-        return right is not None and right < keys
-    # A right limit of `keys` or more would become None: too many keys, unless it excludes no key in any case.
-    return right is None or right < keys or right >= queries - 1
+    if right is None:  # beside a left limit, FlashAttention replaces it by `keys`
+        return left is None
+    if right < keys:  # not clipped
+        return True
+    excludes_no_key = left is None and right >= queries - 1  # then the queries cannot see too many keys
+    return excludes_no_key
 
 
 def split_run(run: AttendedRun) -> list[AttendedRun]:

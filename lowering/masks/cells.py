@@ -142,6 +142,31 @@ class _LinearSums(NamedTuple):
     of_key: _ConditionSide  # its key terms, in every key cell
 
 
+class _OverlappingKeys(NamedTuple):
+    """Key cells that may satisfy an equation with each query cell i: order[firsts[i] : firsts[i] + counts[i]]."""
+
+    order: Ints  # numbers of all key cells, sorted by their values
+    firsts: Ints  # position in `order` of the first key cell, for each query cell
+    counts: Ints  # number of key cells, for each query cell
+
+
+def _overlapping_keys(sums: _LinearSums) -> _OverlappingKeys:
+    """Return the key cells that may satisfy an equation with each query cell, since their bounds overlap.
+
+    The equation is of_query + of_key + constant == 0. For `Eq(row0, col0)`, of_query is a document number, and the
+    bounds of a key cell are those of its document number.
+    """
+    # The values of of_query that satisfy the equation with a key cell are in [lows, highs].
+    lows, highs = -sums.of_key.highs - sums.linear.constant, -sums.of_key.lows - sums.linear.constant
+    order = np.argsort(lows, kind="stable")
+    # Two ranges overlap if each begins before the other one ends. In this order, the lows ascend, and so does the
+    # running maximum of the highs, so that both conditions can be found by bisection. It may add key cells that do not
+    # overlap, never omit one.
+    firsts = np.searchsorted(np.maximum.accumulate(highs[order]), sums.of_query.lows, "left")
+    ends = np.searchsorted(lows[order], sums.of_query.highs, "right")
+    return _OverlappingKeys(order, firsts, np.maximum(ends - firsts, 0))
+
+
 class CellPair(NamedTuple):
     """Query and key rows that meet: a pair of cells, or a tile that joins several."""
 
@@ -216,31 +241,20 @@ class CellGrid:
         query cell; of several equations, the one with the fewest pairs is used. None if these are too many as well, or
         if there is no equation.
         """
-        n, m = len(self._q.offsets), len(self._k.offsets)  # numbers of query cells and of key cells
-        limit, fewest = MAX_CELL_PAIRS * (n + m), None  # fewest: the smallest set of candidates so far
-        if n * m <= limit:
-            return np.repeat(np.arange(n), m), np.tile(np.arange(m), n)
-        for sums in self._sums:
-            if sums is None or sums.linear.relation != "==":
-                continue
-            # of_query + of_key + constant == 0: the bounds that of_query must overlap, for each key cell.
-            lows = -sums.of_key.highs - sums.linear.constant
-            highs = -sums.of_key.lows - sums.linear.constant
-            order = np.argsort(lows, kind="stable")
-            # In this order, lows ascend, and so does the running maximum of highs. The candidates of a query cell are
-            # consecutive: from the first running maximum >= its lower bound up to the last low <= its upper bound.
-            firsts = np.searchsorted(np.maximum.accumulate(highs[order]), sums.of_query.lows, "left")
-            counts = np.maximum(np.searchsorted(lows[order], sums.of_query.highs, "right") - firsts, 0)
-            if counts.sum() <= limit:
-                limit, fewest = int(counts.sum()), (order, firsts, counts)
-        if fewest is None:
+        num_queries, num_keys = len(self._q.offsets), len(self._k.offsets)
+        limit = MAX_CELL_PAIRS * (num_queries + num_keys)
+        if num_queries * num_keys <= limit:
+            return np.repeat(np.arange(num_queries), num_keys), np.tile(np.arange(num_keys), num_queries)
+        equations = [sums for sums in self._sums if sums is not None and sums.linear.relation == "=="]
+        candidates = [_overlapping_keys(sums) for sums in equations]
+        fewest = min(reversed(candidates), key=lambda c: int(c.counts.sum()), default=None)
+        if fewest is None or fewest.counts.sum() > limit:
             return None
-        order, firsts, counts = fewest
-        # Query cell i has the candidates firsts[i], .., firsts[i] + counts[i] - 1 in this order of the key cells. They
-        # are the pairs begins[i], .., begins[i] + counts[i] - 1 of the result.
-        begins = np.cumsum(counts) - counts
-        candidates = np.arange(counts.sum()) + np.repeat(firsts - begins, counts)
-        return np.repeat(np.arange(n), counts), order[candidates]
+        query_cells = np.repeat(np.arange(num_queries), fewest.counts)
+        # The number of each pair among those of its query cell: 0, 1, .., counts[i] - 1.
+        pairs_before = np.cumsum(fewest.counts) - fewest.counts
+        numbers = np.arange(len(query_cells)) - np.repeat(pairs_before, fewest.counts)
+        return query_cells, fewest.order[np.repeat(fewest.firsts, fewest.counts) + numbers]
 
     def _verdicts(self, c: int, rows: Ints, keys: Ints) -> tuple[Flags, Flags]:
         """Evaluate condition c for pairs of cells, from the bounds of its symbols in each cell.
@@ -276,50 +290,44 @@ class CellGrid:
             keys: The key cell of each pair of cells.
             undecided: Flags (conditions, pairs of cells): whether the condition may be False for some of their rows.
         """
-        tiles, joins_next = list[CellPair](), False  # whether the last tile's queries meet several key cells
-        for pairs in self._pairs_by_query(rows, keys, undecided):
-            if len(pairs) == 1:
-                tiles += pairs
-                joins_next = False
-                continue
-            # The query cell meets several key cells: one tile, also for the previous queries if they do, too.
-            q, parts = pairs[0].q, tuple(pairs)
-            if joins_next and tiles[-1].q[1] == q[0]:
-                previous = tiles.pop()
-                q, pairs = (previous.q[0], q[1]), [previous, *pairs]
-                parts = (*previous.parts, *parts) if previous.parts else ()
-            k = min(pair.k[0] for pair in pairs), max(pair.k[1] for pair in pairs)
-            tiles.append(CellPair(q, k, tuple(self._conditions), band=None, parts=_keep_few_parts(parts)))
-            joins_next = True
-        return tiles
-
-    def _pairs_by_query(self, rows: Ints, keys: Ints, undecided: Flags) -> Iterator[list[CellPair]]:
-        """Yield the pairs of each query cell with the key cells that it meets. Args: as of `_join_pairs`.
-
-        Adjacent key cells that it sees in full are one pair.
-        """
         bands, undecided_of = self._bands(rows, keys, undecided), undecided.T.tolist()
         key_lows = self._k.offsets[keys]
         key_ranges = list(zip(key_lows.tolist(), (key_lows + self._k.lengths[keys]).tolist()))
-        # The pairs of cells begins[i] to ends[i] have the same query cell.
+        # The pairs of cells [begins[i], ends[i]) have the same query cell: (0, 2) and (2, 3) for the rows 5, 5, 6.
         begins = np.flatnonzero(np.append(True, rows[1:] != rows[:-1])) if len(rows) else rows
         ends, cells = np.append(begins[1:], len(rows)).tolist(), rows[begins]
         query_lows = self._q.offsets[cells]
         query_ranges = zip(query_lows.tolist(), (query_lows + self._q.lengths[cells]).tolist())
+        tiles = list[CellPair]()
+        is_last_joined = False  # whether the last tile has several key cells, so that the next one may join it
         for q, begin, end in zip(query_ranges, begins.tolist(), ends):
             pairs = [
                 CellPair(q, key_ranges[i], tuple(compress(self._conditions, undecided_of[i])), bands[i])
                 for i in range(begin, end)
             ]
-            yield list(_merge_cells(pairs)) if len(pairs) > 1 else pairs
+            pairs = list(_merge_cells(pairs)) if len(pairs) > 1 else pairs
+            if len(pairs) == 1:
+                tiles += pairs
+                is_last_joined = False
+                continue
+            # The query cell meets several key cells: one tile, also for the previous queries if they do, too.
+            parts = tuple(pairs)
+            if is_last_joined and tiles[-1].q[1] == q[0]:
+                previous = tiles.pop()
+                q, pairs = (previous.q[0], q[1]), [previous, *pairs]
+                parts = (*previous.parts, *parts) if previous.parts else ()  # () if it has too many, and so has this
+            k = min(pair.k[0] for pair in pairs), max(pair.k[1] for pair in pairs)
+            tiles.append(CellPair(q, k, tuple(self._conditions), band=None, parts=_keep_few_parts(parts)))
+            is_last_joined = True
+        return tiles
 
     def _bands(self, rows: Ints, keys: Ints, undecided: Flags) -> list[Band | None]:
         """Return the band of each pair of cells; None if the attending pairs are not those of a band.
 
         A band (lower, upper) means: the pairs with lower <= key - query <= upper attend, where query and key count from
         the first rows of the cells. A linear condition limits key - query if its sides are lines of opposite slopes in
-        the cells: `k <= q`, for cells that begin at q = 6 and k = 4, is 4 - 6 + (key - query) <= 0, so that upper is 2.
-        Args: as of `_join_pairs`.
+        the cells. Example: `k <= q` for a query cell from index 4 on and a key cell from index 2 on is
+        2 + key <= 4 + query, the band (-number of queries, 2). Args: as of `_join_pairs`.
         """
         # The bands without conditions: all pairs.
         lower, upper = -self._q.lengths[rows], self._k.lengths[keys]
@@ -329,16 +337,17 @@ class CellGrid:
                 covers_all &= ~undecided[c]
                 continue
             of_query, of_key = sums.of_query, sums.of_key
-            # The condition is first_sum + step * (key - query) <= 0, or == 0, where both sides are opposite lines.
+            # The condition is first_sum + step * (key - query) <= 0, or == 0, where both sides are opposite lines; in
+            # the example k - q <= 0, and -2 + (key - query) <= 0.
             step = of_key.slopes[keys]
             is_line = of_query.known[rows] & of_key.known[keys] & (step != 0) & (of_query.slopes[rows] == -step)
             first_sum = np.where(is_line, of_query.firsts[rows] + of_key.firsts[keys] + sums.linear.constant, 0)
-            # The sum is 0 where key - query is numerator / size.
-            numerator, size = -first_sum * np.sign(step), np.where(is_line, np.abs(step), 1)
+            # The sum is 0 where key - query is -first_sum / step, written with a positive denominator.
+            numerator, denominator = -first_sum * np.sign(step), np.where(is_line, np.abs(step), 1)
+            floor, ceiling = numerator // denominator, -(-numerator // denominator)
             # An equation limits key - query on both sides, an inequality above (step > 0) or below.
             limits, is_equation = undecided[c] & is_line, sums.linear.relation == "=="
-            ceiling = -(-numerator // size)
-            upper = np.where(limits & (is_equation | (step > 0)), np.minimum(upper, numerator // size), upper)
+            upper = np.where(limits & (is_equation | (step > 0)), np.minimum(upper, floor), upper)
             lower = np.where(limits & (is_equation | (step < 0)), np.maximum(lower, ceiling), lower)
             covers_all &= is_line | ~undecided[c]
         bands = zip(lower.tolist(), upper.tolist())

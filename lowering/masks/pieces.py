@@ -243,14 +243,14 @@ def _line_starts(values: Ints) -> Ints:
     starts = np.concatenate([[0], _slope_changes(values)])  # of runs
     ends = np.append(starts[1:], length - 1)
     run_numbers, is_long = np.arange(len(starts)), ends - starts > 1
-    # The number of the last long run up to each run (of more than two positions); -1 if there is none.
-    last_long = np.maximum.accumulate(np.where(is_long, run_numbers, -1))
-    # A long run is a line. The run after it is only the step to the next line. Of the runs of two positions after that,
-    # every second one is a line, as the run between two of them shares its positions with both. The same holds from
-    # run 0 on if no long run precedes.
-    is_line = (run_numbers - np.maximum(last_long, 0)) % 2 == 0
+    last_long = np.maximum.accumulate(np.where(is_long, run_numbers, -1))  # number of the last long run, or -1
+    # A long run (of three or more positions) is a line. Of consecutive runs of two positions every second is one, since
+    # its neighbors share its positions: the second, fourth, .. after a long run, which owns a position of the first;
+    # the first, third, .. if there is no long run before them.
+    is_line = np.where(last_long >= 0, run_numbers - last_long, run_numbers) % 2 == 0
+    # The first position of a run belongs to the run before it if that is a line.
     starts = (starts + np.append(False, is_line[:-1]))[is_line]
-    return starts if is_line[-1] else np.append(starts, length - 1)
+    return starts if is_line[-1] else np.append(starts, length - 1)  # the last position may be a line of its own
 
 
 def _last_fits_next(values: Ints, starts: Ints, ends: Ints) -> Flags:
@@ -339,12 +339,13 @@ def _coarsen(table: Ints, length: int) -> Ints:
     crowded = np.bincount(table[0] // CELL, minlength=length // CELL + 2) > MAX_PIECES
     if not crowded.any():
         return table
-    # Cut the pieces where crowded cells begin and end. A piece starts at position 0 in any case.
+    # Cut the pieces at both ends of crowded cells: where a cell, or the cell before it, is crowded.
     edges = np.append(np.flatnonzero(crowded[1:] | crowded[:-1]) + 1, 0) * CELL
     table = cut_pieces(table, edges[edges < length])
     starts, lows, highs, slopes = table
     minima, maxima = _piece_extremes(table, length)
-    # A group is a piece outside crowded cells, or all pieces of a crowded cell; it begins at piece groups[i].
+    # A group is a piece outside crowded cells, or all pieces of a crowded cell, the first of which starts with the
+    # cell. Group i begins at piece groups[i].
     unchanged = ~crowded[starts // CELL]
     groups = np.flatnonzero(unchanged | (starts % CELL == 0))
     is_bounded = ~unchanged[groups]
@@ -352,6 +353,7 @@ def _coarsen(table: Ints, length: int) -> Ints:
     highs = np.where(is_bounded, np.maximum.reduceat(maxima, groups), highs[groups])
     slopes, starts = np.where(is_bounded, 0, slopes[groups]), starts[groups]
     lines = np.stack([lows, highs, slopes])
+    # A constant piece like the one before it continues that piece.
     continues = (lines[:, 1:] == lines[:, :-1]).all(0) & (slopes[1:] == 0)
     return np.stack([starts, *lines])[:, np.append(True, ~continues)]
 

@@ -101,7 +101,7 @@ class _AffineFunction(Function):
     @torch.compiler.disable
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of m, b and the initial state.
+        """Return the gradients of m, b and the initial state, for the states h_i = m_i h_(i-1) + b_i.
 
         The gradient of b_i is w_i = g_i + m_(i+1)^T w_(i+1), a lagged scan in the other direction (an exclusive one for
         an exclusive result), and that of m_i is w_i h_(i-1)^T. The gradient of the initial state is the final state of
@@ -109,7 +109,7 @@ class _AffineFunction(Function):
         """
         if grad is None:
             return None, None, None, None
-        (m, h, carry, initial), (form, exchange) = ctx.saved_tensors, ctx.spec
+        (m, h, carry, initial), (form, exchange) = ctx.saved_tensors, ctx.spec  # carry: the state before each chunk
         is_exclusive, transposed = form == "exclusive", m.transpose(-1, -2)
         back = AffineSpec("exclusive" if is_exclusive else "lagged", exchange.backward)
         w, _, final = _scan_chunks(transposed, grad.contiguous(), None, back)

@@ -200,9 +200,14 @@ def _chunk_decays(x: TokenRows) -> Decays:
 def _map_chunks(x: TokenRows, initial: Tensor | None) -> ChunkMaps:
     """Return the results of chunks as functions of the states before them.
 
-    In the body, `reads` and `factor` refer to the state h at the start of a token's document, or of the chunk if the
-    document has started before. The last lines remove the tokens that do not read the state before the chunk. If
-    documents have initial states, their effects are added before.
+    With decay only, for the tokens i and j of a chunk and the state h before it:
+
+        result of i:   sum over j <= i of (q_i . k_j) v_j, decayed from j to i; plus q_i h decayed to i
+        state after:   sum over all j of k_j v_j^T, decayed from j to the end; plus h decayed to the end
+
+    With beta, or a and b, the written values depend on h, too. In the body, h is the state at the start of a token's
+    document, or of the chunk if the document has started before. The last lines remove the tokens that do not read the
+    state before the chunk. If documents have initial states, their effects are added before.
 
     Args:
         x: Operands (B, H, N, T, ...).
@@ -210,18 +215,18 @@ def _map_chunks(x: TokenRows, initial: Tensor | None) -> ChunkMaps:
     """
     decays = _chunk_decays(x)
     after, causal = decays.after, decays.causal_mask()
-    kept_last = (after[..., -1:, :] - after).exp()  # share of what a token writes in the state after the chunk
+    kept_last = (after[..., -1:, :] - after).exp()  # decay from each token to the end of the chunk
     if decays.segment is not None:
         kept_last = kept_last * (decays.segment == decays.segment[..., -1:, :])  # only of the chunk's last document
     written = _written_values(x, decays, causal)
-    # With the state h: the results are out + reads @ h, and the state after the chunk is factor @ h + state.
+    # Without what the tokens of the chunk write: the queries read the decayed h, which remains in the state.
     out, reads, state = 0, x.q * decays.since_start(after), 0
     factor = decays.since_start(after)[..., -1:, :].mT
-    for key, values, reading in written:
+    for key, values, reading in written:  # token t writes the outer product of key_t and values_t + reading_t @ h
         weights, kept = _decayed_products(x.q, key, after, after, causal), (key * kept_last).mT
         out, state = out + weights @ values, state + kept @ values
-        if reading is not None:  # what tokens write depends on the state: values + reading @ h
-            identity = torch.eye(key.shape[-1], dtype=key.dtype, device=key.device)  # factor * identity is a matrix
+        if reading is not None:
+            identity = torch.eye(key.shape[-1], dtype=key.dtype, device=key.device)
             reads, factor = reads + weights @ reading, factor * identity + kept @ reading
     if factor.shape[-1] == 1:
         factor = factor.expand(*factor.shape[:-2], x.k.shape[-1], 1)
@@ -338,7 +343,7 @@ def _run_kernel(
     folds, (size, columns) = exchange.folds, (tokens.k.shape[-1], tokens.v.shape[-1])  # K and V
     rows = tokens.map(lambda x: to_chunks(x, exchange).flatten(0, 1))  # (B * folds, rows, H, ...)
     if exchange.is_single:
-        out, end = run_attention_kernel(*rows[:8], initial, scale, kernel)  # [:8]: without `opened` and `closed`
+        out, end = run_attention_kernel(*rows[:8], initial, scale, kernel)  # all but the marks of documents
         return out, end.unsqueeze(2)
     identity = torch.eye(size, dtype=state_dtype(tokens.v), device=tokens.v.device)
     first = F.pad(identity, (columns, 0)).expand(rows.v.shape[0], rows.v.shape[2], -1, -1)  # zeros, then the identity

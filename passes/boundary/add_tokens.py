@@ -24,7 +24,7 @@ from sp_compile.lowering.torch_compat import storage_of
 from sp_compile.passes.base import CAPTURED_PROPERTIES, Pass, Passes, check_pass_order, iterate_passes
 from sp_compile.passes.graph.call import is_tensor
 from sp_compile.passes.graph.sizes import as_sizes
-from sp_compile.passes.sharding.output_rules import OUTPUT_RULES
+from sp_compile.passes.sharding.output_rules import OUTPUT_INFOS
 
 from .boundary_context import BoundaryContext, insert_detach, insert_tap, output_leaves, set_outputs
 from .defer_outputs import DeferOutputs
@@ -122,7 +122,7 @@ class BoundaryPasses(Passes):
         """
         # The runtime makes a sharded result of a rank's rows and the shape of the full tensor. It is recorded first,
         # since the passes replace outputs.
-        full_shapes = {i: tuple(as_sizes(gm.meta[OUTPUT_RULES][i].value.shape)) for i in context.boundary.results}
+        full_shapes = {i: tuple(as_sizes(gm.meta[OUTPUT_INFOS][i].value.shape)) for i in context.boundary.results}
         context.update_outputs(shape=full_shapes)
         num_outputs = len(output_leaves(gm))
         changes = super().apply(gm, context)

@@ -16,7 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.passes.context import PassContext
-from sp_compile.passes.sharding.output_rules import OUTPUT_RULES
+from sp_compile.passes.sharding.output_rules import OUTPUT_INFOS
 
 from .graph_boundary import GraphBoundary
 
@@ -32,7 +32,7 @@ class BoundaryContext(PassContext):
 
     def differentiable(self, gm: GraphModule) -> list[int]:
         """Return the numbers (indices) of the sharded outputs that may have a gradient: those of floating dtypes."""
-        return [i for i in self.boundary.results if gm.meta[OUTPUT_RULES][i].value.dtype.is_floating_point]
+        return [i for i in self.boundary.results if gm.meta[OUTPUT_INFOS][i].value.dtype.is_floating_point]
 
     def update_outputs(self, **values_of_field: dict[int, Any]) -> None:
         """Replace fields of some outputs in `boundary`, after a pass has changed these outputs.

@@ -52,6 +52,8 @@ class DeferOutputs(Pass):
     def apply(self, gm: GraphModule, context: BoundaryContext) -> int:
         """Replace outputs that only repeat work of tiles by their operands, and return the number of these outputs.
 
+        Such an output is deferred: it is computed from these operands when the caller reads it.
+
         `context.boundary` records the deferred graph of each, with the numbers of its operands and tokens.
         """
         leaves = output_leaves(gm)
@@ -91,9 +93,9 @@ def _return_operand(x: Node, leaves: list[Any], trains: bool) -> DeferredOperand
         leaves.append(insert_tap(x))
     argument = _argument_number(x)
     if argument is not None:
-        return DeferredOperand(True, argument, grad_token)
+        return DeferredOperand(is_argument=True, position=argument, grad_token=grad_token)
     leaves.append(insert_detach(x))
-    return DeferredOperand(False, len(leaves) - 1, grad_token)
+    return DeferredOperand(is_argument=False, position=len(leaves) - 1, grad_token=grad_token)
 
 
 def _needs_gradient(x: Node) -> bool:

@@ -16,7 +16,7 @@ from sp_compile.lowering.collectives.shard_storage import Layout
 from sp_compile.passes.capture.graph_inputs import GlobalView
 from sp_compile.passes.graph.sizes import as_sizes, is_same_size
 from sp_compile.passes.graph.strides import order_of_strides
-from sp_compile.passes.sharding.output_rules import OUTPUT_RULES, gather_reason
+from sp_compile.passes.sharding.output_rules import OUTPUT_INFOS, gather_reason
 from sp_compile.passes.sharding.placement import Shard
 
 from .graph_boundary import GraphBoundary, ShardedOutput
@@ -35,7 +35,7 @@ def make_boundary(
         ranks: The ranks that shard the sequence.
         symbols: The inputs that the symbols of the captured graph are computed from, as in `GraphBoundary`.
     """
-    output_infos = local.meta[OUTPUT_RULES]  # None for outputs that are not tensors
+    output_infos = local.meta[OUTPUT_INFOS]  # None for outputs that are not tensors
     inputs = view.graph.graph.find_nodes(op="placeholder")
     return GraphBoundary(
         layouts=view.layouts,
@@ -60,7 +60,7 @@ def _sharded_outputs(local: GraphModule, view: GlobalView, ranks: Ranks) -> dict
     """
     outputs: dict[int, ShardedOutput] = {}
     for i, (output_name, option, info) in enumerate(
-        zip(view.names, view.outputs, local.meta[OUTPUT_RULES], strict=True)
+        zip(view.names, view.outputs, local.meta[OUTPUT_INFOS], strict=True)
     ):
         if option == "local" or info is None or not isinstance(info.placement, Shard):
             continue

@@ -230,19 +230,18 @@ class _SortUses:
         """Match a write that unsorts rows, or the inverse of the order.
 
         out[order] = rows unsorts them, without a cast. The inverse is argsort(order), or buffer[order] = arange(R) with
-        a buffer such as empty_like(order).
+        a buffer such as empty_like(order), which is matched first.
         """
-        if node.target in FACTORIES_LIKE and node.args[0] is self.order:  # empty_like(order)
+        if node.target in FACTORIES_LIKE and node.args[0] is self.order:
             self.buffers.add(node)
             return True
         if node.target in ARGSORT_OPS and node.args[0] is self.order and not OpCall(node)["descending"]:
             self.inverse.add(node)
             return True
-        # Otherwise out[order] = values, which writes every row of `out`.
         if node.target not in SCATTER_OPS or OpCall(node)["accumulate"] or node.args[1] != [self.order]:
             return False
         out, _, values = node.args[:3]
-        is_own_buffer = out in self.buffers or out in self.rows  # its values do not matter
+        is_own_buffer = out in self.buffers or out in self.rows  # its rows do not matter: all R are overwritten
         if not self.has_length(node_shape(out)[0]) or (self.depends_on_order(out) and not is_own_buffer):
             return False
         if is_arange(values):
@@ -266,8 +265,8 @@ class _SortUses:
     def _match_counts(self, node: Node) -> bool:
         """Match a count of rows per key, histc(keys), which is equal for sorted and unsorted keys.
 
-        A count of the sorted keys is recorded, because it is replaced by a count of the unsorted keys. One that reads
-        the unsorted keys remains.
+        A count of the sorted keys is recorded, since it must read the unsorted keys in the rewritten graph; a count of
+        the unsorted keys does not change.
         """
         if node.target is not aten.histc.default:
             return False
@@ -354,13 +353,12 @@ def _find_uses(node: Node, call: OpCall) -> _SortUses:
     """
     results = read_results(node)  # (sorted keys, order) by index; an argsort returns only the order
     is_argsort = is_tensor(node)
-    # Without a reader of the order, the sort itself stands for it; then no rows are unsorted, and the sort remains.
     order, keys = (node, None) if is_argsort else (results.get(1, node), results.get(0))
     uses = _SortUses(call.operands[0], order, keys, call["descending"])
     uses.tokens[order] = 1
     if keys is not None:
         uses.rows.add(keys)
-    for reader in dropwhile(lambda n: n is not node, node.graph.nodes):
+    for reader in dropwhile(lambda n: n is not node, node.graph.nodes):  # the sort and all nodes after it
         is_use = reader not in (node, *results.values()) and any(map(uses.depends_on_order, reader.all_input_nodes))
         if is_use and not uses.accept(reader):
             uses.unsupported = uses.unsupported or reader

@@ -82,7 +82,7 @@ def _match_reductions(body: GraphModule, results: Any) -> list[str] | None:
     value = tensors[0]
     chain: list[Node] = []  # the nodes from `value` (exclusive) to the result
     while True:
-        source = skip_widening_cast(value) or value_origin(value)  # the value itself if it is no copy
+        source = skip_widening_cast(value) or value_origin(value)
         if source is not value:
             chain[:0] = steps_between(value, source)
             value = source
@@ -91,7 +91,6 @@ def _match_reductions(body: GraphModule, results: Any) -> list[str] | None:
             value = value.args[0]
         else:
             break
-    # The body does nothing else if the chain starts at its only input and contains all of its calls.
     inputs = [n for n in body.graph.find_nodes(op="placeholder") if is_tensor(n) and n.users]
     calls = [n for n in body.graph.nodes if n.op == "call_function" and n.target is not set_grad_enabled]
     reductions = [n.args for n in chain if n.target is c10d.all_reduce.default]

@@ -265,16 +265,17 @@ def global_view(
     results = [leaf if isinstance(leaf, Node) else None for leaf in pytree.tree_leaves(gm.graph.output_node().args[0])]
     names = _result_names(gm, results)
     outputs = _output_options(names, results, options.outputs, fragment)
-    # Names and options of the captured graph's results: those of the program, hidden results, new values of inputs.
+    # The captured graph has the results of the program, then hidden results, then new values of `Sharded` inputs:
+    # append the names and options of the latter two.
     write_backs = _write_backs(graph)
-    written = [*write_backs]
-    views, hidden = _omit_views(graph, example_inputs, options.inputs, outputs)
-    names += [f"a tensor of which {names[view.number]} is a view" for view in hidden]
+    views, first_views = _omit_views(graph, example_inputs, options.inputs, outputs)
+    names += [f"a tensor of which {names[view.number]} is a view" for view in first_views]
     writes = _return_writes(graph, example_inputs, write_backs)
     names += [arguments[i] for i in writes]
     outputs += ["lazy"] * len(writes)
+    hidden, written = len(first_views), list(write_backs)
     return GlobalView(
-        graph, fragment, arguments, names, outputs, seq_dims, inputs, layouts, writes, views, len(hidden), written
+        graph, fragment, arguments, names, outputs, seq_dims, inputs, layouts, writes, views, hidden, written
     )
 
 
@@ -307,7 +308,7 @@ def _sharded_inputs(
 def _write_backs(graph: GraphModule) -> dict[int, Node]:
     """Return the node that copies the new value of each mutated input to it, by index of the input."""
     indices: dict[Any, int] = {node: i for i, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
-    copies = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    copies = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)  # copy_(target, value)
     return {indices[copy.args[0]]: copy for copy in copies if copy.args[0] in indices}
 
 

@@ -106,13 +106,12 @@ class SharedResults:
 def find_shared_results(gm: GraphModule) -> SharedResults:
     """Find the results of a graph that are views of other results or of inputs, before functionalization.
 
-    Results of one memory that are views of an intermediate value get this value as base: it is added to the results of
-    the graph, as a hidden result. The results (y[0], y[:2]), for example, become (y[0], y[:2], y), of which the first
-    two are views of the third.
+    Of `return h, h[:, 0]`, the second result is a view of the first one. The results of `return h[:2], h[1:]` overlap,
+    and neither is a view of the other: h, their base, is added to the results of the graph, as a hidden result.
     """
     output, inputs = gm.graph.output_node(), list(gm.graph.find_nodes(op="placeholder"))
     results = list(output.args[0])  # type: ignore[arg-type]
-    tensors = {i: x for i, x in enumerate(results) if is_tensor(x)}
+    tensors = {i: x for i, x in enumerate(results) if is_tensor(x)}  # result index -> node
     storage_uses = Counter(s for x in (*inputs, *tensors.values()) if is_tensor(x) for s in node_storages(x))
     if not any(storage_uses[storage] > 1 for x in tensors.values() for storage in node_storages(x)):
         return SharedResults()  # no two results, and no result and input, have the same memory
@@ -128,40 +127,25 @@ def find_shared_results(gm: GraphModule) -> SharedResults:
             base_index = inputs.index(root)
             candidates = [_result_view(aliases, i, nodes[i], root, True, base_index, known) for i in indices]
             views += [view for view in candidates if view is not None]
-        elif root.op != "get_attr":  # views of an intermediate value; those of a buffer are not recreated
-            views += _views_of_value(aliases, root, {i: nodes[i] for i in indices}, results, known)
+            continue
+        if root.op == "get_attr":  # views of a buffer are not recreated
+            continue
+        for group in _overlapping_groups(aliases, {i: nodes[i] for i in indices}):
+            # The base is a result of which the others are views, or else the root, as a new, hidden result.
+            base = _common_base(aliases, [nodes[i] for i in group]) or root
+            if aliases.resolve(base) is not base:  # its shape was changed in place
+                continue
+            base_index = next((i for i in group if nodes[i] is base), len(results))
+            members = [i for i in group if i != base_index]
+            candidates = [_result_view(aliases, i, nodes[i], base, False, base_index, known) for i in members]
+            group_views = [view for view in candidates if view is not None]
+            if len(group_views) < len(members):  # view ops cannot express one of them
+                continue
+            views += group_views
+            if base_index == len(results):
+                results.append(base)
     output.args = (type(output.args[0])(results),)
     return SharedResults(tuple(views), len(results) - n_results)
-
-
-def _views_of_value(
-    aliases: Aliases, root: Node, nodes: Mapping[int, Node], results: list[Any], known: Set[sympy.Symbol]
-) -> list[ResultView]:
-    """Return the results in the memory of an intermediate value that are views of another one.
-
-    Results that may overlap get one base: one of them of which the others are views, or else the root, which is added
-    to `results` as a hidden result. If no view ops compute one of them from the base, all remain separate.
-
-    Args:
-        aliases: Aliases at the end of the program.
-        root: The node that owns the memory.
-        nodes: The results in its memory, by index.
-        results: All results. Modified.
-        known: Symbols whose values are known after the run: sizes of inputs.
-    """
-    views: list[ResultView] = []
-    for group in _overlapping_groups(aliases, nodes):
-        base = _common_base(aliases, [nodes[i] for i in group]) or root
-        if aliases.resolve(base) is not base:  # its shape was changed in place
-            continue
-        base_index = next((i for i in group if nodes[i] is base), len(results))  # a hidden result is the last
-        members = [i for i in group if i != base_index]
-        candidates = [_result_view(aliases, i, nodes[i], base, False, base_index, known) for i in members]
-        group_views = [view for view in candidates if view is not None]
-        if len(group_views) == len(members):  # view ops express all of them
-            views += group_views
-            results += [base] if base_index == len(results) else []
-    return views
 
 
 def omit_views(gm: GraphModule, views: Sequence[ResultView], hidden: int) -> None:
@@ -233,10 +217,10 @@ def _overlapping_groups(aliases: Aliases, nodes: Mapping[int, Node]) -> Iterator
     """
     groups: list[list[int]] = []
     for i, node in nodes.items():
-        # Merge the groups that this result may overlap with.
-        touched = [group for group in groups if not all(_are_disjoint(aliases, node, nodes[k]) for k in group)]
-        groups = [group for group in groups if group not in touched]
-        groups.append([*chain.from_iterable(touched), i])
+        # Merge the groups with which this result may overlap.
+        overlapping = [group for group in groups if not all(_are_disjoint(aliases, node, nodes[k]) for k in group)]
+        groups = [group for group in groups if group not in overlapping]
+        groups.append([*chain.from_iterable(overlapping), i])
     yield from (sorted(group) for group in groups if len(group) > 1)
 
 
@@ -244,6 +228,7 @@ def _are_disjoint(aliases: Aliases, a: Node, b: Node) -> bool:
     """Return True if two views of one tensor provably have no element in common.
 
     The first views in which their chains of views differ are compared: elements of one split, or slices along one dim.
+    For `x[0, :2]` and `x[0, 2:]` these are the slices, since both chains start with `x[0]`.
     """
     pairs = zip(_view_chain(aliases, a), _view_chain(aliases, b))
     view_a, view_b = next(((x, y) for x, y in pairs if x is not y), (None, None))
@@ -272,7 +257,7 @@ def _selected_rows(aliases: Aliases, node: Node) -> _PositionRange | None:
     base, *args = to_positional(node.target, *aliases.calls[node])
     dim, *positions = args or [0]  # slice(x) selects all of dim 0
     length = as_sizes(base.meta["val"].shape)[dim]
-    if node.target is aten.slice.Tensor:
+    if node.target is aten.slice.Tensor:  # slice(x, dim=0, start=None, end=None, step=1)
         defaults: list[Any] = [None, None, 1]
         start, end, step = [*positions, *defaults[len(positions) :]]
         start, end = start or 0, length if end is None else end

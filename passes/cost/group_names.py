@@ -220,7 +220,7 @@ def group_grids(groups: Sequence[Ranks], all_gather: GatherRanks) -> dict[str, G
     level: dict[str, frozenset[str]] = {}
     for ranks in groups:
         gathered = all_gather(ranks, tuple(positions))
-        # The positions of each rank of this group in its groups; None for a rank that has failed.
+        # Row = a rank of this group; column = its rank in each of the groups. Level groups have a constant column.
         rows = [row for row in gathered if row is not None and len(row) == len(positions)]
         level[ranks.group] = frozenset(g.group for i, g in enumerate(groups) if len({row[i] for row in rows}) == 1)
     return {

@@ -41,9 +41,14 @@ class KnownGroups:
             SpError: If the group was not declared.
         """
         if name not in self.members:
-            known = ", ".join(map(repr, sorted(self.members))) or "none"
-            raise SpError("SP611", f"group {name!r} was not declared; declared groups: {known}.")
+            raise self.undeclared_error(name)
         return self.members[name]
+
+    def undeclared_error(self, name: str, collective: str = "") -> SpError:
+        """Return the error about a group called `name` that was not declared, with the collective that runs over it."""
+        group = f"group {name!r} of {collective}" if collective else f"group {name!r}"
+        declared = ", ".join(map(repr, sorted(self.members))) or "none"
+        return SpError("SP611", f"{group} was not declared; declared groups: {declared}.")
 
     def size(self, name: str) -> int:
         """Return the number of ranks of the group called `name`."""

@@ -267,8 +267,8 @@ def _measure_and_fit(jobs: Sequence[Measurement], repeats: int, meet: MeetFuncti
 def _time_call(call: Callable[[], object] | None, device: torch.device, meet: MeetFunction) -> float:
     """Return the seconds of a call between two barriers; 0 for a rank that does not take part.
 
-    The exchanges by `meet` are the barriers. A rank sleeps in them and has to wake up, as in a program. This takes most
-    of the time of a small message, and calls without barriers would not include it.
+    The barriers are exchanges: of the exception of this call, and before it of that of the previous call or of the
+    setup. After them ranks have to wake up, as in a program, which dominates the time of small messages.
     """
     seconds = 0.0
     with _raised_on_all(meet):

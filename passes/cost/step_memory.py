@@ -29,7 +29,8 @@ from tabulate import tabulate
 from torch.fx import Graph, Node
 
 from sp_compile.lowering.base.layers import node_layer
-from sp_compile.passes.cost.walk.liveness import LivenessWalk, LiveValue, WalkMoment, is_on_host, storage_bytes, walk
+from sp_compile.passes.cost.walk.live_values import LiveValue, WalkMoment, is_on_host, storage_bytes
+from sp_compile.passes.cost.walk.liveness import LivenessWalk, walk
 from sp_compile.passes.graph.call import graph_tangents, node_tensors
 from sp_compile.passes.graph.sizes import as_sizes, is_same_size, size_product
 
@@ -376,7 +377,7 @@ def _unsharded_bytes(moments: Sequence[WalkMoment], unit: int) -> list[int]:
             if not layer_start[0]:
                 outside_layers = gradients
             at_layer_start, layer_start = gradients, key
-        previous_layer = min(unit, at_layer_start - outside_layers)
+        previous_layer = min(unit, at_layer_start - outside_layers)  # at most the bytes of the largest layer
         unsharded.append(outside_layers + previous_layer + moment.results - at_layer_start)
         gradients = moment.results
     return unsharded

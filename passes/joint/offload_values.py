@@ -36,7 +36,7 @@ from sp_compile.passes.cost.group_names import is_collective
 from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.cost.offload_cost import MIN_OFFLOAD_BYTES, HostValues, copy_seconds, hiding_seconds
 from sp_compile.passes.cost.step_memory import GraphStep, StepMemory
-from sp_compile.passes.cost.walk.liveness import nbytes_of, storage_bytes
+from sp_compile.passes.cost.walk.live_values import nbytes_of, storage_bytes
 from sp_compile.passes.cost.weight_memory import ModelBytes
 from sp_compile.passes.graph.call import is_tensor, node_tensors
 from sp_compile.passes.graph.sizes import (
@@ -180,7 +180,7 @@ class OffloadValues(Pass):
         self, schedule: _OffloadSchedule, excess_at: Sequence[tuple[int, float]], chosen: dict[Node, int],
         remaining: dict[int, float],
     ) -> dict[Node, int]:  # fmt: skip
-        """Return the chosen storages without those, the largest first, without which no node exceeds more memory.
+        """Return the chosen storages that are needed: drop each, the largest first, if no node then has more excess.
 
         Args:
             schedule: The copies of any set of storages.

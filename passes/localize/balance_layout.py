@@ -99,8 +99,9 @@ class BalanceLayout(Pass):
     ) -> None:
         """Emit the op that balances rows before the first call, or read the order of balanced inputs.
 
-        Sets the attributes that `_rewrite_call` reads, among them `order` (positions in the balanced order) and
-        `inverse` (the row of each position).
+        Sets the attributes that `_rewrite_call` reads: `order` (the position of each row in the balanced order) and
+        `inverse` (the row of each position); for the masks `representatives`, `vectors`, `tables`, `positions` and
+        `reordered`, which are described where they are set. `optional_nodes` are erased if no call reads them.
 
         Args:
             gm: The local graph.
@@ -112,7 +113,14 @@ class BalanceLayout(Pass):
         first = calls[0][0].node if calls else inputs[-1].next
         all_frames = [frame for _, frames in calls for frame in frames.values()]
         length = shards[0].frame.size if shards else all_frames[0].size
-        _check_lengths(calls, length)
+        for call, frames in calls:
+            if not all(is_same_size(frame.size, length) for frame in frames.values()):
+                sizes = ", ".join(dict.fromkeys(str(frame.size) for frame in frames.values()))
+                raise SpError(
+                    "SP411",
+                    f"layout='balanced': expected one sequence, of {length} positions, got {describe_node(call.node)} "
+                    f"with rows of {sizes} positions.",
+                )
         attentions = [call for call, frames in calls if "q_frame" in frames]  # only attentions have queries
         read_vectors = [v for call in attentions for v in mask_vectors(call.node)]
         # each mask vector of the sequence's length -> the first vector that is the same computation
@@ -128,9 +136,8 @@ class BalanceLayout(Pass):
                 arguments = self._balance_arguments(attentions, all_frames, length, n, device)
                 outputs = self.compute(sp.balance_rows.default, arguments, first)
             results = [self.emit(operator.getitem, (outputs, i), x, first) for i, x in enumerate(outputs.meta["val"])]
-            # balance_rows returns the order, its inverse, its chunks (for other graphs) and tables; balance_tables only
-            # the tables, with `orders` for the first three. The first table is that of the positions; those of the
-            # vectors follow, then those of the reordered vectors.
+            # Order, inverse and chunks (which only other graphs read) are inputs or results of the op; then follow the
+            # tables of the positions, of the vectors, and of the reordered vectors.
             self.order, self.inverse, _, positions_table, *tables = *orders, *results
             self.tables = dict(zip(self.vectors, tables))
             # the position of each row as a vector (1, length), and its table
@@ -140,7 +147,6 @@ class BalanceLayout(Pass):
                 v: (self._emit_reorder(v, 1, all_rows, first), table)
                 for v, table in zip(self.vectors, tables[len(self.vectors) :], strict=True)
             }
-            # erased at the end if no call reads them
             self.optional_nodes = [*results, self.positions[0], *(vector for vector, _ in self.reordered.values())]
 
     def _balance_arguments(
@@ -336,18 +342,6 @@ def _has_sharded_output(gm: GraphModule, job: PassContext) -> bool:
     assert job.input_placements is not None
     origins = [node_info(node).origin for node in gm.graph.output_node().all_input_nodes]  # in the global graph
     return any(isinstance(job.input_placements.of(origin), Shard) for origin in origins if origin is not None)
-
-
-def _check_lengths(calls: Sequence[tuple[OpCall, FrameMap]], length: Size) -> None:
-    """Raise SpError if a balanced frame has another number of positions than `length`: there is one order only."""
-    for call, frames in calls:
-        if not all(is_same_size(frame.size, length) for frame in frames.values()):
-            sizes = ", ".join(dict.fromkeys(str(frame.size) for frame in frames.values()))
-            raise SpError(
-                "SP411",
-                f"layout='balanced': expected one sequence, of {length} positions, got {describe_node(call.node)} "
-                f"with rows of {sizes} positions.",
-            )
 
 
 def _balanced_frames(node: Node) -> FrameMap:

@@ -190,7 +190,10 @@ class PaddingProof:
                 raise _padding_error("the output", x)
 
     def _check_call(self, node: Node) -> None:
-        """Raise SpError if the call may depend on loose rows, and record whether its own padded rows are loose."""
+        """Raise SpError if the call may depend on loose rows, and record whether its own padded rows are loose.
+
+        A padded row is loose if it differs from the nearest valid row, and cut if a window has cut it off.
+        """
         origin, declared_padding = node_info(node).origin, PADDED.get(node.target)
         if origin is None:
             return

@@ -225,7 +225,7 @@ def through_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], n:
     leading = _leading_operand(call, rule, {i: factor for i, (factor, _) in factors.items()})
     main_factor, base = factors[leading] if leading is not None else ("", None)
     for i, (factor, shard) in factors.items():
-        # Once this operand is gathered, the node still runs on shards of the leading one, if only that has the factor.
+        # Whether the node remains sharded if this operand is gathered.
         keeps_sharding = leading is not None and main_factor not in flatten_dims(rule.operands[i])
         if not factor or rule.kind(factor) == "whole":
             why = f"needs all of {factor!r}" if factor and not rule.reshapes else NO_PLACEMENT

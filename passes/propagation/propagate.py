@@ -156,17 +156,17 @@ def _visit(
 
     Args:
         plan: The plan so far.
-        axes: The dims of the graph's values, and which of them are sequences.
+        axes: The axes of the graph.
         node: A node that is no input or output.
         n: The number of ranks.
         keep_replicated: If True, no sequence starts at the node.
         declines: As in `propagate`.
-        window: A frame of another sequence, if a sequence that starts at the node is a window of that one.
+        window: The window of another sequence as which a sequence starts at the node, if any.
     """
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         return NodeStep(None, (_item_placement(plan, node, node.args[0]),))
     call, rule = lookup_rule(node) or (None, None)
-    if is_written(node):  # changed in place, so that it runs on replicated operands
+    if is_written(node):  # in place: it runs on replicated operands
         rule = None
     operands = call.operands if call is not None else [x for x in node.all_input_nodes if is_tensor(x)]
     have = [plan.of(x) for x in operands]
@@ -176,23 +176,24 @@ def _visit(
         why = "the exchange was written for another placement of its operand"
         stale = [i for i, p in enumerate(have) if not has_expected_placement(call, p)]
         return NodeStep(tuple(have), transfer(call), tuple(Demand(node, i, "stale", have[i], why=why) for i in stale))
-    # A linear op that `MarkPartialSums` has marked runs on partial sums.
+    # A linear op that `MarkPartialSums` has marked runs on partial sums; others get partial gradients.
     if node_info(node).combines and call is not None and is_partial_sum(call, have):
         return NodeStep(tuple(p if isinstance(p, Partial) else SUMMAND_DEMAND for p in have), (Partial(),))
-    # All others need reduced sums: a partial operand has a demand, and counts as replicated from here on.
+    # All others run on reduced sums.
     demands = [Demand(node, i, "reduce", p) for i, p in enumerate(have) if isinstance(p, Partial)]
     have = [REPLICATE if isinstance(p, Partial) else p for p in have]
     step = _node_step(axes, node, call, rule, have, n, keep_replicated, window)
-    declined = declines(call, rule, have) if declines and call and step.wants else None
+    declined = declines(call, rule, have) if declines and call and step.wants else None  # a reason, or None
     if declined is not None:
         step = replicate_operands(node, have, "whole", declined, len(step.results))
-    # If an operand differs by rank (Varying) and the rule does not expect this, the results differ by rank, too.
+    # The results of operands that differ by rank (Varying) do, too, unless the rule expects such operands.
     expected = (rule.operand_placements if rule is not None else None) or (REPLICATE,) * len(have)
     if any(p == VARYING and want != VARYING for want, p in zip(expected, have)):
         step = varying_result(node, have, VARYING, len(step.results))
     forced_result = node_info(node).result  # set by a pass, for a collective of the user's program
     if forced_result is not None:
         step = varying_result(node, have, forced_result, len(step.results))
+    # The step runs on replicated operands: gradients and random draws must then be equal on all ranks.
     if step.wants is None and VARYING not in step.results:
         demands += [Demand(node, i, "invariant", p, why=INVARIANT) for i, p in enumerate(have) if p == SUMMAND_DEMAND]
     demands += step.demands

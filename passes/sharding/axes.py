@@ -231,30 +231,22 @@ class Axes:
 
         By default, it has the size of the sequence. There are three other cases: a part of a concatenation is a window
         of the longest sequence of its class. A sequence that is computed in chunks is padded to complete chunks on
-        each rank. One that convolutions with strides read is padded to complete strides on each rank.
+        each rank. One that convolutions with strides read is padded to complete strides on each rank: 10 rows that are
+        read with stride 2 have the size 12 on 3 ranks, unless most rows would be padding.
         """
         name = self.find(atom.name)
+        # The first positions of this part in concatenations.
         starts = [start for part, start in self.joined if part.size == atom.size and self.find(part.name) == name]
         is_chunked = name in self.granules
         if self.n == 1 or not (starts or is_chunked):
-            return self._strided_frame(atom)
-        start = starts[0] if starts else 0
+            stride = self.strides.get((name, atom.size), 1)
+            size = self.n * stride * ceil_div(atom.size, self.n * stride)
+            is_padded = stride > 1 and self.folds == 1 and is_most_of(atom.size, size)
+            return Frame(size, 0, atom.size) if is_padded else Frame.full(atom.size, self.folds)
         longest = max((a.size for a in self._atoms() if self.find(a.name) == name), key=assume_large)
-        if not is_chunked:
-            return Frame(longest, start, atom.size, self.folds)
-        return replace(Frame.of_chunks(atom.size, longest, self.granules[name], self.n, self.folds), start=start)
-
-    def _strided_frame(self, atom: Atom) -> Frame:
-        """Return the frame of a sequence with the rows of an atom, padded to complete strides on each rank.
-
-        For two successive windows of stride 2 on 2 ranks, each rank has a multiple of 4 rows: 14 rows have a frame of
-        16. Without strides, or if the order is not contiguous or more than half of the frame would be padding, the size
-        is that of the atom.
-        """
-        multiple = self.n * self.strides.get((self.find(atom.name), atom.size), 1)
-        size = multiple * ceil_div(atom.size, multiple)
-        is_strided = multiple > self.n and self.folds == 1 and is_most_of(atom.size, size)
-        return Frame(size, 0, atom.size) if is_strided else Frame.full(atom.size, self.folds)
+        frame = Frame.of_chunks(atom.size, longest, self.granules.get(name, 1), self.n, self.folds)
+        size = frame.size if is_chunked else longest
+        return replace(frame, size=size, start=starts[0] if starts else 0)
 
     def _atoms(self) -> Iterator[Atom]:
         """Yield the atoms of all dims of all values."""

@@ -271,18 +271,19 @@ class _RivalChoice:
         """
         strongest = set(self.axes.sequences)
         values = dict.fromkeys(value for evidence in self.found for value in _rival_values(evidence))
-        rivals = [names for names in map(self._candidates, values) if len(names) > 1]  # one set for each value
-        strong_rivals = [names for names in rivals if not strongest.isdisjoint(names)]
-        if not strong_rivals:
+        # The candidates of each value that has several of them.
+        rival_sets = [names for names in map(self._candidates, values) if len(names) > 1]
+        with_strongest = [names for names in rival_sets if not strongest.isdisjoint(names)]
+        if not with_strongest:
             return
         for dims in self.axes.dims.values():
             self.counts.update(self.axes.find(a.name) for a in {a for dim in dims for a in dim})
         self.work = RowWork(self.gm, self.axes)
-        chosen = strongest.union(*strong_rivals)
-        for names in rivals:
-            remaining = names & chosen  # weaker candidates were not considered, or an earlier value excluded some
+        chosen = strongest.union(*with_strongest)
+        for names in rival_sets:
+            remaining = names & chosen  # an earlier value may have excluded some
             if len(remaining) > 1:
-                chosen -= remaining - {self._choose(remaining)}  # one remains
+                chosen -= remaining - {self._choose(remaining)}
         self.axes.sequences = chosen
 
     def _candidates(self, node: Node) -> set[int]:
@@ -296,9 +297,9 @@ class _RivalChoice:
         Of about equal ones, it is the one with the strongest evidence, then the one that most values have. A dim along
         which an input is sharded already is chosen in any case.
         """
-        divided = {x: self.work.flops_of_rows(self.rows[x]) for x in rivals}  # FLOPs that shards along x divide
-        total = max(divided.values())  # equal for all rivals; products that no shards divide are not counted
-        # FLOPs of a rank with x: those that its shards do not divide, and its share of the others
+        # A rank computes its share of the FLOPs that shards along the candidate divide, and all others.
+        divided = {x: self.work.flops_of_rows(self.rows[x]) for x in rivals}
+        total = max(divided.values())
         flops = {x: total - divided[x] * (1 - _largest_share(self.sizes[x], self.axes.n)) for x in rivals}
         least = min(flops.values())
         about_least = [x for x in rivals if flops[x] <= (1 + LARGE_SHARE) * least]

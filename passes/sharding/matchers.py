@@ -254,13 +254,13 @@ def _cancel_chain(node: Node, operand: Node, origins: dict[Node, Node]) -> Node:
     of an earlier value with the node's shape.
 
     Args:
-        node: A permutation or reshape, no copy.
+        node: A permutation or reshape.
         operand: Origin of its operand.
         origins: Origins of the values before it: the first values with the same elements at the same positions.
     """
     order, source = permutation_of(node), operand  # order: the dims of `source` in the order of the node's
-    while order is not None:
-        if is_identity(order):
+    while order is not None:  # a permutation
+        if is_identity(order) and source is not operand:
             return origins[source]
         inner_order = permutation_of(source)
         if inner_order is None:
@@ -268,7 +268,7 @@ def _cancel_chain(node: Node, operand: Node, origins: dict[Node, Node]) -> Node:
         order = tuple(inner_order[d] for d in order)
         source = OpCall(source).operands[0]
     source = operand
-    while keeps_order(node):
+    while keeps_order(node):  # a reshape
         if _has_same_shape(source, node):
             return origins[source]
         if not is_rearrangement(source) or not keeps_order(source):

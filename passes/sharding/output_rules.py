@@ -33,8 +33,8 @@ class OutputInfo(NamedTuple):
     where: str  # the user's line that computes it
 
 
-# The key of `GraphModule.meta` for the list of `OutputInfo`, one per output; None for non-tensors
-OUTPUT_RULES = "sp_results"
+# Key of `GraphModule.meta` for the result of `output_infos`
+OUTPUT_INFOS = "sp_results"
 
 
 def output_infos(gm: GraphModule, plan: PlacementPlan) -> list[OutputInfo | None]:

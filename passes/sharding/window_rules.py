@@ -231,6 +231,7 @@ def _conv_windows(call: OpCall) -> WindowCalls:
     else:
         padding = _image_numbers(call["padding"], 0, len(spatial))
     lengths, window_calls = call.result_shapes()[0][first:], {}
+    # head, tail: the arguments of the sp:: op before and after the padding, which it takes as (before, after).
     if len(spatial) == 1 and call.ndim() == 3:
         head: tuple[Any, ...] = (call["weight"], call["bias"])
         tail: tuple[Any, ...] = (stride[0], dilation[0], call["groups"])

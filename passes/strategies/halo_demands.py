@@ -168,10 +168,8 @@ class ExchangeHalos(DemandPass):
         have = demand.have
         if demand.kind != "align" or not isinstance(have, Shard) or not isinstance(want, Shard):
             return None
-        placed_or_reason = place_window(SlidingRows(have.frame.length), have, self.job.ranks.n)
-        if isinstance(placed_or_reason, str):  # the reason why rows cannot be read from neighbors
-            return None
-        if have.dim != want.dim or not want.frame.order.is_in_order:
+        placed = place_window(SlidingRows(have.frame.length), have, self.job.ranks.n)  # a str: why it is not possible
+        if isinstance(placed, str) or have.dim != want.dim or not want.frame.order.is_in_order:
             return None
         if not (is_same_size(want.outer, 1) and is_same_size(want.inner, 1)):  # the dim has other factors
             return None

@@ -88,7 +88,7 @@ class JoinSequences(Pass):
 
         Return True if the node was such a concatenation.
         """
-        parts = _find_parts(node)
+        parts = _find_parts(node)  # a placed part has the same positions in its value as in the node
         values = {part.value for part in parts}
         if len(values) != 1 or not all(part.is_placed for part in parts):
             return False

@@ -297,8 +297,9 @@ def _trace_bodies(
 ) -> tuple[dict[int, TileBody], list[str]]:  # fmt: skip
     """Trace the tiles of each length; return the bodies by length, and the form of each gradient.
 
-    Tiles of all lengths add to the same accumulator, so that a gradient with different forms is not returned as parts.
-    Arguments: as of `_trace_body`.
+    A gradient that is a sum over the tiles (`sums`) may be returned as parts, such as the operands of a product that
+    the loop adds; its form is how the loop adds them. Tiles of all lengths add to the same accumulator, so that a
+    gradient with different forms is not returned as parts. Arguments: as of `_trace_body`.
     """
     traced = {n: _trace_body(tile, trained, differentiable, at_once, sums) for n, tile in functions.items()}
     forms_by_length = [forms for _, forms in traced.values()]

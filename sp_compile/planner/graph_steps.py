@@ -40,9 +40,7 @@ def graph_step(lowered: RankProgram, options: SPConfig, offloads: bool) -> Graph
         The step as the options offload it. With `offloads`, the step with nothing on the host, and as its `hosted` that
         with all offloadable values there.
     """
-    # `passes` run over the two graphs when they are partitioned. With `offloads` these offload nothing, for the first
-    # walk below; then OffloadValues of `requested` offloads all values, for the second.
-    if offloads:
+    if offloads:  # offload all values, but between the two walks below; the partition runs the other passes
         requested = lowered.partitioned_passes(replace(options, offload=1.0))
         passes = requested and PartitionedPasses(replace(requested.job, options=replace(options, offload="never")))
     else:

@@ -454,9 +454,9 @@ def _update_rows(planner: StepPlanner, result: StepPlan, rows: Sequence[Variant]
 def _estimate_share(planner: StepPlanner, result: StepPlan, variant: Variant) -> Variant | None:
     """Return an estimate of the variant with the least share on the host with which it fits, from two examined shares.
 
-    The memory is assumed to be linear in the share, between that of the variant with nothing on the host and that of
-    this variant: with 100 GB at 0 % and 60 GB at 50 %, 80 GB need 25 %. None if the variant with nothing on the host is
-    not known, no share is sufficient, the least sufficient one was examined, or the host has too little memory.
+    The memory is assumed to be linear in the share. The two shares are 0 (nothing on the host) and that of `variant`.
+    None if share 0 has not been examined, `variant` needs no less memory than it, no share is sufficient, the least
+    sufficient share has been examined, or the host has too little memory.
     """
     without_share = replace(variant.config, offload=0.0)
     by_share = {row.offload: row for row in result.rows if replace(row.config, offload=0.0) == without_share}

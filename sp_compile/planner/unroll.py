@@ -28,7 +28,8 @@ from typing import NamedTuple
 from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.cost.offload_cost import MIN_OFFLOAD_BYTES, HostValues, copy_seconds
 from sp_compile.passes.cost.step_memory import GraphStep
-from sp_compile.passes.cost.walk.liveness import LivenessWalk, LiveValue
+from sp_compile.passes.cost.walk.live_values import LiveValue
+from sp_compile.passes.cost.walk.liveness import LivenessWalk
 
 # The values on the host: (path of a representative, name of a value that it saves) -> number of the layers that it
 # represents, from the first one of the model, that offload this value.
@@ -211,11 +212,10 @@ class Unroll:
 
         The moments of a layer of the program are repeated for each layer of the model that it represents. A repeated
         moment has the bytes of the program's moment, plus what the earlier layers of the model save, minus what the
-        earlier layers of the program save, which are among the bytes of its moment. A backward runs the layers in
-        reverse order; there the gradients of all later layers are added and subtracted in the same way.
-
-        Example: the program has the layers 0 and 1, which save 10 and 20 bytes, and the order of the model is 0 1 1 1.
-        The moments of the last 1 in the forward have those of layer 1, plus 10 + 20 + 20 bytes, minus 10.
+        earlier layers of the program save, which are among the bytes of its moment. Example: layer 1 of the program has
+        one layer before it, the fifth layer of the model has four; the moment gets the bytes of four in place of one.
+        A backward runs the layers in reverse order; there the gradients of all later layers are added and subtracted in
+        the same way.
 
         Args:
             walk: The walk of the program, forward or backward.
@@ -223,12 +223,11 @@ class Unroll:
             is_backward: True for the walk of a backward.
         """
         ranges = _split_walk(walk, [layer.path for layer in self.layers])
-        # The saved values on the device: of each layer of the model, of all, and the number of those before each layer.
-        remaining = list(self._remaining_per_layer(counts))
+        remaining = list(self._remaining_per_layer(counts))  # saved values on the device, of each layer of the model
         saved = [*chain(*remaining)]
         num_saved_before = [0, *accumulate(map(len, remaining))]
-        # For each layer of the model, and of the program: the bytes that the layers before it save, and those of the
-        # gradients of this layer and all after it.
+        # By the number of layers before a moment, in the model and in the program: the bytes that these layers save,
+        # and the bytes of the gradients of all other layers.
         saved_before = [0, *accumulate(map(_total_bytes, remaining))]
         program_saved_before = [0, *accumulate(_total_bytes(layer.saved) for layer in self.layers)]
         grads_from = _suffix_sums([self.layers[i].gradients for i in self.order])
@@ -239,17 +238,21 @@ class Unroll:
             """Add the moments of a range of the program's walk, with the bytes of other layers.
 
             Args:
-                path: Key of the range.
+                path: Key of the range: the path of a layer, or the moments before or after all layers.
                 position: Number of layers of the model before it.
                 i: Number of layers of the program before it.
-                num_own: 1 for the range of a layer, which creates the gradients of this layer itself; 0 for the ranges
+                num_own: 1 for the range of a layer, whose own gradients its moments contain already; 0 for the ranges
                     before and after all layers.
             """
             grads = grads_from[position + num_own] - program_grads_from[i + num_own] if is_backward else 0
             count = num_saved_before[position]
             extra_values = partial(_extra_values, saved, count, self.layers[:i], grads, is_backward)
             nbytes = saved_before[position] - program_saved_before[i] + grads
-            unrolled.append_range(ranges[path], nbytes, grads, extra_values)
+            for source in range(ranges[path].begin, ranges[path].end):
+                moment = walk.moments[source]
+                unrolled.moments.append(replace(moment, nbytes=moment.nbytes + nbytes, results=moment.results + grads))
+                unrolled.sources.append(source)
+                unrolled.extra_values.append(extra_values)
 
         first, last = (0, 0), (len(self.order), len(self.layers))  # numbers of layers before the range
         add_range(BEFORE_LAYERS, *(last if is_backward else first), 0)

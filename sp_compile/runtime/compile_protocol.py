@@ -66,7 +66,7 @@ class CompileProtocol:
                 # (its error is the cause) ends only its group: the others receive the error in their exchanges.
                 if error.__cause__ is None:
                     self.opened = False
-        if not self.opened:
+        if not self.opened:  # the exchanges of this compilation do not take place
             self.remaining = []
         for mismatch in self.stopped_groups.values():  # raise the first one, if any
             raise mismatch

@@ -178,6 +178,9 @@ class GuardedProgram:
     def _agree(self, args: Sequence[Any], refusal: SpError | None = None) -> Message:
         """Announce this call to the ranks, and return its message after all have agreed on it.
 
+        A problem is the error that the call raises: the ranks do not agree, or one of them has failed. It is a mismatch
+        of operations if the ranks announce different ones, such as calls with other numbers.
+
         Args:
             args: Arguments of the call.
             refusal: Error of a call that changes an input in place whose memory another input shares, or None.
@@ -185,42 +188,47 @@ class GuardedProgram:
         Raises:
             SpError: On every rank, if the ranks do not agree or one has failed.
         """
-        if self.parameters is None:
-            self.parameters = [isinstance(a, torch.nn.Parameter) for a in args]
-        channel, subject, check_every = channel_of(self.ranks), self.info.subject, self.info.check_every
-        model, number = (0, 0) if channel is None else channel.count_call(subject, [*compress(args, self.parameters)])
-        compares_all = model not in self.called or (check_every > 0 and number % check_every == 0)
-        self.called.discard(model)  # until the ranks agree: the call after an error is compared in full
-        # Announce the call, and receive the messages of the other ranks.
-        earlier = {} if channel is None else channel.take_earlier()
-        error = not_compiled(self.error) or refusal
-        mine = Message(CALL_VERB, subject, number, model=model, program=self._record, earlier=earlier, error=error)
-        with self._announce_failure(mine):
-            mine = replace(mine, mode=mode_fields(), inputs=self._describe_inputs(args, compares_all, channel, mine))
-        has_raised = channel is not None and channel.raised is not None  # the exchange clears `channel.raised`
+        channel = channel_of(self.ranks)
+        mine = self._announcement(args, channel, refusal)
+        has_raised = channel is not None and channel.raised is not None
         messages = all_gather_messages(self.ranks, mine)
-        if messages is None:  # the ranks agree; they may have an error that all received from another group
+        if messages is None:  # the messages are equal; all ranks may have one error, which they know from another group
             problem, operation_mismatch = wrap_error(self.error) or refusal, None
         else:
             operation_mismatch = describe_operation_mismatch(messages)
             problem = operation_mismatch or self._difference(messages)
         if problem is None:
-            self.called.add(model)
+            self.called.add(mine.model)
             return mine
-        self._stop_inner_groups()
+        self._stop_inner_guards()
         # A rank that has raised in a step, and whose program caught it, announces its next call while the other ranks
         # are still in that step, such as at its backward.
         raised = describe_raised(messages or ())
         if raised and operation_mismatch is not None:
             if has_raised and len(involved_groups()) == 1:
-                return self._agree(args, refusal)  # the others raise now, and then announce the same call as this rank
+                # This is the rank that has raised. The others raise now, and then announce the same call as this rank.
+                return self._agree(args, refusal)
             abort_if_connected(channel, messages or (), mine)
         if operation_mismatch is None:  # the error of a mismatch has the exceptions already
             problem = problem.with_context(raised)
         raise problem from self.error
 
-    def _stop_inner_groups(self) -> None:
-        """Notify the groups of the inner guards, whose other ranks wait for this call, that it does not take place."""
+    def _announcement(self, args: Sequence[Any], channel: ControlChannel | None, refusal: SpError | None) -> Message:
+        """Count this call, and return the message that announces it; the arguments are those of `_agree`."""
+        if self.parameters is None:
+            self.parameters = [isinstance(a, torch.nn.Parameter) for a in args]
+        subject, check_every = self.info.subject, self.info.check_every
+        model, number = (0, 0) if channel is None else channel.count_call(subject, [*compress(args, self.parameters)])
+        compares_all = model not in self.called or (check_every > 0 and number % check_every == 0)
+        self.called.discard(model)  # until the ranks agree: the call after an error is compared in full
+        earlier = {} if channel is None else channel.take_earlier()
+        error = not_compiled(self.error) or refusal
+        mine = Message(CALL_VERB, subject, number, model=model, program=self._record, earlier=earlier, error=error)
+        with self._announce_failure(mine):
+            return replace(mine, mode=mode_fields(), inputs=self._describe_inputs(args, compares_all, channel, mine))
+
+    def _stop_inner_guards(self) -> None:
+        """Notify the groups of the inner guards, whose other ranks wait for this call, that it raises."""
         inner = self.run
         while isinstance(inner, GuardedProgram):
             all_gather_messages(inner.ranks, STOP_VERB)

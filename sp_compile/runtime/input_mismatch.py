@@ -38,61 +38,43 @@ def find_input_mismatch(
     """
     inputs = _common_inputs(messages)  # for each rank the records of its inputs, by name
     common = [name for name in inputs[0] if all(name in records for records in inputs)]
-    if len(common) == min(map(len, inputs)):  # a rank has no other inputs; `lines` show those of the other ranks
+    if len(common) == min(map(len, inputs)):  # a rank has only these; `lines` show the other inputs of the others
         inputs = [{name: records[name] for name in common} for records in inputs]
     first = inputs[0]
-    # Names of the inputs that differ in size or value, or that a rank lacks; tensors before numbers.
-    differing = [name for name in {**first, **inputs[-1]} if _is_different([records.get(name) for records in inputs])]
-    differing.sort(key=lambda name: name in first and _is_python_scalar(first[name]))
+    # The inputs that differ.
+    names = [name for name in {**first, **inputs[-1]} if _is_different([records.get(name) for records in inputs])]
+    names.sort(key=lambda name: name in first and _is_python_scalar(first[name]))  # tensors before numbers
     mismatch = _find_dtype_mismatch([message.program.dtypes for message in messages])
-    if mismatch is None and not differing:
+    if mismatch is None and not names:
         mismatch = _find_gradient_mismatch([message.program.trained for message in messages])
-    mismatch = mismatch or _find_program_mismatch(messages, lines, inputs, differing)
     if mismatch is not None:
         return mismatch
-    # The ranks have the same program, and inputs of the same names and sizes: the values differ, if anything does.
-    if differing:
-        rows = [row or SAME_INPUTS for row in _input_rows(inputs, differing)]
-        return _value_error(messages[0].number > 1, differing, rows, compared, has_shards)
-    samples = [{f"part of {name}": x.sample for name, x in records.items() if x.sample} for records in inputs]
-    cause = describe_field_mismatch(samples, OTHER_VALUES)
-    return _data_error(cause, has_shards) if cause else None
-
-
-def _find_program_mismatch(
-    messages: Sequence[Message],
-    lines: Sequence[str],
-    inputs: Sequence[Mapping[str, InputRecord]],
-    differing: Sequence[str],
-) -> SpError | None:
-    """Return the error of ranks whose inputs have different sizes (SP632), or whose programs differ, or None.
-
-    Args:
-        messages: Message of each rank about its call.
-        lines: A line of each rank at the first difference of their programs.
-        inputs: For each rank the records of its inputs, by name.
-        differing: The names of the inputs that differ, or that a rank lacks.
-    """
-    first, is_same_program = inputs[0], len({message.program.digest for message in messages}) == 1
-    has_same_names = all(records.keys() == first.keys() for records in inputs)
-    sizes_differ = has_same_names and len({tuple(records[name].size for name in first) for records in inputs}) > 1
+    # The line of each rank, with its inputs that differ, after its line of the program if only the program differs.
+    rows = format_rank_rows([{name: str(record) for name, record in records.items()} for records in inputs], names)
+    is_same_program = len({message.program.digest for message in messages}) == 1
+    same_names = all(records.keys() == first.keys() for records in inputs)
+    sizes_differ = same_names and len({tuple(records[name].size for name in common) for records in inputs}) > 1
     heading, summary = "What differs", f"the {len(inputs)} ranks of this group were given"
-    rows = _input_rows(inputs, differing)
-    if has_same_names and not sizes_differ and not is_same_program and lines:
+    if same_names and not sizes_differ and not is_same_program and lines:
         heading = "What differs first"
         rows = [line + (f"; {row}" if row else "") for line, row in zip(lines, rows)]
-    has_reason = is_same_program or differing or lines  # else only the digests of the programs differ
-    rows = [row or (SAME_INPUTS if has_reason else "another graph") for row in rows]
+    has_reason = is_same_program or names or lines  # else only the digests of the programs differ
+    rows = [row or ("the same inputs as the others" if has_reason else "another graph") for row in rows]
+    # The error of the first difference: sizes, programs, values, samples of values.
     if sizes_differ:
-        are_numbers = bool(differing) and _is_python_scalar(first[differing[0]])
+        are_numbers = bool(names) and _is_python_scalar(first[names[0]])
         difference = "different numbers" if are_numbers else "inputs of different sizes"
         return SpError("SP632", format_mismatch(f"{summary} {difference}", rows))
     training = describe_by_rank([message.program.training for message in messages])
     if not is_same_program and training:
         return SpError("SP641", format_mismatch(training, rows, heading))
-    if not has_same_names or not is_same_program:
+    if not same_names or not is_same_program:
         return SpError("SP631", format_mismatch(f"{summary} different programs", rows, heading))
-    return None
+    if names:
+        return _value_error(messages[0].number > 1, names, rows, compared, has_shards)
+    samples = [{f"part of {name}": x.sample for name, x in records.items() if x.sample} for records in inputs]
+    cause = describe_field_mismatch(samples, OTHER_VALUES)
+    return _data_error(cause, has_shards) if cause else None
 
 
 def _input_rows(inputs: Sequence[Mapping[str, InputRecord]], names: Sequence[str]) -> list[str]:

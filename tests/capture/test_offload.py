@@ -24,7 +24,7 @@ from sp_compile.lowering import offload_ops as ops
 from sp_compile.lowering.base.options import SPConfig
 from sp_compile.lowering.torch_compat import storage_of
 from sp_compile.passes.cost.step_memory import StepMemory, format_bytes
-from sp_compile.passes.cost.walk.liveness import nbytes_of
+from sp_compile.passes.cost.walk.live_values import nbytes_of
 from sp_compile.passes.graph.call import node_tensors
 from sp_compile.passes.joint.partitioned import PartitionedPasses
 

@@ -34,7 +34,7 @@ from sp_compile.passes.cost.exchange_cost import Exchange
 from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.cost.offload_cost import HostValues
 from sp_compile.passes.cost.step_memory import GraphStep, StepMemory, format_bytes
-from sp_compile.passes.cost.walk.liveness import LiveValue
+from sp_compile.passes.cost.walk.live_values import LiveValue
 from sp_compile.passes.cost.weight_memory import ModelBytes
 from sp_compile.passes.report import Report
 from sp_compile.passes.sharding.find_sequences import SequenceCandidate

@@ -28,12 +28,15 @@ def blocked_inclusive(
 ) -> tuple[Any, Any]:
     """Return each state combined with all before it along ``dim``, lowered, and the last state unlowered.
 
+    All blocks of BLOCK_ROWS rows are scanned at once: step i combines row i of each block with the result at row i - 1,
+    after the first rows of later blocks were combined with the totals of all earlier blocks.
+
     The arguments are those of `tree_inclusive`. `lift` converts rows of states before they are combined, `lower` the
     results.
     """
     n = num_rows(states, dim)
-    # `running` has one row per block: the result at the current row of each block. It starts with the first rows. For
-    # n = 70 these are the rows 0, 32 and 64; from row 6 of the blocks on, only two blocks have rows.
+    # `running` has one row per block: the result at the current row of each block. It starts with the first rows.
+    # `slice_rows` takes the arguments of `slice`: (stop), or (start, stop, step).
     running = lift(slice_rows(states, dim, 0, None, BLOCK_ROWS))
     if n > BLOCK_ROWS:  # add the totals of all earlier blocks to the first rows of later blocks
         carries, _ = blocked_inclusive(combine, _block_totals(combine, states, dim, lift), dim)

@@ -65,7 +65,8 @@ def _compute_dtype(problem: ScanProblem) -> torch.dtype | None:
     """Return the dtype of the states, in which C++ computes; None if there is no kernel of the problem."""
     floats = problem.result.is_floating_point
     if problem.op in ("max", "min"):
-        # Every value, and the index of an extreme, must be exact in the dtype of the state.
+        # Every value must be exact in the dtype of the state, and so must the index of an extreme, which only float64
+        # represents for long dims. A problem of the kind "scan" has no indices.
         if not floats:
             return torch.int64
         return torch.float32 if problem.kind == "scan" and problem.result is not torch.float64 else torch.float64

@@ -210,7 +210,8 @@ class _ScoreWriter:
     def _inline_node(self, node: Node, values: Mapping[Node, Any]) -> Any:
         """Return the value of a node of a score_mod or mask_mod.
 
-        It is a node of the score function or, if it depends on no pair, of the outer graph; or a `_TableElement`.
+        It is a node of the score function or, if it depends on no pair of query and key, a new node of the outer graph
+        (the user's graph, which contains the attention). For an index or select, it is a `_TableElement`.
 
         Args:
             node: The node.
@@ -223,7 +224,7 @@ class _ScoreWriter:
             raise NotSymbolic(f"it creates a tensor, {node.name}")
         operands = [values[x] for x in node.all_input_nodes]
         if operands and all(map(self._is_outer, operands)):
-            if node.target is aten.item.default:  # of a Python float that may change between calls
+            if node.target is aten.item.default:  # a Python float that may change between calls, traced as a tensor
                 return self._cast_number(operands[0])
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
             return self._emit_outer(node.target, args, kwargs)
@@ -234,8 +235,8 @@ class _ScoreWriter:
         args, kwargs = pytree.tree_map(
             lambda x: self._argument(values[x] if isinstance(x, Node) else x), (list(node.args), dict(node.kwargs))
         )
-        # A size that other calls may change was a number when the body was traced, and is a tensor here (`_table`). The
-        # overload for numbers does not accept it; the packet selects one by the arguments.
+        # A size that other calls may change was a number when the body was traced, and is a tensor (a table) here, for
+        # which the op has another overload.
         has_table = any(isinstance(x, Node) and x.op == "placeholder" and x.name.startswith("table") for x in args)
         kwargs = {k: v for k, v in kwargs.items() if v is not None and k != "pin_memory"}
         return self.call(node.target.overloadpacket if has_table else node.target, args, kwargs)

@@ -182,34 +182,19 @@ class CoupledStates:
         node = column.node
         terms = TERMS.get(getattr(node.target, "overloadpacket", None))
         call, rule = lookup_rule(node) or (None, None)
-        nodes = pytree.tree_leaves((node.args, node.kwargs))
+        nodes = pytree.tree_leaves((node.args, node.kwargs))  # the arguments of the first step, in the order of leaves
         tensors = [i for i, x in enumerate(nodes) if is_tensor(x)]
         error = NotALoop(f"a state that is not affine in the previous state ({node.target})")
         if terms is None or call is None or rule is None or len(rule.results) != 1:
             raise error
-        # The rule has the operands in the order of the op's schema; `_zeros` and `_record_dims` need that of leaves.
         if [nodes[i] for i in tensors] != call.operands or node.meta["val"].dtype != self.options["dtype"]:
             raise error
-        names = _leaf_names(node)
-        state_leaves = [i for i, x in enumerate(leaves) if isinstance(x, ColumnRef)]
-        # Terms without a state are zero in the linear part. All other leaves are factors of a state.
-        zeroed, factors = [], set(range(len(leaves)))
-        for term in terms:
-            members = [i for i, name in enumerate(names) if name in term.split(" * ")]  # leaves of the term
-            # "self * other" is one product; an argument like the `tensors` of a cat has one term for each tensor
-            products = [members] if "*" in term else [[i] for i in members]
-            for product in products:
-                num_states = sum(i in state_leaves for i in product)
-                if num_states > 1:
-                    raise error
-                if not num_states:
-                    zeroed += product
-                    factors -= set(product)
-        # The op is linear in the arguments of its terms only.
-        names_in_terms = {name for term in terms for name in term.split(" * ")}
-        if any(names[i] not in names_in_terms for i in state_leaves) or node.kwargs.get("rounding_mode") is not None:
+        state_leaves = {i for i, x in enumerate(leaves) if isinstance(x, ColumnRef)}
+        zeroed = _stateless_terms(terms, _leaf_names(node), state_leaves)
+        if zeroed is None or node.kwargs.get("rounding_mode") is not None:
             raise error
-        self._record_dims(column, leaves, rule, dict(zip(tensors, rule.operands)), factors - set(state_leaves))
+        factors = set(range(len(leaves))) - state_leaves - set(zeroed)
+        self._record_dims(column, leaves, rule, dict(zip(tensors, rule.operands)), factors)
         return BodyOp(column, leaves, zeroed)
 
     def _record_dims(
@@ -249,26 +234,16 @@ class CoupledStates:
         The operands have the dims m (batch, steps, rows, rows), b (batch, steps, rows, columns) and h (batch, rows,
         columns), where the rows are the mixed elements of all states, one state after the other.
         """
-        num_states, num_rows = len(self.states), self.rows * len(self.states)
-        # m is equal along repeated dims, so that it is computed with size 1 there, unless an op of the body, such as a
-        # view, has their full sizes as arguments.
-        try:
-            results = self._evaluate(frozenset(self.repeated_dims))
-            has_all_columns = False
-        except (RuntimeError, ValueError, NotALoop):
-            results = self._evaluate(frozenset())
-            has_all_columns = True
-        terms, maps = results[:num_states], results[num_states:]  # (steps, ...) and (steps, basis, ...) of each state
-        if has_all_columns:  # keep one of the equal ones; a dim d of the states is dim d + 2 of the maps
-            for d in self.repeated_dims:
-                maps = [self._compute(aten.slice.Tensor, x, d + 2, 0, 1) for x in maps]
+        num_rows = self.rows * len(self.states)
+        terms, maps = self._terms_and_maps()
         time = len(self.batch_dims)  # the dim of the steps in the scan
         batch, steps = [self.shape[d] for d in self.batch_dims], self.body[0].column.end - self.body[0].column.first
         num_columns = math.prod(self.shape[d] for d in self.repeated_dims)
-        order = [*self.batch_dims, None, *self.mixed_dims, *self.repeated_dims]  # None: the dim of the steps
+        # b of each state, (steps, *shape) -> (batch, steps, rows, columns). In an order, None is the dim of the steps.
+        order = [*self.batch_dims, None, *self.mixed_dims, *self.repeated_dims]
         b = [self._arrange(x, [0 if d is None else d + 1 for d in order]) for x in terms]
         b = [self._reshape(x, (*batch, steps, self.rows, num_columns)) for x in b]
-        # The dims of `maps` are the steps, the basis (1, here -1 + 2), and those of the states.
+        # m of each state, (steps, basis, *shape) -> (batch, steps, rows, basis). Here -1 is the dim of the basis.
         order = [*self.batch_dims, None, *self.mixed_dims, -1, *self.repeated_dims]
         m = [self._arrange(x, [0 if d is None else d + 2 for d in order]) for x in maps]
         m = [self._reshape(x, (*batch, steps, self.rows, num_rows)) for x in m]
@@ -301,6 +276,22 @@ class CoupledStates:
             node = self._arrange(self._reshape(x, sizes), map(scan_order.index, value_order))
             values[state.column] = BatchedValue(node, position)
         return values
+
+    def _terms_and_maps(self) -> tuple[list[Node], list[Node]]:
+        """Return b of each state, (steps, ...), and m of each state, (steps, basis, ...) with size 1 in repeated dims.
+
+        m is equal for all columns of the states, so one column suffices.
+        """
+        num_states = len(self.states)
+        try:
+            results = self._evaluate(frozenset(self.repeated_dims))
+            return results[:num_states], results[num_states:]
+        except (RuntimeError, ValueError, NotALoop):  # an op with the sizes of all columns: compute all, and keep one
+            results = self._evaluate(frozenset())
+        terms, maps = results[:num_states], results[num_states:]
+        for d in self.repeated_dims:  # the dims of the states follow steps and basis
+            maps = [self._compute(aten.slice.Tensor, x, d + 2, 0, 1) for x in maps]
+        return terms, maps
 
     def _evaluate(self, single_dims: frozenset[int]) -> list[Node]:
         """Emit the body of all steps on states of zeros, and its linear part on the vectors of a basis.
@@ -413,6 +404,34 @@ class CoupledStates:
     def _join(self, parts: list[Node]) -> Node:
         """Return the rows of all states (dim -2), one state after the other, as one tensor."""
         return parts[0] if len(parts) == 1 else self._compute(aten.cat.default, parts, -2)
+
+
+def _stateless_terms(terms: Sequence[str], names: Sequence[str], states: set[int]) -> list[int] | None:
+    """Return the leaves of an op in its terms without a state, which are zero in the linear part of the op.
+
+    Of addmm(m, x, h) with the terms m and x * h, and the state h, this is the leaf of m.
+
+    Args:
+        terms: The terms of the op, from `TERMS`.
+        names: The argument name of each leaf, from `_leaf_names`.
+        states: The leaves that depend on the states.
+
+    Returns:
+        None if the op is not linear in the states: a term has several of them, or one is in no term.
+    """
+    zeroed, linear = list[int](), set[int]()  # leaves of terms without a state, and states in a term
+    for term in terms:
+        members = [i for i, name in enumerate(names) if name in term.split(" * ")]
+        # "self * other" is one product; an argument like the `tensors` of a cat has one term for each tensor
+        products = [members] if "*" in term else [[i] for i in members]
+        for product in products:
+            states_in_product = states.intersection(product)
+            if len(states_in_product) > 1:
+                return None
+            linear |= states_in_product
+            if not states_in_product:
+                zeroed += product
+    return zeroed if states <= linear else None
 
 
 def _leaf_names(node: Node) -> list[str]:

@@ -184,23 +184,22 @@ class LoopBuilder:
     def _leaf(self, x: Operand, column: StepColumn) -> Any:
         """Return an operand of a column as an argument of `affine` or `batch`.
 
-        It is the operand's value at all steps of the column if it is known, or else an AffineValue of a state; PENDING
-        if neither is known yet.
+        It is the operand's value at all steps of the column if it is known, or else an AffineValue, a * state + b,
+        where the state is that of the same step or the previous one (lag 1). PENDING if neither is known yet.
         """
         reference = reference_of(x)
         if reference is None or reference.column in self.values:
             return self.value(x, column.first, column.end)
         source, lag = reference.column, reference.lag
-        if lag > 1:  # left to `_scan_together`
+        if lag > 1:
             return PENDING
         if isinstance(x, SeededList):
-            # A column after an initial value: a state, of this step or the previous one, which is 1 * state + 0. The
-            # initial value must be that of the step before the column's first one.
+            # A column after an initial value, which is that of the step before the first one: a state, 1 * state + 0.
             seed = self.seeds.setdefault(source, x.seed)
-            is_state = source.first - 1 == column.first - lag and _is_same_value(seed, x.seed)
+            first_read = column.first - lag  # the step of the source that the first step of the column reads
+            is_state = first_read == source.first - 1 and _is_same_value(seed, x.seed)
             return AffineValue(source, 1, 0, lag=lag) if is_state else PENDING
-        # Another column, which depends on a state: its form at the steps first, ..., end - 1 that are read. The state
-        # may be at most one step earlier in total.
+        # Another column, which depends on a state: its form at the steps that this column reads.
         form, first, end = self.forms.get(source), column.first - lag, column.end - lag
         if form is None or form.lag + lag > 1 or first < source.first or source.end < end:
             return PENDING

@@ -139,9 +139,7 @@ class MergeReductions(CollectivePass):
             return "the policy is 'never'"
         undeclared = next((link for link in chain.links if link.group not in self.groups.members), None)
         if undeclared is not None:
-            declared = ", ".join(map(repr, sorted(self.groups.members))) or "none"
-            group = f"group {undeclared.group!r} of {describe_node(undeclared.node)}"
-            error = SpError("SP611", f"{group} was not declared; declared groups: {declared}.")
+            error = self.groups.undeclared_error(undeclared.group, describe_node(undeclared.node))
             if self.strict:
                 raise error
             return str(error)

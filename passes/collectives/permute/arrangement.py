@@ -136,7 +136,8 @@ class FactorTable:
     def join(self, pieces: Sequence[Arrangement], dim: int, is_new_dim: bool) -> Arrangement | None:
         """Return the arrangement of a cat, or of a stack (`is_new_dim`), of all pieces of a tensor in order.
 
-        It undoes `piece`, possibly along another dim. None if the operands are not all pieces in order.
+        It undoes `piece`, possibly along another dim: the removed factors become the outer ones of that dim, or a new
+        dim. None if the operands are not all pieces in order.
         """
         if not pieces[0].fixed:  # not a piece
             return None

@@ -162,6 +162,9 @@ def is_unused(node: Node) -> bool:
 def _exchange_dims(exchange: AllToAllMatch, x: Node, y: Node, exact: bool) -> tuple[int, int] | None:
     """Return the scatter and the gather dim if x -> y is an exchange of two dims, else None.
 
+    The result is (2, 1) for these four steps on n ranks: x [b, s, n * h, d]; a permute to the operand [n, b, s, h, d];
+    the all-to-all, which replaces the sent n by the received n; a permute to y [b, n * s, h, d].
+
     Args:
         exchange: The all-to-all between x and y.
         x: A value that is moved to its operand.
@@ -184,7 +187,7 @@ def _exchange_dims(exchange: AllToAllMatch, x: Node, y: Node, exact: bool) -> tu
     if after is None or after.fixed:
         return None
     if table.order(sent) == table.order(before) and table.order(after) == table.order(received):
-        return None  # nothing is permuted
+        return None  # views only, without a permute: the chain is a plain all-to-all
     return _match_dims(table, factors, before, after, exact)
 
 
@@ -216,8 +219,7 @@ def _match_dims(
         if gather == scatter:
             continue
         result = exchange_factors(table, exchanged, before, scatter, gather)
-        # The other factors of both dims: the rows of the gather dim of x, and a rank's block of the scatter dim. A dim
-        # of size 1 has none. An exchange of a dim of size n for one of size 1 is not matched.
+        # The factors of the gather dim of x and of the scatter dim of y; none for a dim of size 1.
         rows, block = table.resolve(before.dims[gather]), table.resolve(result.dims[scatter])
         if exact:
             is_match = bool(rows or block) and table.equal(result, after)
@@ -247,7 +249,9 @@ def exchange_factors(
 def _is_inverse(first: Node, second: Node) -> bool:
     """Return True if the second all_to_all_permute restores the operand of the first, up to a reshape.
 
-    Both are then removed. Between them there may be nodes that only move data.
+    Both are then removed. Between them there may be nodes that only move data. The second one must send back what the
+    first one received: its scatter dim starts with the received factors, and the result has the factors of the first
+    operand in their order.
     """
     x, scatter, gather, n, group = first.args
     if tuple(second.args[3:]) != (n, group):
@@ -260,7 +264,7 @@ def _is_inverse(first: Node, second: Node) -> bool:
         return False
     factors = ExchangedFactors(cut[0], (table.new_factor(n),))
     result = exchange_factors(table, factors, before, scatter % ndim, gather % ndim)
-    operand = ArrangementTracker(table, {first: result}).arrangement(second.args[0])  # in factors of x
+    operand = ArrangementTracker(table, {first: result}).arrangement(second.args[0])  # of the second, in factors of x
     if operand is None or operand.fixed:
         return False
     scatter, gather = (dim % len(operand.dims) for dim in second.args[1:3])

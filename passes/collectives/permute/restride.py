@@ -36,7 +36,8 @@ class StrideRepair:
 
     def apply(self) -> None:
         """Infer the values of nodes after changed ones again, and restore the strides of the outputs, in place."""
-        changed = {node for node in self.graph.nodes if node not in self.before}  # new nodes, or with other strides
+        # Nodes that the rewrite has created, and those whose value has other strides than before.
+        changed = {node for node in self.graph.nodes if node not in self.before}
         for node in list(self.graph.nodes):
             if node in self.before and any(x in changed for x in node.all_input_nodes) and self._reinfer(node):
                 changed.add(node)

@@ -142,10 +142,11 @@ class KernelSchedule:
         position = {node: i for i, node in enumerate(self.kernel_writes)}
         last_write: dict[StorageKey, int] = {}  # storage -> position of the last kernel that writes it
         for node, keys in self.kernel_writes.items():
-            # These ops complete or mutate their operands when they run, so they count as writes of the operands.
+            # These ops complete or mutate their operands when they run.
             late_writes = self.kernel_reads[node] if node.target in LATE_WRITE_OPS else ()
             last_write.update((key, position[node]) for key in (*keys, *late_writes))
-        by_size = defaultdict[int, list[RowKernel]](list)  # number of elements -> fused kernels so far
+        # number of elements that a kernel processes -> kernels so far, some of them fused; only equal numbers are fused
+        by_size = defaultdict[int, list[RowKernel]](list)
         for node in self.kernel_writes:
             num_elements = self._row_wise_elements(node)
             if not num_elements:
@@ -191,7 +192,10 @@ class KernelSchedule:
         return None
 
     def _row_wise_elements(self, node: Node) -> int:
-        """Return the number of elements that a row-wise op processes; 0 for nodes that are not row-wise."""
+        """Return the number of elements that a row-wise op processes; 0 for nodes that are not row-wise.
+
+        An elementwise op is row-wise, and so is a reduction of each row, or one that a row-wise kernel can add.
+        """
         if not self.is_fused(node):
             return 0
         if node.target not in REDUCTIONS:
@@ -201,8 +205,9 @@ class KernelSchedule:
         if not isinstance(x, Node) or not isinstance(dims, list | tuple):
             return 0
         shape = x.meta["val"].shape
-        is_over_last_dim = len(dims) == 1 and dims[0] in (-1, len(shape) - 1)  # else it must be a sum over all rows
-        return size_hint(shape.numel()) if is_over_last_dim or _can_join_row_kernel(node) else 0
+        is_over_last_dim = len(dims) == 1 and dims[0] in (-1, len(shape) - 1)
+        is_row_wise = is_over_last_dim or _can_join_row_kernel(node)
+        return size_hint(shape.numel()) if is_row_wise else 0
 
     def _is_returned_reduction(self, node: Node) -> bool:
         """Return True for a reduction that is only returned or concatenated, such as the gradient of a bias.
@@ -245,7 +250,8 @@ class KernelSchedule:
             waits = self.kernel_reads[node] if node.target is WAIT_OPS or node.target in ARRIVALS else ()
             for key in (*keys, *waits):
                 writers[key].append(kernels[node][0])
-        # A depth-first search: a kernel is added to the order after the kernels that write what it reads.
+        # A depth-first search: a kernel is added to the order after the kernels that write what it reads. A kernel that
+        # is on the stack twice is added when it is visited first.
         order = dict[Node, None]()
         stack = [kernels[node][0] for node in reversed(self.kernel_writes)]
         while stack:

@@ -21,7 +21,6 @@ import torch
 from torch.fx import Graph, Node
 
 from sp_compile.lowering.base.dtypes import accumulation_dtype
-from sp_compile.lowering.base.errors import PARAMETERS_LINE, TANGENTS_LINE, node_line, stack_trace
 from sp_compile.lowering.base.layers import node_layer
 from sp_compile.lowering.base.library import INTERNAL_OPS
 from sp_compile.lowering.tiles.tile_flops import node_flops
@@ -43,7 +42,6 @@ from .kinds import (
     ARRIVALS,
     ATTENTIONS,
     CAT,
-    FROM_HOST,
     IN_PLACE_COLLECTIVES,
     INLINED_OFTEN,
     INLINED_ONCE,
@@ -56,35 +54,8 @@ from .kinds import (
     copies_operands,
     is_product,
 )
+from .live_values import LiveValue, WalkMoment, nbytes_of, nearest_line
 from .workspace import conversion_bytes, op_workspace
-
-MAX_WALK_STEPS = 8  # maximum steps from a node without a line to one that has one
-
-
-@dataclass(frozen=True)
-class LiveValue:
-    """Value in memory at a moment."""
-
-    name: str  # name of its node
-    where: str  # user's line
-    nbytes: int  # bytes of its storage
-    origin: str = "value"  # or "saved", "result" ("gradient" in a backward), "workspace" or "reuse" (retained buffer)
-
-
-@dataclass(frozen=True)
-class WalkMoment:
-    """Kernel as it runs, and the bytes of all live values."""
-
-    name: str  # name of its node
-    where: str  # user's line
-    nbytes: int  # live bytes, with the workspace of the kernel
-    results: int = 0  # part of these that the graph returns
-    idle: int = 0  # part of these in buffers that Inductor retains for reuse
-    product: bool = False  # True for a matrix product or an attention
-    layer: str = ""  # path of the layer
-    traffic: int = 0  # bytes read and written, except by products
-    flops: int = 0  # FLOPs of products, without attention
-    attends: bool = False  # True for attention
 
 
 @dataclass
@@ -108,7 +79,10 @@ class LivenessWalk:
         return sum(moment.flops for moment in self.moments)
 
     def by_last_layer(self, saved: Iterable[Node]) -> list[tuple[str, LiveValue]]:
-        """Return (path of the layer that reads it last, value) for each of these inputs; "" before the first layer."""
+        """Return (path of the layer that reads it last, value) for each storage of these inputs of the graph.
+
+        The path is "" for an input that no layer reads, or that is read before the first layer.
+        """
         assert self._storages is not None
         keys = dict.fromkeys(self._storages.key(x) for node in saved for x in node_tensors(node))
         # layers[i + 1] is the layer of moment i, or the last layer before it.
@@ -124,21 +98,6 @@ class LivenessWalk:
         return []
 
 
-def nbytes_of(value: torch.Tensor) -> int:
-    """Return the bytes of a tensor's storage."""
-    return size_hint(value.untyped_storage().nbytes())
-
-
-def storage_bytes(nodes: Iterable[Node]) -> dict[StorageKey, int]:
-    """Return the bytes of each storage of the values of nodes."""
-    return {storage_of(x): nbytes_of(x) for node in nodes for x in node_tensors(node)}
-
-
-def is_on_host(node: Node) -> bool:
-    """Return True for an input that is in host memory: its only users copy it to the device."""
-    return bool(node.users) and all(user.target is FROM_HOST for user in node.users)
-
-
 def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> LivenessWalk:
     """Return the live bytes at each kernel of a graph.
 
@@ -149,7 +108,7 @@ def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> LivenessWalk:
     """
     storages = StorageTable(graph, fused)
     inputs = {
-        storages.key(x): LiveValue(node.name, _node_line(node), nbytes_of(x), "saved")
+        storages.key(x): LiveValue(node.name, nearest_line(node), nbytes_of(x), "saved")
         for node in saved
         for x in node_tensors(node)
     }
@@ -167,7 +126,7 @@ def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> LivenessWalk:
             traffic += loop.tiles * (loop.tile(fused).traffic + 2 * loop.accumulator_bytes)
         moment = WalkMoment(
             name=node.name,
-            where=_node_line(node),
+            where=nearest_line(node),
             nbytes=nbytes.total(),
             results=nbytes["result"],
             idle=nbytes["reuse"],
@@ -180,19 +139,6 @@ def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> LivenessWalk:
         result.moments.append(moment)
     result.end = sum(value.nbytes for value in storages.remaining.values())
     return result
-
-
-def _node_line(node: Node) -> str:
-    """Return the user's line of a node, or else of the nearest of its first operands that has one."""
-    for _ in range(MAX_WALK_STEPS):
-        if is_tangent(node):
-            return TANGENTS_LINE
-        if stack_trace(node) or not node.all_input_nodes:
-            break
-        if node.target is CAT:
-            return PARAMETERS_LINE  # gradients that are added over the ranks together
-        node = node.all_input_nodes[0]
-    return node_line(node)
 
 
 @dataclass(frozen=True)
@@ -209,14 +155,16 @@ class _TileLoop:
     @staticmethod
     def of(node: Node) -> _TileLoop:
         """Return the tile loop of a node whose target is in `TILE_LOOPS`."""
+        # Index of the first operand, the part of the program that the loop runs, and its lists of results.
         first_operand, part, result_kinds = TILE_LOOPS[node.target]
-        tiled, untiled, tiles, name, _ = node.args[first_operand:]  # `tiled`: operands of which a tile has some rows
+        tiled, untiled, tiles, name, _ = node.args[first_operand:]
         program: TileProgram = PROGRAMS[name]
         sizes = program.sizes([x.meta["val"] for x in (*tiled, *untiled)])
         accumulators = wide = narrow = 0  # bytes
-        for value in chain(*(getattr(program, kind) for kind in result_kinds)):
+        for value in chain.from_iterable(getattr(program, kind) for kind in result_kinds):
             if value.dim is not None:  # each tile computes other rows of it, which are not summed
                 continue
+            # The sum over tiles is accumulated in a dtype that may be wider than that of the result.
             elements, dtype = math.prod(map(size_hint, value.sizes(sizes))), accumulation_dtype(value.dtype)
             accumulators += elements * dtype.itemsize
             if dtype != value.dtype:
@@ -256,7 +204,7 @@ def _walk_tile(part: TilePart, fused: bool) -> LivenessWalk:
 
 
 def _workspace_bytes(node: Node, fused: bool) -> int:
-    """Return the bytes that a kernel allocates only for its run, see `workspace.py`."""
+    """Return the bytes that a kernel allocates for its run and frees at its end, besides operands and results."""
     if node.target in TILE_LOOPS:
         return _TileLoop.of(node).peak_bytes(fused)
     values = [arg.meta.get("val") if isinstance(arg, Node) else arg for arg in node.args]
@@ -264,8 +212,10 @@ def _workspace_bytes(node: Node, fused: bool) -> int:
     if node.target not in ATTENTIONS:
         tensors = [] if fused else node_tensors(node)
         return conversion_bytes(node.target, operands, tensors[0]) if tensors else 0
-    workspace = op_workspace(node.target, operands)  # of its kernels, to which an sp:: op may add temporary values
-    return INTERNAL_OPS[node.target](workspace, *values) if node.target in INTERNAL_OPS else workspace
+    kernel_workspace = op_workspace(node.target, operands)
+    if node.target in INTERNAL_OPS:  # an sp:: op, whose function adds the op's own temporary values
+        return INTERNAL_OPS[node.target](kernel_workspace, *values)
+    return kernel_workspace
 
 
 class StorageTable(KernelSchedule):
@@ -313,13 +263,16 @@ class StorageTable(KernelSchedule):
         idle = self._idle_buffers([live for _, live in kernels]) if self.fused else [[] for _ in kernels]
         for (node, live), idle_buffers in zip(kernels, idle, strict=True):
             nbytes = _workspace_bytes(node, self.fused)
-            workspace = [LiveValue(node.name, _node_line(node), nbytes, "workspace")] if nbytes else []
+            workspace = [LiveValue(node.name, nearest_line(node), nbytes, "workspace")] if nbytes else []
             yield node, [*live.values(), *idle_buffers, *workspace]
 
     def _iterate_live(self, inputs: dict[StorageKey, LiveValue]) -> Iterator[tuple[Node, dict[StorageKey, LiveValue]]]:
         """Yield each kernel with the live values by storage, without idle buffers and workspace.
 
         The same dict is yielded each time. Sets `unaligned`, and at the end `remaining`: see `__init__`.
+
+        A value becomes live when its kernel runs, and is removed after the last kernel that reads it. A fused kernel
+        may write its result over an operand of the same size that it reads last: then the result replaces the operand.
         """
         live = {key: value for key, value in inputs.items() if key in self.last_read or key in self.results}
         self.unaligned = {self.key(x) for node in self.inputs if not is_on_gpu(node) for x in node_tensors(node)}
@@ -327,15 +280,20 @@ class StorageTable(KernelSchedule):
             reads = self.kernel_reads[node]
             # Operands that no later kernel reads, so that they are freed after this one; the latest definition first.
             ending = [k for k in reversed(live) if k in reads and k not in self.results and self.last_read[k] == i]
-            is_extern_of_unaligned = self._is_extern_kernel(node) and not reads.isdisjoint(self.unaligned)
+            overwritable = list[StorageKey]()
+            if self.is_fused(node):
+                retained = self._retained_by(node)
+                overwritable = [key for key in ending if key not in retained]
+            # A library call allocates unaligned results for unaligned operands.
+            returns_unaligned = self._is_extern_kernel(node) and not reads.isdisjoint(self.unaligned)
             for key in written:
                 value = self._written_value(key)
-                overwritable = set(ending) - self._retained_by(node) if self.is_fused(node) else set()
-                overwritten = next((k for k in ending if k in overwritable and live[k].nbytes == value.nbytes), None)
-                if overwritten is not None:  # the operand ends when the kernel writes the result in its memory
+                overwritten = next((k for k in overwritable if live[k].nbytes == value.nbytes), None)
+                if overwritten is not None:
+                    overwritable.remove(overwritten)
                     ending.remove(overwritten)
                     del live[overwritten]
-                if overwritten in self.unaligned or is_extern_of_unaligned:
+                if overwritten in self.unaligned or returns_unaligned:
                     self.unaligned.add(key)
                 live[key] = value
             yield node, live
@@ -347,27 +305,30 @@ class StorageTable(KernelSchedule):
     def _idle_buffers(self, lives: Sequence[dict[StorageKey, LiveValue]]) -> list[list[LiveValue]]:
         """Return the idle buffers at each kernel: freed ones that Inductor retains until a later kernel writes to them.
 
-        Inductor retains a buffer if this does not increase its estimate of the peak. The estimate (`totals`, for each
-        kernel) is the bytes of the inputs that Inductor can free, identified by name, and of retained buffers; it knows
-        other buffers only if it sorts the graph, which is disabled here (`torch_compat.joint_compiler`). Unaligned
-        buffers are not reused for aligned ones.
+        A generated kernel or a matrix product reuses a freed buffer of the same bytes and dtype, unless retaining this
+        buffer until then would raise the peak that Inductor estimates. Its estimate counts only the inputs that it can
+        free, and the retained buffers: it knows the sizes of other buffers only if it sorts the graph, which is
+        disabled here (`torch_compat.joint_compiler`). Unaligned buffers are not reused for aligned ones.
+
+        Args:
+            lives: Live values by storage at each kernel, as `_iterate_live` yields them.
         """
-        totals = self._freeable_input_bytes(len(lives))
-        peak = max(totals, default=0)
+        estimates = self._freeable_input_bytes(len(lives))  # Inductor's estimate of the live bytes at each kernel
+        peak = max(estimates, default=0)
         idle: list[list[LiveValue]] = [[] for _ in lives]
         # (bytes, dtype) -> freed buffers, each with the index of the first kernel at which it is free
         free: dict[tuple[int, torch.dtype], list[tuple[int, LiveValue]]] = defaultdict(list)
         previous: dict[StorageKey, LiveValue] = {}
         for i, (node, live) in enumerate(zip(self.kernel_writes, lives)):
             for key in [key for key in live if key not in previous]:  # values that this kernel writes
-                kind = live[key].nbytes, self.dtypes[key]
-                if not free[kind] or not (self.is_fused(node) or self._is_matrix_product(node)):
+                candidates = free[live[key].nbytes, self.dtypes[key]]
+                if not candidates or not (self.is_fused(node) or self._is_matrix_product(node)):
                     continue  # no buffer of this size, or torch allocates the result
-                start, buffer = free[kind][-1]
-                if start == i or max(totals[start:i]) + buffer.nbytes <= peak:  # it may be retained since `start`
-                    free[kind].pop()
-                    for k in range(start, i):
-                        totals[k] += buffer.nbytes
+                start, buffer = candidates[-1]  # the one that was freed last; it is free from kernel `start` on
+                if start == i or max(estimates[start:i]) + buffer.nbytes <= peak:
+                    candidates.pop()
+                    for k in range(start, i):  # it was retained at these kernels
+                        estimates[k] += buffer.nbytes
                         idle[k].append(buffer)
             following = lives[i + 1] if i + 1 < len(lives) else live
             for key in [key for key in live if key not in following]:  # values that are freed after this kernel
@@ -379,11 +340,13 @@ class StorageTable(KernelSchedule):
     def _freeable_input_bytes(self, num_kernels: int) -> list[int]:
         """Return for each kernel the bytes of the inputs that Inductor can free and has not yet freed."""
         totals = [0] * num_kernels
-        for node in self.inputs:
-            for x in node_tensors(node) if not node.name.startswith(UNFREEABLE_INPUTS) else ():
-                key = self.key(x)
-                for i in range(num_kernels if key in self.results else self.last_read.get(key, -1) + 1):
-                    totals[i] += current_bytes(x)
+        freeable = [node for node in self.inputs if not node.name.startswith(UNFREEABLE_INPUTS)]
+        for x in chain.from_iterable(map(node_tensors, freeable)):
+            key = self.key(x)
+            # An input is freed after its last read; one that the graph returns is not freed.
+            end = num_kernels if key in self.results else self.last_read.get(key, -1) + 1
+            for i in range(end):
+                totals[i] += current_bytes(x)
         return totals
 
     def _is_extern_kernel(self, node: Node) -> bool:
@@ -407,7 +370,7 @@ class StorageTable(KernelSchedule):
         """Return the live value of a storage that a kernel writes."""
         node = self.producer[key]
         returned = key in self.results or key in self.joined
-        return LiveValue(node.name, _node_line(node), self.sizes[key], "result" if returned else "value")
+        return LiveValue(node.name, nearest_line(node), self.sizes[key], "result" if returned else "value")
 
     def traffic(self, node: Node) -> int:
         """Return the bytes that a kernel reads and writes, from which its seconds follow; 0 for a wait."""
@@ -417,26 +380,25 @@ class StorageTable(KernelSchedule):
     def _place(self, node: Node) -> None:
         """Add a node to the tables: its storages, those that its readers read, and its kernel, if any.
 
-        A value that its readers recompute is inlined: it has no storage, and they read what it is computed from.
+        A value that its readers recompute is inlined: it has no storage, and they read what it is computed from. With
+        fusion, `y` of `y = x * 2; z = y.sum()` is inlined: `value_reads[y]` is x's storage, which z's kernel reads. In
+        `y = x * 2; z = y @ w`, y has a kernel and a storage, since a product reads its operands from memory.
         """
         self._reuse_operands(node)
-        keys = {self.key(x): nbytes_of(x) for x in node_tensors(node)}  # storage -> bytes
-        new = [key for key in keys if key not in self.producer]
-        self.producer.update(dict.fromkeys(new, node))
-        self.sizes.update((key, 0 if node.target is TO_HOST else keys[key]) for key in new)
-        self.dtypes.update((self.key(x), x.dtype) for x in node_tensors(node))
+        new = self._add_storages(node)
+        keys = dict.fromkeys(self.key(x) for x in node_tensors(node))
         # Storages to read for the operands. A generated kernel recomputes one that is stored for library calls only.
         recomputed = self.uncopied_reads if self.is_fused(node) else {}
         operand_reads = frozenset(key for x in node.all_input_nodes for key in recomputed.get(x, self.value_reads[x]))
         if node.op in ("placeholder", "get_attr"):
             self.value_reads[node] = frozenset(keys)
-        elif node.target is WAIT_OPS:  # the operand is alive until the wait
+        elif node.target is WAIT_OPS:  # a kernel that writes nothing; the collective's operands are alive until then
             self.value_reads[node] = frozenset(keys)
             self.kernel_writes[node] = []
             self.kernel_reads[node] = operand_reads | self.kernel_reads.get(node.args[0], frozenset())
         elif node.target in ARRIVALS:  # a wait for a copy to or from the host
             self.value_reads[node], self.kernel_writes[node], self.kernel_reads[node] = frozenset(), [], operand_reads
-        elif not new:  # a view: in the storage of its base, or recomputed by readers if the base is inlined
+        elif not new:  # a view: no kernel; one of an inlined value is recomputed with this value
             is_recomputed = not keys or not self.inlined.isdisjoint(keys)
             self.value_reads[node] = operand_reads if is_recomputed else frozenset(keys)
             for x in node.all_input_nodes:
@@ -452,6 +414,16 @@ class StorageTable(KernelSchedule):
             if is_on_gpu(node) and self._is_inlined(node, operand_reads, copies_operands):
                 self.uncopied_reads[node] = operand_reads
             self.kernel_writes[self._first_writer(node)] += new
+
+    def _add_storages(self, node: Node) -> list[StorageKey]:
+        """Add the storages of a node's value to the tables; return the new ones, which no earlier node has."""
+        nbytes = {self.key(x): nbytes_of(x) for x in node_tensors(node)}
+        new = [key for key in nbytes if key not in self.producer]
+        for key in new:
+            self.producer[key] = node
+            self.sizes[key] = 0 if node.target is TO_HOST else nbytes[key]
+        self.dtypes.update((self.key(x), x.dtype) for x in node_tensors(node))
+        return new
 
     def _first_writer(self, node: Node) -> Node:
         """Return the kernel that first writes a node's storage: for a cat, the first reduction that it reads."""
@@ -486,6 +458,7 @@ class StorageTable(KernelSchedule):
         """
         if not self.is_fused(node) or node.target in REDUCTIONS:
             return False
+        # Inductor stores a value for which readers would have to read many storages.
         if len(reads) > INLINED_ONCE or (len(node.users) > 1 and len(reads) > INLINED_OFTEN):
             return False
         keys = {storage_of(x) for x in node_tensors(node)}

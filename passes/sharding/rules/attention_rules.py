@@ -36,8 +36,9 @@ def _attention_rule(call: OpCall) -> BoundRule:
     vectors, such as document ids, and its score function reads tables; both are gathered, except values per head.
     """
     leading, sizes = _leading_names(call)
-    batch = leading[:1] if len(leading) <= 2 else ("batch",)  # of vectors; several batch dims are flattened in them
-    # names of the operands after q, k and v, in the order of the schema
+    # Vectors (batch, rows) have one batch dim; of several batch dims of q it is the flattened one, with another name.
+    batch = leading[:1] if len(leading) <= 2 else ("batch",)
+    # The names of the operands after q, k and v, in the order of the schema.
     vectors = [x for name in ("rows", "cols", "pieces") for x in call.get(name) or ()]
     others: list[Dims] = [(*batch, f"vector{i}") for i in range(len(vectors))]
     others += [("h",) for _ in call.get("heads") or ()]
@@ -46,7 +47,7 @@ def _attention_rule(call: OpCall) -> BoundRule:
     table_ndims = [len(node_shape(x)) for x in call.get("tables") or ()]
     others += [factor_names(ndim, f"table{i}_") for i, ndim in enumerate(table_ndims)]
     all_names = ((*leading, "q", "d"), (*leading, "k", "d"), (*leading, "k", "e"), *others)
-    # A leading dim of size 1 that broadcasts has the name "". Dims without an entry in `sizes`, such as d, do not.
+    # A dim of size 1 that broadcasts gets the name "".
     operands = tuple(
         align_names(call.shape(i), [sizes.get(f, 1) for f in names], names) for i, names in enumerate(all_names)
     )

@@ -181,7 +181,7 @@ def _index_select_rule(call: OpCall) -> BoundRule:
     names, dim = factor_names(call.ndim()), call.dim()
     index = ("index",) * call.ndim("index")  # one dim or none
     result = (*names[:dim], *(index or ("",)), *names[dim + 1 :]) if names else ()
-    gathered = names[dim : dim + 1] or index
+    gathered = names[dim : dim + 1] or index  # the indexed dim; for a tensor without dims, that of the index
     picks = {"index": names[dim]} if names and index else {}
     return BoundRule((names, index), (result,), dict.fromkeys(gathered, "whole"), picks=picks)
 

@@ -52,7 +52,7 @@ from .base import has_broadcast_heads, has_fills, head_counts, mask_shard, seque
 from .plan_memory import memory_needed
 from .row_layouts import balanced_layout_refusal, balancing_seconds, candidate_orders, unpermute_seconds
 
-MANY_ROWS = 1 << 20  # assumed rows of a block, to predict its kernel: more than the minimum of any kernel
+MANY_ROWS = 1 << 20  # number of rows of a block for which kernels are predicted: no kernel requires more
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,11 +78,9 @@ class RingAttention(ShardedAttention):
 def max_hops(predicate: str, n: int, rows: int) -> int:
     """Return the largest number of hops s for which queries of some rank r may see keys of rank r - s (modulo n).
 
-    It is 1 for the mask (k <= q) & (q - k < 128) and 128 rows per rank.
-
-    After s hops, the ranks r >= s have the keys of rank r - s, and the ranks r < s those of a later rank, r - s + n. In
-    each of these two groups, a condition on the distance of a key from its query, such as q - k < 128, has the same
-    result on every rank. It is evaluated for one rank first; the full mask is evaluated for each rank only if needed.
+    The mask is a conjunction. Its conditions on the distance of a key from its query, such as q - k < 128, have one
+    result for all ranks r >= s, whose keys are s ranks before them, and one for all r < s, whose keys come from later
+    ranks. They are evaluated first, for one rank of each kind; only then is the full mask evaluated for each rank.
 
     Args:
         predicate: The mask, as a condition on the positions q and k.
@@ -101,8 +99,9 @@ def max_hops(predicate: str, n: int, rows: int) -> int:
         return evaluate_over(condition, {**unknown, "q": _rank_rows(rank, rows), "k": keys}) is not False
 
     for hops in reversed(range(n)):
-        for one_rank, ranks in ((n - 1, range(hops, n)), (0, range(hops))):
-            is_near = all(may_hold(condition, one_rank, hops) for condition in distance_conditions)
+        # The ranks r >= hops, of which n - 1 is an example, and the ranks r < hops, of which 0 is one.
+        for example, ranks in ((n - 1, range(hops, n)), (0, range(hops))):
+            is_near = all(may_hold(condition, example, hops) for condition in distance_conditions)
             if is_near and any(may_hold(predicate, rank, hops) for rank in ranks):
                 return hops
     return 0
@@ -139,29 +138,32 @@ def ring_candidate(shape: AttentionShape, machine: Machine, layout: str, ulysses
         The candidate.
     """
     places, chunks = shape.n // ulysses, LAYOUTS[layout].chunks
-    kv_bytes = shape.head_bytes.repeat_keys(ulysses)
+    kv_bytes = shape.head_bytes.repeat_keys(ulysses)  # that a rank sends in a hop
     grad_bytes = kv_bytes * shape.widening
     hops = _needed_hops(shape, places) if ulysses == 1 else places - 1
-    keys = ulysses * shape.kv_rows / chunks
-    imbalance = shape.imbalance(places, layout)
+    keys = ulysses * shape.kv_rows / chunks  # of a block, the pairs that one kernel call computes
+    imbalance = shape.imbalance(places, layout)  # the work of the busiest place over the mean
     compute = machine.attention(shape.flops * imbalance, keys) / machine.ring_efficiency / (hops + 1)
-    # Zigzag: a step has two blocks. All queries see its keys in half of the steps, and half of them in the others.
-    blocks, share = (2, 0.75) if chunks > 1 else (1, 1.0)  # share: the mean part of queries whose results are merged
-    calls = (blocks * (hops + 1) + hops) * machine.call
+    # Zigzag: a step has two blocks; a hop changes the results of all queries or of half of them, 3 / 4 on average.
+    blocks, share = (2, 0.75) if chunks > 1 else (1, 1.0)
+    calls = (blocks * (hops + 1) + hops) * machine.call  # launches of the blocks, and of a merge after each hop
     hop_seconds = machine.seconds("shift", kv_bytes, shape.n)
     grad_hop_seconds = machine.seconds("shift", grad_bytes, shape.n)
 
-    # A shift overlaps with the attention of every step but the last one.
     forward = calls + compute + hops * machine.together(compute, hop_seconds)
     forward += hops * share * machine.copy(shape.merge_bytes)
     compute_backward = BACKWARD_FLOPS * compute
     backward = calls + compute_backward + hops * share * machine.copy(shape.accumulate_bytes)
-    memory = _ring_memory(shape, kv_bytes, grad_bytes, ulysses)
+    # Current and next keys, and the accumulators with their increments.
+    memory: float = 2 * kv_bytes + shape.heads * shape.out_bytes * (1 + shape.widening)
+    if shape.training:
+        workspace = shape.workspace(ulysses, ulysses * shape.kv_rows)
+        memory = max(memory, 2 * kv_bytes + 2 * shape.gradient_bytes + 3 * grad_bytes + workspace)
     last_hop = 1 if hops else 0  # from the last rank to the owner; none if no rank needs keys of another one
     travel_step = machine.together(compute_backward, hop_seconds + grad_hop_seconds) + machine.copy(3 * grad_bytes)
     travel = hops * travel_step + last_hop * grad_hop_seconds
     scatter = hops * machine.together(compute_backward, hop_seconds)
-    scatter += machine.seconds("all_gather", grad_bytes, places, ulysses)  # the time of a reduce_scatter, too
+    scatter += machine.seconds("all_gather", grad_bytes, places, ulysses)
     scatter_memory = memory + 2 * places * grad_bytes  # the gradients of all keys, and a packed copy of them
     is_travel_faster = forward + backward + travel <= TIE_RATIO * (forward + backward + scatter)
     if is_travel_faster or scatter_memory > machine.memory:
@@ -169,23 +171,6 @@ def ring_candidate(shape: AttentionShape, machine: Machine, layout: str, ulysses
         return Candidate("ring", ulysses, places, layout, forward, backward + travel, memory, rounds, "travel")
     backward, rounds = backward + scatter, (hops, hops + 1)
     return Candidate("ring", ulysses, places, layout, forward, backward, scatter_memory, rounds, "scatter")
-
-
-def _ring_memory(shape: AttentionShape, kv_bytes: Size, grad_bytes: Size, ulysses: int) -> float:
-    """Return the bytes that a rank needs at a time in a ring whose gradients travel with the keys.
-
-    Args:
-        shape: The sizes of the attention.
-        kv_bytes: Bytes of the keys and values of a place.
-        grad_bytes: Bytes of their gradients.
-        ulysses: The number of ranks of a place.
-    """
-    # Current and next keys, and the accumulators with their increments.
-    memory = 2 * kv_bytes + shape.heads * shape.out_bytes * (1 + shape.widening)
-    if not shape.training:
-        return memory
-    workspace = shape.workspace(ulysses, ulysses * shape.kv_rows)
-    return max(memory, 2 * kv_bytes + 2 * shape.gradient_bytes + 3 * grad_bytes + workspace)
 
 
 def _needed_hops(shape: AttentionShape, size: int) -> int:

@@ -309,8 +309,8 @@ class ControlChannel:
     def find_raised(self) -> StopNotice | None:
         """Return the notice of a rank that has raised since the last exchange, or None."""
         last = _read_last_stop(self.name)
-        continues = any(map(self._is_current, _own_stop))  # this rank has raised as well, and does not wait
-        if not last.raised or self._is_own(last) or continues or not self._is_current(last):
+        has_stopped_too = any(map(self._is_current, _own_stop))  # then this rank does not wait for that one
+        if not last.raised or self._is_own(last) or has_stopped_too or not self._is_current(last):
             return None
         return last
 
@@ -344,16 +344,16 @@ class ControlChannel:
         return {name: value for names, sums in pending for name, value in zip(names, sums.read(), strict=True)}
 
     def _find_stop(self, message: Message) -> StopNotice:
-        """Return the notice of another rank that does not come to the exchange of `message`, or NO_RANK."""
+        """Return the last notice of another rank, which does not come to the exchange of `message`, or NO_RANK."""
         last = _read_last_stop(self.name)
         is_of_other_group = last.rank not in self.ranks and not last.raised
         if self._is_own(last) or is_of_other_group or not self._is_current(last):
             return NO_RANK
         if last.within == self.name:  # this group is broken
             return last
-        # A rank that cannot compile one program comes to calls of others, and any if this rank has stopped as well.
-        calls_other = message.verb == CALL_VERB and last.subject not in ("", message.subject)
-        return NO_RANK if calls_other or any(map(self._is_current, _own_stop)) else last
+        # A rank that cannot compile one program still calls others; after this rank has stopped as well, both go on.
+        is_about_other_program = message.verb == CALL_VERB and last.subject not in ("", message.subject)
+        return NO_RANK if is_about_other_program or any(map(self._is_current, _own_stop)) else last
 
     def _is_own(self, notice: StopNotice) -> bool:
         """Return True for a notice of this rank, unless another rank has published it as the end of the group."""

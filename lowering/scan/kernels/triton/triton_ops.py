@@ -3,7 +3,7 @@
 A state is one tensor p, or two, (p, q): (maximum, sum of exponentials relative to it), (h, factor) or (value, index).
 The left operand, with the suffix _a, is the earlier state. A segmented state begins with a flag: nothing is carried
 into a state that contains the start of a segment. OP is a key of LEAF_KINDS, or "sum", "prod", "max" or "min".
-Importing this module needs triton.
+Extremes select NaN (b != b) before all numbers, and the later one of equal values. Importing this module needs triton.
 """
 
 import triton

@@ -121,6 +121,9 @@ def load_tile(  # type: ignore[no-untyped-def]
     A flag is 1 if a segment begins at the element. With SHIFT the state of a place is that of the element one place
     earlier (neutral for the first of a segment), as an exclusive scan needs it. Nothing before the place ``begin`` is
     read: the state there is neutral, and the program combines it with its carry.
+
+    ``line``, ``exists`` and ``base`` are results of `tile_lines`; ``place`` has the numbers of the tile's rows in scan
+    order, (STEPS, 1). A time is the number of a row in memory.
     """
     inside = exists & (place < length)
     time = _time_at(place, length, REVERSE)
@@ -148,11 +151,11 @@ def append_last_state(  # type: ignore[no-untyped-def]
     p, q, x, second, exists, base, end, length, inner, OP: tl.constexpr, LEAF: tl.constexpr,
     NEUTRAL: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr, GIVEN: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Return states (p, q) combined with the element before ``end``, which a shifted scan has not reached.
+    """Return states (p, q) combined with the element before ``end``, the last one of a part.
 
-    In a lagged recurrence only the factor of that element is missing. The mask of the summands, address < 0, is False
-    everywhere, so that none is read. The second `address` takes the place of the time, which only indexed states read;
-    these are never shifted.
+    A shifted scan has not read it, since the state of each place is that of the element one place earlier. In a lagged
+    recurrence only the factor of that element is missing. The mask of the summands, address < 0, is False everywhere,
+    so that none is read.
     """
     address = base + _time_at(end - 1, length, REVERSE) * inner
     last_p, last_q = _leaf_states(

@@ -2,6 +2,10 @@
 
 With one part, every element is read once and written once. With several, the totals of the parts are computed and
 scanned first, then the parts are scanned again, each from its carry: three passes over memory instead of two.
+
+In `_walk`, x, second and starts are the operands of a `Sweep`, (outer, length, inner); a line is one of the outer *
+inner sequences along the length. The strides per_outer, per_time and per_inner are those of starts. `Sweep.options` has
+the constants in capitals. Most arguments are only passed to `load_tile`, which reads a tile, and `append_last_state`.
 Importing this module needs triton.
 """
 
@@ -40,10 +44,10 @@ def _walk(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Scan one part of LINES lines, the places [k * part, (k + 1) * part) in scan order, in tiles of STEPS places.
 
-    k is the program's number along the length. A state has one tensor p or, if PAIR, two, (p, q); `triton_tiles.py`
-    describes the other names. With CARRY, part k starts from the state k of ``carry`` (parts, lines), else from the
-    neutral state. With STORE, results are written to ``out`` and ``out_index``; with TOTAL, the state after the part to
-    ``total`` (and `total_second`, and `total_flag` for segments), (parts, lines).
+    k is the program's number along the length. A state has one tensor p or, if PAIR, two, (p, q). With CARRY, part k
+    starts from the state k of ``carry`` (parts, lines), else from the neutral state. With STORE, results are written to
+    ``out`` and ``out_index``; with TOTAL, the state after the part to ``total`` (and `total_second`, and `total_flag`
+    for segments), (parts, lines). The docstring of the module describes the other arguments.
     """
     k = tl.program_id(1).to(tl.int64)
     inner = inner // UNIT * UNIT  # the same number, of which Triton knows that UNIT divides it
@@ -108,7 +112,7 @@ def _run_parts(
     """
     parts = triton.cdiv(sweep.length, part)
     totals = sweep.states(parts) if total else None
-    unused = State(sweep.x, sweep.x, sweep.x)  # a kernel needs a pointer for each argument, also if it does not read it
+    unused = State(sweep.x, sweep.x, sweep.x)  # a kernel needs a pointer for each argument, even one that it never uses
     carries, results, sums = carry or unused, out or unused, totals or unused
     with use_device(sweep.x):
         _walk[(triton.cdiv(sweep.lines, tile.lines), parts)](
