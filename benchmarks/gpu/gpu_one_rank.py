@@ -3,7 +3,7 @@
     python benchmarks/gpu/gpu_one_rank.py --tokens 1048576 --layers 1 2     Llama-8B's widths, one rank of 8
     python benchmarks/gpu/gpu_one_rank.py --device cpu --small              tiny sizes, to see that it runs
 
-Layers are alike: the difference of two numbers of layers is the time and the memory of a layer. Values mean nothing,
+All layers are equal: the difference of two numbers of layers is one layer. Values mean nothing,
 since operands of the other ranks do not arrive. "predicted" is the peak of `explain(memory=True)` for the same options.
 """
 

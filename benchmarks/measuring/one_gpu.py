@@ -1,6 +1,6 @@
 """NCCL between ranks that share one GPU, for values: their traffic goes over sockets, so times mean nothing.
 
-NCCL refuses two ranks on one device if both report the same host. `NCCL_HOSTID` gives each rank a host of its own.
+NCCL refuses two ranks on a shared device if both report the same host. `NCCL_HOSTID` gives each rank a host of its own.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ skip blocks in which no pair attends. The graph that contains them is equal on e
     dmask          the gradient of the tensor mask, or the flat one of the tables that a score function indexes
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import reduce, wraps
@@ -95,9 +96,11 @@ def _kernel_key(
     bias = None if mask is None or mask.dtype == torch.bool else mask.dtype
     kind = Kind.FULL if mask is None or bias is not None else Kind.MASKED  # an additive mask excludes no pair
     head_dim = max(q.shape[3], v.shape[3])
+    elements = head_dim * max(math.prod(q.shape[:3]), math.prod(v.shape[:3]))
     return KernelKey(
-        device, q.dtype, kind, head_dim, rows, dropout=dropout, score=score, bias=bias, bias_grad=mask_grad
-    )
+        device, q.dtype, kind, head_dim, rows, dropout=dropout, score=score, bias=bias, bias_grad=mask_grad,
+        elements=elements if isinstance(elements, int) else 0,  # a symbol: unknown
+    )  # fmt: skip
 
 
 class KernelSelector:

@@ -74,6 +74,7 @@ class KernelKey(NamedTuple):
     bias_grad: bool = False  # whether the bias needs a gradient, which has one element per score
     window: Window = FULL_WINDOW  # window of a BAND or PACKED call
     square: bool = False  # whether the block, or each of its sequences, has the same number of queries and keys
+    elements: int = 0  # of the largest operand of the call, of which the block may be a part; 0 if unknown
 
 
 class BiasSupport(NamedTuple):
@@ -123,6 +124,7 @@ class Kernel:
     pads: bool = False
     head_dim: int | None = None  # maximum head dim
     rows: int = 0  # minimum number of rows
+    elements: int | None = None  # maximum number of elements of an operand, for kernels with 32-bit offsets
     capability: tuple[int, int] = (0, 0)  # minimum CUDA capability
     generations: frozenset[int] | None = None  # major versions of supported CUDA capabilities
     flash: str | None = None  # implementation that must be active in aten's flash attention; "" for torch's own
@@ -171,6 +173,7 @@ class Kernel:
             and self.windows(key.window, key.square)
             and self.biases.supports(key)
             and _is_within(key.head_dim, self.head_dim)
+            and _is_within(key.elements, self.elements)
             and self.rows <= key.rows
         )
 

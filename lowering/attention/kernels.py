@@ -210,12 +210,15 @@ DENSE_KINDS = frozenset({Kind.FULL, Kind.CAUSAL})  # block kinds of kernels with
 PACKED_KINDS = DENSE_KINDS | {Kind.BAND, Kind.PACKED}  # block kinds of kernels with windows and packed sequences
 BIAS_KINDS = BiasSupport(same=True, other=True)  # support for a bias of any dtype, without its gradient
 _FP32, _FP16, _BF16 = (frozenset({dtype}) for dtype in (torch.float32, torch.float16, torch.bfloat16))
+# Efficient attention multiplies rows by strides in int32 (pytorch/pytorch#187227), and cuDNN is not known to be right
+# above this number: 512K keys of 32 heads of 128, or 4M queries of 4 heads.
+INT32_ELEMENTS = 2**31 - 1
 _flash = partial(
     Kernel, forward=cuda.flash_forward, backward=cuda.flash_backward, device="cuda", dtypes=HALF, kinds=PACKED_KINDS
 )
 _efficient = partial(
     Kernel, "efficient", cuda.efficient_forward, cuda.efficient_backward, device="cuda", aligned_at_end=True,
-    capability=(7, 0), windows=cuda.supports_efficient_window, pads=True, rate="efficient",
+    capability=(7, 0), windows=cuda.supports_efficient_window, pads=True, rate="efficient", elements=INT32_ELEMENTS,
 )  # fmt: skip
 
 # All kernels, in order of preference. Their criteria: see `Kernel`.
@@ -233,6 +236,7 @@ BLOCK_KERNELS = (
     Kernel(
         "cuDNN", cuda.cudnn_forward, cuda.cudnn_backward, device="cuda", dtypes=HALF, kinds=DENSE_KINDS, head_dim=128,
         rows=128, capability=(9, 0), switch=torch.backends.cuda.cudnn_sdp_enabled, repeatable=0, rate="cudnn",
+        elements=INT32_ELEMENTS,
     ),
     _flash("flash", head_dim=256, capability=(8, 0), flash="", rate="flash"),
     _efficient(dtypes=_FP32 | _FP16, kinds=PACKED_KINDS),

@@ -261,7 +261,7 @@ def _add_rows(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     Returns None for other operands, and for two gathered ones, whose sum needs no exchange.
     """
     a, b = args[:2]
-    if kwargs or not isinstance(a, Tensor) or not isinstance(b, Tensor):
+    if kwargs or not (isinstance(a, Tensor) and isinstance(b, Tensor)):
         return None
     if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
         return None
@@ -273,9 +273,8 @@ def _add_rows(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     elif not torch_compat.is_in_backward():
         return None
     total = aten.add.Tensor(*(x.local if isinstance(x, Sharded) else layout.local_rows(x) for x in (a, b)))
-    origin = first.shard_storage.origin
-    origin = replace(origin, description=f"a sum with {origin.description}")
-    storage = ShardStorage(layout, first.shard_storage.length, total, origin)
+    length, origin = first.shard_storage.length, first.shard_storage.origin
+    storage = ShardStorage(layout, length, total, replace(origin, description=f"a sum with {origin.description}"))
     if func is aten.add.Tensor:
         return Sharded(storage, first.shape)
     # An in-place addition changes the rows of a and its aliases, unless a is a plain tensor, gathered, or a view.

@@ -82,6 +82,22 @@ def test_the_kernel_of_a_window(kind: Kind, window: Window, square: bool, kernel
     assert expected_kernel(need._replace(dtype=BF16)).name == "flash"
 
 
+@pytest.mark.parametrize(
+    ("dtype", "small", "large"), [(BF16, "cuDNN", "flash"), (FP32, "efficient", "flex")], ids=["bfloat16", "float32"]
+)
+def test_kernels_with_32_bit_offsets_run_no_larger_operands(dtype: torch.dtype, small: str, large: str) -> None:
+    need = KernelKey(torch.device("cuda"), dtype, Kind.CAUSAL, 128, 1 << 19)
+    assert expected_kernel(need._replace(elements=2**31 - 1)).name == small
+    assert expected_kernel(need._replace(elements=2**31)).name == large
+
+
+def test_the_key_has_the_elements_of_the_largest_operand() -> None:
+    q, v = torch.empty(1, 4, 1 << 22, 128, device="meta"), torch.empty(1, 2, 1 << 20, 128, device="meta")
+    key = attend._kernel_key(torch.device("cuda"), q, v, 1 << 20, None, False, False, False)
+    assert key.elements == 2**31
+    assert expected_kernel(key).name != "cuDNN"
+
+
 def test_a_cpu_takes_a_bias_without_its_gradient() -> None:
     need = KernelKey(torch.device("cpu"), FP32, Kind.FULL, 64, 64, bias=FP32)
     assert expected_kernel(need).name == "flash, CPU"

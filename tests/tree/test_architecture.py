@@ -29,7 +29,7 @@ def test_places_exist(path: str) -> None:
 
 def test_files_that_the_code_names_exist() -> None:
     files = [path for folder in ("sp_compile", "passes", "lowering") for path in (ROOT / folder).rglob("*.py")]
-    names = {"file.py", *(path.name for path in [*files, *(ROOT / "benchmarks").glob("*.py")])}  # file.py: of examples
+    names = {"file.py", *(path.name for path in [*files, *(ROOT / "benchmarks").rglob("*.py")])}  # file.py: of examples
     for path in files:
         if not {"_compat", "torch_compat"} & set(path.parts):  # which names torch's
             unknown = set(re.findall(r"\w+[.]py\b", path.read_text())) - names
