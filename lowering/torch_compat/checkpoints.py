@@ -22,7 +22,12 @@ from torch._prims.rng_prims import graphsafe_run_with_rng_state, run_with_rng_st
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    _StopRecomputationError,
+)
 
 Policy = Callable[..., CheckpointPolicy | bool]
 _POLICY_KEY, _SAVED_KEY = "checkpoint_policy", "keeps_attention"  # keys of meta["custom"], which tracers propagate
@@ -33,6 +38,11 @@ RECOMPUTES_DRAWS = (run_with_rng_state, graphsafe_run_with_rng_state)
 # Ops of checkpointed regions in Dynamo's graphs.
 _CHECKPOINT_OPS = (tag_activation_checkpoint, wrap_activation_checkpoint)
 SAVE_POLICY = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)  # decisions of a policy that save a value
+
+
+def is_checkpoint_stop(error: BaseException) -> bool:
+    """Return True if the exception ends a recomputation, after the last value that the backward needs; no failure."""
+    return isinstance(error, _StopRecomputationError)
 
 
 def policy_of(context_fn: Callable[[], Any]) -> Policy | None:

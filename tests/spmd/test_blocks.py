@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from sp_compile.lowering.collectives.sharded import Sharded
+from sp_compile.runtime.control import failures
 
 Seen = list[tuple[str, str]]
 STEPS = 10
@@ -437,3 +439,25 @@ def test_balanced_rows_stay_balanced(
     assert seen[0] == [("whole", keeps), *passed_on] * len(lengths)
     if keeps == "balanced":
         assert graphs[0]["graphs"] == (3 if not shifts else 4) * min(2, len(lengths))
+
+
+def _published_by_checkpoints() -> list[str]:
+    """Return the exceptions that this rank publishes in two steps of checkpointed blocks, each compiled by itself."""
+    model, published = build(Stack, checkpoints=True), []
+    publish = failures._publish_failure
+    for part in (model.front, *model.blocks, model.tail):
+        part.compile(backend="sp", options={"compiler": "aot_eager", "mesh": worker.mesh(), "outputs": "lazy"})
+
+    def record(error: BaseException, *rest: Any) -> Any:
+        published.append(type(error).__name__)
+        return publish(error, *rest)
+
+    with mock.patch.object(failures, "_publish_failure", record):
+        for _ in range(2):
+            model(*text(9)).backward()
+    return published
+
+
+def test_the_end_of_a_recomputation_is_no_failure(ranks: Ranks) -> None:
+    """torch ends the recomputation of a checkpoint by an exception, as soon as all saved values exist again."""
+    assert ranks.run(2, _published_by_checkpoints) == [[], []]

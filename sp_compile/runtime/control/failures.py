@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from sp_compile.lowering.base.errors import SpError
-from sp_compile.lowering.torch_compat import is_lost_connection
+from sp_compile.lowering.torch_compat import is_checkpoint_stop, is_lost_connection
 from sp_compile.passes.graph.provenance import ExchangeSource, failed_exchange, failed_line
 
 from .channel import ControlChannel, publish_stop
@@ -55,7 +55,8 @@ def announce_failures(
     try:
         yield
     except BaseException as error:
-        is_known = hasattr(error, _AGREED_ATTRIBUTE)  # the other ranks raise it as well, or have received it
+        # Either the other ranks raise the exception as well, or they have received it.
+        is_known = hasattr(error, _AGREED_ATTRIBUTE) or is_checkpoint_stop(error)
         # An SpError of a broken channel is published by the function that breaks it.
         if channel is None or is_known or (channel.broken and isinstance(error, SpError)):
             raise
