@@ -66,8 +66,20 @@ def added(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor:
     return torch.index_put(x, (mask,), rows, accumulate=True)
 
 
-def write_to_a_slice(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor:
-    x[:, mask[0]] = given
+def scattered(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor:
+    """As the image features of a vision-language model, with its check of their number."""
+    torch._check_tensor_all(mask.sum() * x.shape[-1] == rows.numel())
+    return x.masked_scatter(mask[..., None], rows * 2)
+
+
+def positions_of_all(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor:
+    x[:, mask[0]] = rows[:2] * given
+    return x
+
+
+def one_column(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor:
+    """A mask and another index, which no rule takes."""
+    x[mask, torch.zeros(6, dtype=torch.int64)] = given[0]
     return x
 
 
@@ -107,8 +119,19 @@ def forward_mode(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor
     return y + tangent
 
 
-SPLIT = features, zeros, a_parameter, one_number, added, inner_step, step_of_each, forward_mode
-WHOLE = write_to_a_slice, without_grad, escaped, scans_of_each
+SPLIT = (
+    features,
+    zeros,
+    a_parameter,
+    scattered,
+    one_number,
+    positions_of_all,
+    added,
+    inner_step,
+    step_of_each,
+    forward_mode,
+)
+WHOLE = one_column, without_grad, escaped, scans_of_each
 MASK = torch.tensor([[0, 0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1, 0]]).bool()
 
 
@@ -203,7 +226,7 @@ def test_reports_say_so(write: Callable[..., Tensor]) -> None:
 
 
 def test_fallback_error_forbids_it() -> None:
-    model, args = made(write_to_a_slice)
+    model, args = made(one_column)
     with pytest.raises(Exception, match=r"SP212.*aten\.nonzero"):
         sp_compile.explain(model, *args, sp=2, fallback="error")
 
@@ -223,7 +246,7 @@ class Broken(nn.Module):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         h = self.half(self.first, x) * 2
         torch._dynamo.graph_break()
-        h[:, mask[0]] = self.given
+        h[mask, torch.zeros(6, dtype=torch.int64)] = self.given[0]
         torch._dynamo.graph_break()
         return self.half(self.last, h).square().sum() + h.sin().sum()
 
