@@ -183,6 +183,21 @@ def test_split_programs(ranks: Ranks, programs: tuple[Callable[..., Tensor], ...
         check(outcomes)
 
 
+def checked_call() -> str:
+    """Return the error of a call with fewer rows than the mask has positions."""
+    model, (x, mask, rows) = made(scattered)
+    try:
+        sp(model, mesh=mesh())(x, mask, rows[1:])
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_failed_check_raises_on_every_rank(ranks: Ranks) -> None:
+    for words in ranks.run(2, checked_call):
+        assert words.startswith("Expected all elements of a condition to be True.")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("write", [features, inner_step])
 def test_split_programs_under_inductor(ranks: Ranks, write: Callable[..., Tensor]) -> None:
