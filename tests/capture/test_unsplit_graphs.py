@@ -83,6 +83,18 @@ def one_column(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor:
     return x
 
 
+def read_and_written(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor:
+    """As features of vision layers are added to hidden states of text layers."""
+    read = x[mask] + rows
+    x[mask] = read
+    return x
+
+
+def at_nonzero(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor:
+    x[mask.nonzero(as_tuple=True)] = rows * 2
+    return x
+
+
 def without_grad(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor:
     y = x * 2
     with torch.no_grad():
@@ -196,6 +208,14 @@ def checked_call() -> str:
 def test_a_failed_check_raises_on_every_rank(ranks: Ranks) -> None:
     for words in ranks.run(2, checked_call):
         assert words.startswith("Expected all elements of a condition to be True.")
+
+
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize("n", [2, 3])
+def test_reads_at_a_mask_end_a_graph(ranks: Ranks, n: int) -> None:
+    answers = ranks.run(n, of_all, (read_and_written, at_nonzero), {})
+    for outcomes in zip(*(found for found, _ in answers), strict=True):
+        check(outcomes)
 
 
 @pytest.mark.slow
