@@ -191,5 +191,5 @@ def _without_repetition(x: Node) -> Node:
 
 
 def _align_shape(x: Node, shape: tuple[Size, ...]) -> tuple[Size, ...]:
-    """Return the shape of x with dims of size 1 in front, as many dims as `shape` has."""
+    """Return the shape of x, extended by first dims of size 1 to the number of dims of `shape`."""
     return (*[1] * (len(shape) - len(node_shape(x))), *node_shape(x))
