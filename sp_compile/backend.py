@@ -89,6 +89,7 @@ def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = 
 
 
 torch_compat.on_eager(sp, warn_eager_fallback, warn_fsdp_submodules)
+torch_compat.trace_tensor_checks()
 
 
 def lower(

@@ -32,6 +32,7 @@ from torch._dynamo.exc import (
     exceptions_allowed_to_be_fallback,
 )
 from torch._dynamo.source import ConstantSource, LocalSource, TensorProperty, TensorPropertySource
+from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._dynamo.utils import counters
 from torch._guards import ChainedSource, CompileContext, TracingContext
 from torch._subclasses.fake_tensor import fake_tensor_tls
@@ -403,6 +404,21 @@ def trace_in_place_of(original: Callable[..., Any], traced: Callable[..., Any]) 
     Calls that Dynamo does not trace, such as those of eager code, run the original.
     """
     torch.compiler.substitute_in_graph(original, skip_signature_check=True)(traced)
+
+
+def trace_tensor_checks() -> None:
+    """Make Dynamo trace `torch._check_tensor_all(cond)` as an assertion in the graph, as it does `assert cond`.
+
+    Otherwise the check is a graph break, as it reads the value on the host. transformers checks the number of image
+    tokens in this way.
+    """
+
+    def check_tensor_all(cond: torch.Tensor, message: Any = None) -> None:
+        """Raise RuntimeError when the program runs if an element of `cond` is False; `message` is not shown."""
+        torch._assert_async(cond.all(), "Expected all elements of a condition to be True.")
+
+    get_torch_obj_rule_map().pop(torch._check_tensor_all, None)  # Dynamo's own rule, which is the graph break
+    trace_in_place_of(torch._check_tensor_all, check_tensor_all)
 
 
 def run_eagerly(function: Callable[..., Any]) -> Callable[..., Any]:

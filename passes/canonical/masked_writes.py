@@ -1,32 +1,65 @@
 """Replace writes at a boolean mask by a selection of rows, whose backward has no data-dependent shape.
 
-    index_put(x, [mask], v)     ->  where(mask[..., None], v, x)
-                                    v: one value for every position
-    index_put(x, [mask], rows)  ->  where(mask[..., None], cat([rows, 0])[index], x)
-                                    index = cumsum(mask) - 1, that of a position among the written ones
+    index_put(x, [mask], v)         ->  where(mask[..., None], v, x)
+                                        v: one value for every position
+    index_put(x, [mask], rows)      ->  where(mask[..., None], cat([rows, 0])[index], x)
+                                        index = cumsum(mask) - 1, that of a position among the written ones
+    masked_scatter(x, mask, rows)   ->  the same; a mask that repeats one of fewer dims writes rows, others elements
 
-A *position* is an index of the mask, which has the first dims of x; the *element* at a position has the other dims.
+A *position* is an index of the mask; the *element* at a position has the dims of x after those of the mask.
 
 With `accumulate` the value is added. So `x[mask] = features`, `x[~mask] = 0` and `x[mask] = parameter` run on shards,
-as for image features, padding and masked frames. If rows and positions differ in number, every rank raises an index
-error. Bytes moved: integers, for the sum over positions. Unchanged: masks combined with other indices or after slices,
-and masks of dtype uint8.
+as for image features, padding and masked frames; so does `x[:, mask] = v`. If rows and positions differ in number (for
+masked_scatter: if there are fewer rows), every rank raises an index error. Bytes moved: integers, for the sum over
+positions. Unchanged: masks combined with other indices, and masks of dtype uint8.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.passes.base import CanonicalPass, register_pass
 from sp_compile.passes.context import PassContext
-from sp_compile.passes.graph.call import OpCall, node_shape
+from sp_compile.passes.graph.call import OpCall, node_shape, parse_overloads
 from sp_compile.passes.graph.node_info import set_node_info
-from sp_compile.passes.graph.sizes import Size, is_same_shape, is_same_size, size_product
+from sp_compile.passes.graph.sizes import Size, exact_quotient, is_same_shape, is_same_size, size_product
 
 from .expert_loops import SCATTER_OPS
 
 aten = torch.ops.aten
+
+# Ops whose result repeats an operand along its dims of size 1, or is equal to it.
+REPEATING_OPS = parse_overloads("expand expand_as repeat to.dtype_layout to.dtype to.device")
+
+
+@dataclass(frozen=True)
+class MaskedWrite:
+    """Write to x at the positions where a mask is true."""
+
+    x: Node  # tensor to which the values are written
+    mask: Node  # condition of each position
+    start: int  # number of dims of x before those of the mask
+    values: Node  # one value for all positions, or with a dim of one row for each written position
+    accumulate: bool = False  # True to add the values
+    needs_all_rows: bool = True  # True if rows and written positions must be equal in number
+
+    @property
+    def element_shape(self) -> tuple[Size, ...]:
+        """Return the sizes of x after the dims of the mask."""
+        return node_shape(self.x)[self.start + len(node_shape(self.mask)) :]
+
+    @property
+    def row_dim(self) -> int:
+        """Return the dim of `values` that has one row for each written position; negative if there is none."""
+        return len(node_shape(self.values)) - len(self.element_shape) - 1
+
+    @property
+    def is_single_value(self) -> bool:
+        """Return True if `values` broadcasts to each position."""
+        return self.row_dim < 0 or is_same_size(node_shape(self.values)[self.row_dim], 1)
 
 
 @register_pass
@@ -36,43 +69,73 @@ class ReplaceMaskedWrites(CanonicalPass):
     requires = frozenset({"normalized"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Replace every index_put at one boolean mask, x[mask] = values, by where; return their number."""
-        writes = [n for op in SCATTER_OPS for n in gm.graph.find_nodes(op="call_function", target=op)]
-        writes = [n for n in writes if _is_masked_write(n)]
-        for node in writes:
-            self._rewrite(node)
-        return len(writes)
+        """Replace every write at one boolean mask by where; return their number."""
+        puts = [n for op in SCATTER_OPS for n in gm.graph.find_nodes(op="call_function", target=op)]
+        puts = [n for n in puts if _is_masked_put(n)]
+        scatters = gm.graph.find_nodes(op="call_function", target=aten.masked_scatter.default)
+        scatters = [n for n in scatters if n.meta["val"].ndim]
+        for node in puts:
+            self._replace_write(node, _read_put(node))
+        for node in scatters:
+            with self.graph.inserting_before(node):
+                write = self._read_scatter(node)
+            self._replace_write(node, write)
+        return len(puts) + len(scatters)
 
-    def _rewrite(self, node: Node) -> None:
-        """Replace index_put(x, [mask], values) by where(mask, values for every position, x).
+    def _read_scatter(self, node: Node) -> MaskedWrite:
+        """Return the write of masked_scatter(x, mask, source), with one row of the source for each written position.
 
-        A position is an index of the mask, which has the first dims of x; the element at a position has the others.
+        The dims of an element are the last dims of x along which the mask is equal. The source is read in memory order;
+        it may have more elements than the mask writes.
         """
-        call = OpCall(node)
-        x, mask, values = call["self"], call["indices"][0], call["values"]
-        element_shape = node_shape(x)[len(node_shape(mask)) :]
+        call, shape = OpCall(node), node_shape(node)
+        mask, num_elements = _without_repetition(call["mask"]), size_product(node_shape(call["source"]))
+        num_dims = max((d + 1 for d, n in enumerate(_align_shape(mask, shape)) if not is_same_size(n, 1)), default=1)
+        num_rows = exact_quotient(num_elements, size_product(shape[num_dims:]))
+        if num_rows is None:  # not a number of whole rows
+            mask, num_dims, num_rows = call["mask"], len(shape), num_elements
+        mask = self.reshape(mask, _align_shape(mask, shape)[:num_dims], node)
+        values = self.reshape(call["source"], (num_rows, *shape[num_dims:]), node)
+        x, mask = self._expand(call["self"], shape, node), self._expand(mask, shape[:num_dims], node)
+        return MaskedWrite(x, mask, 0, values, needs_all_rows=False)
+
+    def _expand(self, x: Node, shape: tuple[Size, ...], like: Node) -> Node:
+        """Return x expanded to a shape, or x itself if it has that shape."""
+        if is_same_shape(node_shape(x), shape):
+            return x
+        return self.compute(aten.expand.default, (x, self.sizes.list(shape)), like)
+
+    def _replace_write(self, node: Node, write: MaskedWrite) -> None:
+        """Replace the op of a write by where(mask, values for every position, x)."""
         with self.graph.inserting_before(node):
-            if _is_single_value(node_shape(values), element_shape):
-                shape = node_shape(values)
-                num_leading = max(0, len(shape) - len(element_shape))  # dims of size 1, which an element does not have
-                rows = self.reshape(values, shape[num_leading:], node)
-            else:
-                rows = self._rows_by_position(values, mask, node)
-            if call["accumulate"]:
-                rows = self.compute(aten.add.Tensor, (x, rows), node)
-            condition = self.reshape(mask, (*node_shape(mask), *[1] * len(element_shape)), node)
-            self.replace(node, self.compute(aten.where.self, (condition, rows, x), node))
+            rows = self._single_value(write, node) if write.is_single_value else self._rows_by_position(write, node)
+            if write.accumulate:
+                rows = self.compute(aten.add.Tensor, (write.x, rows), node)
+            element_dims = [1] * len(write.element_shape)
+            condition = self.reshape(write.mask, (*node_shape(write.mask), *element_dims), node)
+            self.replace(node, self.compute(aten.where.self, (condition, rows, write.x), node))
 
-    def _rows_by_position(self, values: Node, mask: Node, like: Node) -> Node:
-        """Emit a value with the N rows `values`, in order, where the mask is true, and zeros elsewhere.
+    def _single_value(self, write: MaskedWrite, like: Node) -> Node:
+        """Return the one value of a write in a shape that broadcasts to x."""
+        shape, row_dim, start = node_shape(write.values), write.row_dim, write.start
+        if row_dim < 0:
+            return write.values
+        leading_dims = shape[max(row_dim - start, 0) : row_dim]  # dims of x; any others before them have size 1
+        position_dims = (1,) * len(node_shape(write.mask))  # x[mask] has one dim in place of them
+        return self.reshape(write.values, (*leading_dims, *position_dims, *shape[row_dim + 1 :]), like)
 
-        It is table[index], where the table has N + 1 rows, [values, zeros]. The index is N where the mask is false. If
-        the mask is true at another number of positions than N, the index is N + 1 everywhere, which raises an error, as
-        the replaced op does.
+    def _rows_by_position(self, write: MaskedWrite, like: Node) -> Node:
+        """Emit a value with the N rows of a write, in order, where the mask is true, and zeros elsewhere.
+
+        It is table[index], where the table has N + 1 rows, [rows, zeros]. The index is N where the mask is false. If
+        the mask is true at another number of positions than there are rows for, the index is N + 1 everywhere, which
+        raises an error, as the replaced op does.
         """
-        num_rows = node_shape(values)[0]
-        zeros = self.compute(aten.new_zeros.default, (values, self.sizes.list((1, *node_shape(values)[1:]))), like)
-        table = self.compute(aten.cat.default, ([values, zeros], 0), like)
+        values, mask, row_dim = write.values, write.mask, write.row_dim
+        shape = node_shape(values)
+        zeros_shape = self.sizes.list((*shape[:row_dim], 1, *shape[row_dim + 1 :]))
+        zeros = self.compute(aten.new_zeros.default, (values, zeros_shape), like)
+        table = self.compute(aten.cat.default, ([values, zeros], row_dim), like)
         # The index of each written position among the written positions, in order.
         flat_mask = self.reshape(mask, (size_product(node_shape(mask)),), like)
         counted = self.compute(aten.cumsum.default, (self.cast(flat_mask, torch.int64, like), 0), like)
@@ -80,34 +143,53 @@ class ReplaceMaskedWrites(CanonicalPass):
         index = self.reshape(self.compute(aten.sub.Tensor, (counted, 1), like), node_shape(mask), like)
         num_written = self.compute(aten.sum.default, (self.cast(mask, torch.int64, like),), like)
         options = {"device": mask.meta["val"].device, "dtype": torch.int64}
-        # The numbers N, the index of the row of zeros, and N + 1, which is out of range.
         zero_row, invalid_row = (
-            self.compute(aten.full.default, ([], self.sizes(n)), like, options) for n in (num_rows, num_rows + 1)
+            self.compute(aten.full.default, ([], self.sizes(n)), like, options)
+            for n in (shape[row_dim], shape[row_dim] + 1)
         )
         index = self.compute(aten.where.self, (mask, index, zero_row), like)
-        is_valid = self.compute(aten.eq.Tensor, (num_written, zero_row), like)  # num_written == N
+        compare = aten.eq.Tensor if write.needs_all_rows else aten.le.Tensor
+        is_valid = self.compute(compare, (num_written, zero_row), like)
         index = self.compute(aten.where.self, (is_valid, index, invalid_row), like)
-        return self.compute(aten.index.Tensor, (table, [index]), like)
+        return self.compute(aten.index.Tensor, (table, [*[None] * row_dim, index]), like)
 
 
-def _is_masked_write(node: Node) -> bool:
-    """Return True for a write x[mask] = values that `_rewrite` supports; the mask has the first dims of x.
+def _is_masked_put(node: Node) -> bool:
+    """Return True for an index_put whose only index is a mask, whose values `_replace_write` supports.
 
     `values` must be one value for all positions, or one row for each position where the mask is true.
     """
+    indices = [index.meta["val"] for index in OpCall(node)["indices"] if index is not None]
+    if len(indices) != 1 or indices[0].dtype is not torch.bool or not indices[0].ndim:
+        return False
+    write = _read_put(node)
+    if indices[0].device != write.x.meta["val"].device:
+        return False
+    is_row_per_position = write.row_dim <= write.start and write.values.meta["val"].device == indices[0].device
+    return write.is_single_value or is_row_per_position
+
+
+def _read_put(node: Node) -> MaskedWrite:
+    """Return the write of index_put(x, [.., mask], values)."""
     call = OpCall(node)
-    indices = call["indices"]
-    if indices[0] is None or any(index is not None for index in indices[1:]):
-        return False
-    mask, values = indices[0].meta["val"], call["values"].meta["val"]
-    if mask.dtype is not torch.bool or mask.device != call["self"].meta["val"].device or not mask.ndim:
-        return False
-    element_shape, shape = node_shape(call["self"])[mask.ndim :], node_shape(call["values"])
-    is_row_per_position = len(shape) == len(element_shape) + 1 and is_same_shape(shape[1:], element_shape)
-    return _is_single_value(shape, element_shape) or (is_row_per_position and values.device == mask.device)
+    start, mask = next((d, index) for d, index in enumerate(call["indices"]) if index is not None)
+    return MaskedWrite(call["self"], mask, start, call["values"], call["accumulate"])
 
 
-def _is_single_value(shape: tuple[Size, ...], element_shape: tuple[Size, ...]) -> bool:
-    """Return True if a tensor of this shape is one value for all positions: it broadcasts to an element's shape."""
-    leading_dims = shape[: max(0, len(shape) - len(element_shape))]
-    return all(is_same_size(size, 1) for size in leading_dims)
+def _without_repetition(x: Node) -> Node:
+    """Return the operand of which a node is a copy, or a repetition along dims of size 1; the node itself if none."""
+    while x.target in REPEATING_OPS:
+        operand = OpCall(x)["self"]
+        sizes = zip(_align_shape(operand, node_shape(x)), node_shape(x), strict=True)
+        is_same_kind = (
+            operand.meta["val"].dtype == x.meta["val"].dtype and operand.meta["val"].device == x.meta["val"].device
+        )
+        if not is_same_kind or not all(is_same_size(n, 1) or is_same_size(n, size) for n, size in sizes):
+            break
+        x = operand
+    return x
+
+
+def _align_shape(x: Node, shape: tuple[Size, ...]) -> tuple[Size, ...]:
+    """Return the shape of x, extended by first dims of size 1 to the number of dims of `shape`."""
+    return (*[1] * (len(shape) - len(node_shape(x))), *node_shape(x))

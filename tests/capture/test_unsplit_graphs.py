@@ -66,8 +66,32 @@ def added(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor:
     return torch.index_put(x, (mask,), rows, accumulate=True)
 
 
-def write_to_a_slice(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor:
-    x[:, mask[0]] = given
+def scattered(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor:
+    """As the image features of a vision-language model, with its check of their number."""
+    torch._check_tensor_all(mask.sum() * x.shape[-1] == rows.numel())
+    return x.masked_scatter(mask[..., None], rows * 2)
+
+
+def positions_of_all(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor:
+    x[:, mask[0]] = rows[:2] * given
+    return x
+
+
+def one_column(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor:
+    """A mask and another index, which no rule takes."""
+    x[mask, torch.zeros(6, dtype=torch.int64)] = given[0]
+    return x
+
+
+def read_and_written(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor:
+    """As features of vision layers are added to hidden states of text layers."""
+    read = x[mask] + rows
+    x[mask] = read
+    return x
+
+
+def at_nonzero(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor:
+    x[mask.nonzero(as_tuple=True)] = rows * 2
     return x
 
 
@@ -107,8 +131,19 @@ def forward_mode(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor
     return y + tangent
 
 
-SPLIT = features, zeros, a_parameter, one_number, added, inner_step, step_of_each, forward_mode
-WHOLE = write_to_a_slice, without_grad, escaped, scans_of_each
+SPLIT = (
+    features,
+    zeros,
+    a_parameter,
+    scattered,
+    one_number,
+    positions_of_all,
+    added,
+    inner_step,
+    step_of_each,
+    forward_mode,
+)
+WHOLE = one_column, without_grad, escaped, scans_of_each
 MASK = torch.tensor([[0, 0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1, 0]]).bool()
 
 
@@ -160,6 +195,29 @@ def test_split_programs(ranks: Ranks, programs: tuple[Callable[..., Tensor], ...
         check(outcomes)
 
 
+def checked_call() -> str:
+    """Return the error of a call with fewer rows than the mask has positions."""
+    model, (x, mask, rows) = made(scattered)
+    try:
+        sp(model, mesh=mesh())(x, mask, rows[1:])
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_failed_check_raises_on_every_rank(ranks: Ranks) -> None:
+    for words in ranks.run(2, checked_call):
+        assert words.startswith("Expected all elements of a condition to be True.")
+
+
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize("n", [2, 3])
+def test_reads_at_a_mask_end_a_graph(ranks: Ranks, n: int) -> None:
+    answers = ranks.run(n, of_all, (read_and_written, at_nonzero), {})
+    for outcomes in zip(*(found for found, _ in answers), strict=True):
+        check(outcomes)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("write", [features, inner_step])
 def test_split_programs_under_inductor(ranks: Ranks, write: Callable[..., Tensor]) -> None:
@@ -203,7 +261,7 @@ def test_reports_say_so(write: Callable[..., Tensor]) -> None:
 
 
 def test_fallback_error_forbids_it() -> None:
-    model, args = made(write_to_a_slice)
+    model, args = made(one_column)
     with pytest.raises(Exception, match=r"SP212.*aten\.nonzero"):
         sp_compile.explain(model, *args, sp=2, fallback="error")
 
@@ -223,7 +281,7 @@ class Broken(nn.Module):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         h = self.half(self.first, x) * 2
         torch._dynamo.graph_break()
-        h[:, mask[0]] = self.given
+        h[mask, torch.zeros(6, dtype=torch.int64)] = self.given[0]
         torch._dynamo.graph_break()
         return self.half(self.last, h).square().sum() + h.sin().sum()
 

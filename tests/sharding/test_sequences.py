@@ -346,7 +346,7 @@ def test_a_warning_says_that_the_sequence_is_no_input() -> None:
 
 def test_a_warning_names_embeddings_of_every_rank() -> None:
     class Merged(nn.Module):
-        """Rows of an embedding that a mask replaces, as of images in a text."""
+        """Rows of an embedding that others replace, by an op without a rule."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -354,7 +354,7 @@ def test_a_warning_names_embeddings_of_every_rank() -> None:
 
         def forward(self, ids: Tensor, image: Tensor) -> Tensor:
             x = self.embedding(ids)
-            x = x.masked_scatter((ids == 9)[..., None].expand_as(x), image)[:, None]
+            x = x.put(torch.arange(image.numel()), image)[:, None]
             return F.scaled_dot_product_attention(x, x, x)
 
     report = sp_compile.explain(Merged(), torch.tensor([[1, 9, 2, 9, 3, 4]]), torch.randn(2, WIDTH), sp=2)
