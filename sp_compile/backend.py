@@ -24,6 +24,7 @@ from sp_compile.passes.capture.user_program import UserProgram
 from sp_compile.passes.cost.few_layers import FewLayers
 from sp_compile.runtime.eager_fallback import warn_eager_fallback, warn_fsdp_submodules
 from sp_compile.runtime.fingerprint import program_subject
+from sp_compile.runtime.generation import runs_eagerly
 from sp_compile.runtime.one_rank import warn_one_rank
 from sp_compile.runtime.session import CompileSession
 
@@ -87,7 +88,7 @@ def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = 
     )
 
 
-torch_compat.on_eager(sp, warn_eager_fallback, warn_fsdp_submodules)
+torch_compat.on_eager(sp, runs_eagerly, warn_eager_fallback, warn_fsdp_submodules)
 
 
 def lower(
