@@ -1,9 +1,9 @@
 """Run generation by the forward as it is written: `generate()` of transformers, and steps with a cache of keys.
 
-A compiled program splits a sequence over ranks. A decoding step has one query row and a cache whose length is another
-one in each step, so that a program of it would be compiled again and again, and would split nothing. Ranks also generate
-independently of each other, such as rank 0 alone. `runs_eagerly` therefore decides for each call that Dynamo would
-compile; `generate()` is replaced by a function that disables torch.compile while it runs a model with this backend.
+A compiled program splits a sequence over ranks. A decoding step has one query row, and a cache that is longer in each
+step, so that it would be compiled again and again, and nothing of it would be split. Ranks also generate independently
+of each other, such as rank 0 alone. `runs_eagerly` therefore decides for each call that Dynamo would compile, and
+`generate()` is replaced by a function that disables torch.compile while it runs a model of this backend.
 """
 
 from __future__ import annotations
