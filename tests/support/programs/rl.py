@@ -70,8 +70,10 @@ def model(kind: str) -> torch.nn.Module:
     tokens = {"pad_token_id": 0, "eos_token_id": 1}
     config = LlamaConfig(num_hidden_layers=int(os.environ.get("RL_LAYERS", "1")), num_labels=1, **sizes, **tokens)
     kind_of_model = LlamaForSequenceClassification if kind == "reward" else LlamaForCausalLM
-    folder = f"start-{kind}-{os.environ['RANK']}"  # from which a Trainer loads the reference
-    kind_of_model(config).save_pretrained(folder)
+    folder = f"start-{kind}"  # from which a Trainer loads the reference
+    kind_of_model(config).save_pretrained(folder)  # transformers saves on rank 0
+    if dist.is_initialized():
+        dist.barrier()
     return kind_of_model.from_pretrained(folder)
 
 
