@@ -19,6 +19,7 @@ from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.options import SPConfig
 from sp_compile.lowering.base.ranks import resolve
 from sp_compile.lowering.torch_compat import compile_in_place, is_compiled, is_under_ddp
+from sp_compile.runtime.generation import wrap_generation
 
 __all__ = ["compile_under_ddp"]
 
@@ -59,6 +60,7 @@ def compile_under_ddp(
     """
     if is_compiled(model):
         raise SpError("SP831", COMPILED)
+    wrap_generation()
     options = {"mesh": mesh, "param_grads": "partial", **options}
     SPConfig.of(options)  # raises here, not at the first call
 

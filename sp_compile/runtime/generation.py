@@ -42,7 +42,12 @@ def runs_eagerly(code: CodeType, arguments: Mapping[str, Any], caller: FrameType
     module = arguments.get("self")
     if isinstance(module, torch.nn.Module):
         _models.add(module)
-    return _wrap_generate_if_new(caller) or is_decoding_step(arguments)
+    wrap_generation()
+    while caller is not None and _generate_codes:  # in a method that was read before it was replaced
+        if caller.f_code in _generate_codes:
+            return True
+        caller = caller.f_back
+    return is_decoding_step(arguments)
 
 
 def is_decoding_step(arguments: Mapping[str, Any]) -> bool:
@@ -77,23 +82,18 @@ def _named_values(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _cached_length(value: Any) -> int:
     """Return the number of positions in a cache of keys; 0 for other values."""
     get_length = getattr(type(value), "get_seq_length", None)
-    return int(get_length(value)) if callable(get_length) else 0
+    try:
+        return int(get_length(value)) if callable(get_length) else 0
+    except TypeError:  # another method of this name, with other arguments or results
+        return 0
 
 
-def _wrap_generate_if_new(caller: FrameType | None) -> bool:
-    """Replace the methods that generate, once; return True if a call is inside of one that is not replaced yet.
-
-    Only the first calls of a process can be: models that generate before they train.
-    """
+def wrap_generation() -> None:
+    """Replace the methods of transformers that generate, once and if it is imported, by ones that run eagerly."""
     module = sys.modules.get(GENERATION_MODULE)
     if module is not None:
         for name in GENERATE_METHODS:
             _wrap_generate(module.GenerationMixin, name)
-    while caller is not None and _generate_codes:
-        if caller.f_code in _generate_codes:
-            return True
-        caller = caller.f_back
-    return False
 
 
 def _wrap_generate(owner: type, name: str) -> None:

@@ -39,7 +39,8 @@ class FixedCompletions:
             length = 3 + (sum(ids) + 5 * i) % 7
             return [3 + (7 * ids[-1] + j * (i + 2)) % (VOCABULARY - 3) for j in range(length)]
 
-        return [complete(ids, i % GENERATIONS) for i, ids in enumerate(prompt_ids)], None
+        found = [complete(ids, i % GENERATIONS) for i, ids in enumerate(prompt_ids)]
+        return found if isinstance(self, RLOOTrainer) else (found, None)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
