@@ -9,7 +9,8 @@ import pytest
 import torch
 from models.docs.test_recipes import WEIGHT, launch
 
-KINDS = "grpo", "rloo", "dpo", "reward evaluated"
+KINDS = "grpo evaluated", "rloo", "dpo", "reward evaluated"
+LORA = "grpo LoRA", "rloo LoRA evaluated", "dpo LoRA"  # the reference is the model without its adapter
 REPLICAS = "grpo fixed", "rloo fixed", "dpo", "reward evaluated"  # replicas sample with other seeds
 SHARDED = "grpo fixed FSDP", "dpo FSDP", "reward evaluated FSDP"
 OF_TIME = "time", "second", "flos", "epoch"  # parts of the names of other numbers
@@ -24,11 +25,12 @@ def numbers(found: dict[str, Any]) -> list[dict[str, float]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "kinds"),
-    [(2, KINDS), (4, REPLICAS), (4, SHARDED), (2, ("grpo FSDP",))],
-    ids=["", "replicas", "sharded", "sampled from shards"],
+    [(2, KINDS), (2, LORA), (4, REPLICAS), (4, SHARDED), (2, ("grpo FSDP",))],
+    ids=["", "LoRA", "replicas", "sharded", "sampled from shards"],
 )
 def test_trainers_equal_one_device(tmp_path: Path, processes: int, kinds: tuple[str, ...]) -> None:
-    pytest.importorskip("trl")
+    for package in ("trl", "peft"):
+        pytest.importorskip(package)
     for n, share in ((1, 1), (processes, 2)):
         launch(tmp_path, n, "rl.py", f"rl{n}.pt", *kinds, RL_SHARE=str(share))
     alone, found = (torch.load(tmp_path / f"rl{n}.pt") for n in (1, processes))

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from sp_compile.integrations.parallelism import SEQUENCE_AXIS
 from sp_compile.lowering.base.errors import SpError
 
 SCORE = "_generate_and_score_completions"  # method that gathers rewards over processes
@@ -62,15 +63,14 @@ class SampleSharer:
         if self.accelerator.mesh is None or self.accelerator.sp_size == 1:
             return value
         shared = [value, _random_state()]
-        dist.broadcast_object_list(shared, group=self.accelerator.mesh.get_group("cp"), group_src=0)
+        dist.broadcast_object_list(shared, group=self.accelerator.mesh.get_group(SEQUENCE_AXIS), group_src=0)
         _set_random_state(shared[1])
         return shared[0]
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's method on each rank, and return the completions of the first rank of the sequence."""
-        with mock.patch.object(
-            self.accelerator, "_counts_replicas", False
-        ):  # other code calls collectives of all ranks
+        # vLLM's client calls collectives of all processes.
+        with mock.patch.object(self.accelerator, "_counts_replicas", False):
             return self._share(super()._generate_single_turn(*args, **kwargs))  # type: ignore[misc]
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -111,8 +111,10 @@ def _replace_globals(owner: type, method: str, functions: Mapping[str, Callable[
     with ExitStack() as stack:
         for cls in owner.__mro__:
             names = getattr(inspect.unwrap(vars(cls).get(method, object)), "__globals__", {})
-            found = {name: new for name, new in functions.items() if _is_library_function(names.get(name))}
-            stack.enter_context(mock.patch.dict(names, found))
+            for name, new in functions.items():
+                if _is_library_function(names.get(name)):
+                    stack.callback(names.__setitem__, name, names[name])
+                    names[name] = new
         yield
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig
 from datasets import Dataset
+from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
@@ -28,6 +29,7 @@ TRAINERS = {
     "dpo": (DPOTrainer, DPOConfig),
     "reward": (RewardTrainer, RewardConfig),
 }
+TASKS = {"reward": "SEQ_CLS"}
 FSDP = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}}
 
 
@@ -94,12 +96,16 @@ def train(name: str) -> dict[str, Any]:
         options |= {"num_generations": GENERATIONS, "max_completion_length": 9, "beta": 0.1, "num_iterations": 2}
     else:
         options |= {"max_length": 24}
-        if "evaluated" in name:
-            given["eval_dataset"] = rows(kind).select(range(5))
+    if "evaluated" in name:
+        given["eval_dataset"] = rows(kind).select(range(4))
+    if "LoRA" in name:
+        given["peft_config"] = LoraConfig(
+            r=4, target_modules=["q_proj", "v_proj"], task_type=TASKS.get(kind, "CAUSAL_LM")
+        )
     arguments = config(
         f"out-{name.replace(' ', '-')}",
         per_device_train_batch_size=8 * SHARE // RANKS,
-        per_device_eval_batch_size=2,
+        per_device_eval_batch_size=4 if kind in ("grpo", "rloo") else 2,
         max_steps=STEPS,
         learning_rate=1e-2,
         logging_steps=1,
