@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from torch.fx import GraphModule
 
+from sp_compile.generation import runs_eagerly
 from sp_compile.lowering import torch_compat
 from sp_compile.lowering.base.errors import CaptureError, WriteError
 from sp_compile.lowering.base.options import AnyOptions
@@ -24,7 +25,6 @@ from sp_compile.passes.capture.user_program import UserProgram
 from sp_compile.passes.cost.few_layers import FewLayers
 from sp_compile.runtime.eager_fallback import warn_eager_fallback, warn_fsdp_submodules
 from sp_compile.runtime.fingerprint import program_subject
-from sp_compile.runtime.generation import runs_eagerly
 from sp_compile.runtime.one_rank import warn_one_rank
 from sp_compile.runtime.session import CompileSession
 

@@ -90,6 +90,7 @@ class SequenceParallelAccelerator(Accelerator):
 
     flag_tensor: torch.Tensor | None  # the trigger of this rank
     batch_group: dist.ProcessGroup  # one rank of each replica
+    sequence_group: dist.ProcessGroup  # the ranks of this replica
     _counts_replicas = False  # True within `count_replicas`
 
     def __init__(
@@ -127,7 +128,7 @@ class SequenceParallelAccelerator(Accelerator):
         if self.num_processes > 1:
             self._check_settings(fsdp_plugin)
             self.mesh, batches = make_mesh(self.device.type, sizes)
-            self.batch_group = batches.get_group()
+            self.batch_group, self.sequence_group = batches.get_group(), self.mesh.get_group(SEQUENCE_AXIS)
             self.dataloader_config.dispatch_batches = False
             if fsdp_plugin is not None:
                 use_fsdp(self.state, fsdp_plugin)
@@ -242,13 +243,15 @@ class SequenceParallelAccelerator(Accelerator):
                 self.compile(model)
         return prepared
 
-    def prepare_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    def prepare_model(
+        self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> torch.nn.Module:
         """Compile a model with backend="sp", then run `Accelerator.prepare_model`; with FSDP, run `prepare`.
 
         Args:
             model: The model, which is compiled in place.
-            *args: `device_placement` and `evaluation_mode` of `Accelerator.prepare_model`.
-            **kwargs: The same by name.
+            device_placement: As for `Accelerator.prepare_model`.
+            evaluation_mode: If True, do not wrap the model with DDP. A later call without it does.
 
         Returns:
             The prepared model.
@@ -258,9 +261,15 @@ class SequenceParallelAccelerator(Accelerator):
         """
         if self.mesh is not None and self.is_fsdp2:
             return self.prepare(model)
+        if getattr(model, "is_for_evaluation", False) and not evaluation_mode:
+            # accelerate itself would return the model without DDP, as a Trainer that evaluates before it trains does.
+            model.is_for_evaluation = model._is_accelerate_prepared = False
+            self._models.remove(model)
+            self.unwrap_model(model, keep_fp32_wrapper=False)  # restores the forward without casts
         if not getattr(model, "_is_accelerate_prepared", False):
             self.compile(model)
-        return super().prepare_model(model, *args, **kwargs)
+            model.is_for_evaluation = evaluation_mode
+        return super().prepare_model(model, device_placement, evaluation_mode)
 
     def compile(self, model: torch.nn.Module) -> None:
         """Compile a model in place, with `compile_under_fsdp` or `compile_under_ddp`; a second call has no effect.
@@ -346,7 +355,7 @@ class SequenceParallelAccelerator(Accelerator):
         """
         if self.mesh is None or reduction != "sum" or collect_tensors(tensor) is None:
             return super().reduce(tensor, reduction, scale)
-        groups = self.batch_group, self.mesh.get_group(SEQUENCE_AXIS)
+        groups = self.batch_group, self.sequence_group
         return recursively_apply(lambda x: sum_over_replicas(x, *groups), tensor)
 
     def check_trigger(self) -> bool:

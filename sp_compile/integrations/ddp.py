@@ -15,11 +15,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from sp_compile.backend import sp
+from sp_compile.generation import wrap_generation
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.options import SPConfig
 from sp_compile.lowering.base.ranks import resolve
 from sp_compile.lowering.torch_compat import compile_in_place, is_compiled, is_under_ddp
-from sp_compile.runtime.generation import wrap_generation
 
 __all__ = ["compile_under_ddp"]
 

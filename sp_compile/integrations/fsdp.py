@@ -20,11 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from sp_compile.backend import sp
+from sp_compile.generation import wrap_generation
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.options import SPConfig
 from sp_compile.lowering.torch_compat import compile_in_place, is_compiled
 from sp_compile.runtime.eager_fallback import find_fsdp_submodules, mute_fsdp_warning
-from sp_compile.runtime.generation import wrap_generation
 
 from .ddp import COMPILED
 

@@ -108,7 +108,14 @@ def _all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def collect_tensors(data: Any) -> list[torch.Tensor] | None:
-    """Return the tensors in nested lists, tuples and dicts; None if other objects require pickling."""
+    """Return the tensors in a structure; None if it contains objects that require pickling.
+
+    Args:
+        data: Nested lists, tuples and dicts.
+
+    Returns:
+        The tensors, or None.
+    """
     tensors: list[torch.Tensor] = []
     try:
         recursively_apply(tensors.append, data, error_on_other_type=True)

@@ -18,10 +18,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from sp_compile.integrations.parallelism import SEQUENCE_AXIS
 from sp_compile.lowering.base.errors import SpError
 
-SCORE = "_generate_and_score_completions"  # method that gathers rewards over processes
+SCORING_METHOD = "_generate_and_score_completions"  # which gathers rewards over processes
 
 
 class SampleSharer:
@@ -63,7 +62,7 @@ class SampleSharer:
         if self.accelerator.mesh is None or self.accelerator.sp_size == 1:
             return value
         shared = [value, _random_state()]
-        dist.broadcast_object_list(shared, group=self.accelerator.mesh.get_group(SEQUENCE_AXIS), group_src=0)
+        dist.broadcast_object_list(shared, group=self.accelerator.sequence_group, group_src=0)
         _set_random_state(shared[1])
         return shared[0]
 
@@ -85,10 +84,10 @@ class SampleSharer:
         """Run the Trainer's method, with rewards and logs that are gathered over the replicas."""
         accelerator = self.accelerator
         if accelerator.mesh is None:
-            return getattr(super(), SCORE)(*args, **kwargs)
+            return getattr(super(), SCORING_METHOD)(*args, **kwargs)
         gather = {"gather": accelerator.gather, "gather_object": accelerator.gather_objects}
-        with accelerator.count_replicas(), _replace_globals(type(self), SCORE, gather):
-            return getattr(super(), SCORE)(*args, **kwargs)
+        with accelerator.count_replicas(), _replace_globals(type(self), SCORING_METHOD, gather):
+            return getattr(super(), SCORING_METHOD)(*args, **kwargs)
 
     def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's method, which divides the number of items of all batches by that of the processes."""

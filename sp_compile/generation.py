@@ -89,7 +89,11 @@ def _cached_length(value: Any) -> int:
 
 
 def wrap_generation() -> None:
-    """Replace the methods of transformers that generate, once and if it is imported, by ones that run eagerly."""
+    """Replace the methods of transformers that generate, once and if it is imported, by ones that run eagerly.
+
+    Returns:
+        None.
+    """
     module = sys.modules.get(GENERATION_MODULE)
     if module is not None:
         for name in GENERATE_METHODS:

@@ -9,7 +9,7 @@ import torch
 from support.ranks import Ranks, mesh
 from torch._dynamo.utils import counters
 
-from sp_compile.runtime.generation import is_decoding_step
+from sp_compile.generation import is_decoding_step
 
 transformers = pytest.importorskip("transformers")
 
