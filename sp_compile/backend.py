@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from torch.fx import GraphModule
 
+from sp_compile.generation import runs_eagerly
 from sp_compile.lowering import torch_compat
 from sp_compile.lowering.base.errors import CaptureError, WriteError
 from sp_compile.lowering.base.options import AnyOptions
@@ -88,7 +89,7 @@ def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = 
     )
 
 
-torch_compat.on_eager(sp, warn_eager_fallback, warn_fsdp_submodules)
+torch_compat.on_eager(sp, runs_eagerly, warn_eager_fallback, warn_fsdp_submodules)
 torch_compat.trace_tensor_checks()
 
 

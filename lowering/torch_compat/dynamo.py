@@ -33,6 +33,7 @@ from torch._dynamo.exc import (
 )
 from torch._dynamo.source import ConstantSource, LocalSource, TensorProperty, TensorPropertySource
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
+from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
 from torch._dynamo.utils import counters
 from torch._guards import ChainedSource, CompileContext, TracingContext
 from torch._subclasses.fake_tensor import fake_tensor_tls
@@ -198,14 +199,19 @@ class EagerFallback(NamedTuple):
 
 
 def on_eager(
-    backend: Callable[..., Any], warn: Callable[[EagerFallback], None], warn_of_piece: Callable[[torch.nn.Module], None]
+    backend: Callable[..., Any],
+    runs_eagerly: Callable[[CodeType, Mapping[str, Any], FrameType | None], bool],
+    warn: Callable[[EagerFallback], None],
+    warn_of_piece: Callable[[torch.nn.Module], None],
 ) -> None:
-    """Report code of this backend for which Dynamo falls back to eager, once for each code object.
+    """Select calls of this backend that run eagerly, and report code for which Dynamo falls back to eager.
 
     Dynamo has no hook for this, so this replaces the function that it calls for new code by a wrapper.
 
     Args:
         backend: The backend.
+        runs_eagerly: Called with the code, the arguments and the caller of a call for which there is no compiled code.
+            If it returns True, this call and the calls inside of it run uncompiled.
         warn: Called with the fallback. Only for the object that was passed to torch.compile, not for code after a graph
             break, and not for code without tensors.
         warn_of_piece: Called with the module in whose call code after a graph break is compiled.
@@ -215,9 +221,12 @@ def on_eager(
     @functools.wraps(convert)
     def wrapped(self: Any, frame: Any, *args: Any) -> Any:
         """Convert a frame, and report code of this backend that stays eager."""
+        is_own = _backend_of(self) is backend
+        if is_own and runs_eagerly(frame.f_code, frame.f_locals, sys._getframe(1)):
+            return ConvertFrameReturn(FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP), apply_to_code=False)
         counts_before = dict(counters["unimplemented"])  # number of graph breaks by reason
         result = convert(self, frame, *args)
-        if _backend_of(self) is not backend:
+        if not is_own:
             return result
         is_compiled_code, caller = result.guarded_code is not None, sys._getframe(1)
         entered = _entered_model(frame.f_code, caller)  # module or name; None for code inside of it

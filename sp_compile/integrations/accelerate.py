@@ -14,8 +14,8 @@ every replica has other batches. Tested with accelerate 1.15.
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -35,21 +35,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from sp_compile.lowering.base.errors import SpError
-from sp_compile.lowering.base.ranks import ranks_of
-from sp_compile.lowering.torch_compat import is_lost_connection
-from sp_compile.runtime.agreement import all_gather_object, format_mismatch
-from sp_compile.runtime.control.channel import channel_of
-from sp_compile.runtime.control.message import Message
 
 from ._compat import NAME, choose_fsdp_units, register_backend_name, use_fsdp
 from .ddp import compile_under_ddp
 from .fsdp import compile_under_fsdp
+from .over_replicas import collect_tensors, gather_over_replicas, sum_over_replicas
 from .parallelism import SEQUENCE_AXIS, axis_sizes, config_of_environment, make_mesh
 
 __all__ = ["SequenceParallelAccelerator", "axis_sizes", "register_backend_name"]
 
-# announcement of a gather to the ranks of a group, which names it in errors
-GATHER_METHODS = Message("gathers", "the arguments of a metric")
 OWN_OPTIONS = ("mesh", "mesh_dim", "param_grads")  # options that the Accelerator sets, so that users cannot
 FSDP1_FIX = (
     "Pass FullyShardedDataParallelPlugin(fsdp_version=2), TrainingArguments(fsdp_config={'version': 2}), or "
@@ -96,6 +90,8 @@ class SequenceParallelAccelerator(Accelerator):
 
     flag_tensor: torch.Tensor | None  # the trigger of this rank
     batch_group: dist.ProcessGroup  # one rank of each replica
+    sequence_group: dist.ProcessGroup  # the ranks of this replica
+    _counts_replicas = False  # True within `count_replicas`
 
     def __init__(
         self,
@@ -132,7 +128,7 @@ class SequenceParallelAccelerator(Accelerator):
         if self.num_processes > 1:
             self._check_settings(fsdp_plugin)
             self.mesh, batches = make_mesh(self.device.type, sizes)
-            self.batch_group = batches.get_group()
+            self.batch_group, self.sequence_group = batches.get_group(), self.mesh.get_group(SEQUENCE_AXIS)
             self.dataloader_config.dispatch_batches = False
             if fsdp_plugin is not None:
                 use_fsdp(self.state, fsdp_plugin)
@@ -169,6 +165,37 @@ class SequenceParallelAccelerator(Accelerator):
             The attribute `mesh`; with one process, the mesh of accelerate.
         """
         return self.mesh if self.mesh is not None else super().torch_device_mesh
+
+    @property
+    def num_processes(self) -> int:
+        """Return the number of processes; within `count_replicas` that of replicas.
+
+        Returns:
+            A number of ranks.
+        """
+        return self.replicas if self._counts_replicas else int(super().num_processes)
+
+    @property
+    def process_index(self) -> int:
+        """Return the number of this process; within `count_replicas` that of its replica.
+
+        Returns:
+            A number from 0.
+        """
+        return self.batch_group.rank() if self._counts_replicas else int(super().process_index)
+
+    @contextmanager
+    def count_replicas(self) -> Iterator[None]:
+        """Count replicas as processes in a context, for code that assumes that each process has other samples.
+
+        Returns:
+            A context manager that yields None.
+        """
+        before, self._counts_replicas = self._counts_replicas, self.mesh is not None
+        try:
+            yield
+        finally:
+            self._counts_replicas = before
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """Run `Accelerator.prepare_data_loader`, with the same random order on all ranks.
@@ -216,13 +243,15 @@ class SequenceParallelAccelerator(Accelerator):
                 self.compile(model)
         return prepared
 
-    def prepare_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    def prepare_model(
+        self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> torch.nn.Module:
         """Compile a model with backend="sp", then run `Accelerator.prepare_model`; with FSDP, run `prepare`.
 
         Args:
             model: The model, which is compiled in place.
-            *args: `device_placement` and `evaluation_mode` of `Accelerator.prepare_model`.
-            **kwargs: The same by name.
+            device_placement: As for `Accelerator.prepare_model`.
+            evaluation_mode: If True, do not wrap the model with DDP. A later call without it does.
 
         Returns:
             The prepared model.
@@ -232,9 +261,15 @@ class SequenceParallelAccelerator(Accelerator):
         """
         if self.mesh is not None and self.is_fsdp2:
             return self.prepare(model)
+        if getattr(model, "is_for_evaluation", False) and not evaluation_mode:
+            # accelerate itself would return the model without DDP, as a Trainer that evaluates before it trains does.
+            model.is_for_evaluation = model._is_accelerate_prepared = False
+            self._models = [other for other in self._models if other is not model]
+            self.unwrap_model(model, keep_fp32_wrapper=False)  # restores the forward without casts
         if not getattr(model, "_is_accelerate_prepared", False):
             self.compile(model)
-        return super().prepare_model(model, *args, **kwargs)
+            model.is_for_evaluation = evaluation_mode
+        return super().prepare_model(model, device_placement, evaluation_mode)
 
     def compile(self, model: torch.nn.Module) -> None:
         """Compile a model in place, with `compile_under_fsdp` or `compile_under_ddp`; a second call has no effect.
@@ -285,9 +320,24 @@ class SequenceParallelAccelerator(Accelerator):
         Raises:
             SpError: The replicas pass different shapes or dtypes (SP829), or a replica does not arrive.
         """
-        if self.mesh is None or _collect_tensors(tensor) is None:
+        if self.mesh is None or collect_tensors(tensor) is None:
             return super().gather(tensor)
         return gather_over_replicas(tensor, self.batch_group)
+
+    def gather_objects(self, objects: list[Any]) -> list[Any]:
+        """Gather lists of objects over the replicas, as `accelerate.utils.gather_object` does over the processes.
+
+        Args:
+            objects: The list of this replica.
+
+        Returns:
+            The lists of all replicas, concatenated.
+
+        Raises:
+            SpError: A replica does not arrive.
+        """
+        gathered: list[Any] = gather_over_replicas(objects, self.batch_group, as_objects=True)
+        return gathered
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduce tensors, as `Accelerator.reduce` does, but sum over the replicas, not over the processes.
@@ -303,10 +353,10 @@ class SequenceParallelAccelerator(Accelerator):
         Raises:
             SpError: Integers of a sum differ between ranks that share a sequence (SP828).
         """
-        if self.mesh is None or reduction != "sum" or _collect_tensors(tensor) is None:
+        if self.mesh is None or reduction != "sum" or collect_tensors(tensor) is None:
             return super().reduce(tensor, reduction, scale)
-        groups = self.batch_group, self.mesh.get_group(SEQUENCE_AXIS)
-        return recursively_apply(lambda x: _sum_over_replicas(x, *groups), tensor)
+        groups = self.batch_group, self.sequence_group
+        return recursively_apply(lambda x: sum_over_replicas(x, *groups), tensor)
 
     def check_trigger(self) -> bool:
         """Return True if any rank has called `set_trigger`, and reset it, as `Accelerator.check_trigger`.
@@ -344,109 +394,6 @@ class SequenceParallelAccelerator(Accelerator):
         if isinstance(gathered, list):
             return gathered[:remainder]
         return recursively_apply(lambda x: x[:remainder], gathered)
-
-
-def _sum_over_replicas(x: torch.Tensor, replicas: dist.ProcessGroup, sequence: dist.ProcessGroup) -> torch.Tensor:
-    """Return the sum of x over replicas. Integers, such as counts, have to be equal on ranks that share a sequence.
-
-    Args:
-        x: The value of this rank.
-        replicas: One rank of each replica.
-        sequence: The ranks of this replica.
-
-    Returns:
-        A tensor with the shape and dtype of x.
-
-    Raises:
-        SpError: On every rank, if integers differ on the ranks that share a sequence (SP828).
-    """
-    total = x.clone()
-    dist.all_reduce(total, group=replicas)
-    if total.is_floating_point() or total.is_complex():
-        return total
-    minimum, maximum = total.clone(), total.clone()
-    dist.all_reduce(minimum, dist.ReduceOp.MIN, sequence)
-    dist.all_reduce(maximum, dist.ReduceOp.MAX, sequence)
-    if not torch.equal(minimum, maximum):
-        expected = f"the same integers on the {sequence.size()} ranks that share a sequence"
-        raise SpError("SP828", f"reduce: expected {expected}, got different ones.")
-    return total
-
-
-def gather_over_replicas(data: Any, group: dist.ProcessGroup, as_objects: bool = False) -> Any:
-    """Gather data over a group of one rank of each replica.
-
-    The ranks first compare dtypes and shapes by messages, so that a mismatch or a missing rank raises instead of
-    hanging.
-
-    Args:
-        data: Tensors in nested lists, tuples and dicts, or a list of objects.
-        group: The group.
-        as_objects: If True, gather tensors as objects.
-
-    Returns:
-        The same structure with tensors concatenated along the first dim, or one list of all objects.
-
-    Raises:
-        SpError: The ranks pass different shapes or types (SP829), or a rank does not arrive.
-        RuntimeError: A collective fails.
-    """
-    ranks, tensors = ranks_of(group), None if as_objects else _collect_tensors(data)
-    # Exchange the kind of the data: "values" (sent with it, as JSON), "objects", or the dtypes and shapes of tensors.
-    is_json = not tensors and _is_json(data)
-    if is_json:
-        own_kind = "values"
-    elif tensors is None:
-        own_kind = "objects"
-    else:
-        own_kind = "tensors " + ", ".join(f"{x.dtype} {[*x.shape]}" for x in tensors)
-    message = own_kind, data if is_json else None
-    messages = all_gather_object(ranks, GATHER_METHODS.verb, GATHER_METHODS.subject, message)
-    kinds = [kind for kind, _ in messages]
-    if {*kinds} == {"values"}:
-        return [x for _, values in messages for x in values]
-    if len({*kinds}) > 1 and not {*kinds} <= {"values", "objects"}:  # values and objects are gathered as objects
-        raise SpError(
-            "SP829", format_mismatch("gather_for_metrics: the replicas pass values of different types or shapes", kinds)
-        )
-    channel, start = channel_of(ranks), time.monotonic()
-    try:
-        if tensors is not None and "objects" not in kinds:
-            return recursively_apply(lambda x: _all_gather(x, group), data, error_on_other_type=True)
-        by_rank: list[Any] = [None] * ranks.n
-        dist.all_gather_object(by_rank, data, group)
-    except RuntimeError as error:
-        if channel is None or not is_lost_connection(error):
-            raise
-        raise channel.fail_timeout(GATHER_METHODS, time.monotonic() - start, error) from error
-    return [x for objects in by_rank for x in objects]
-
-
-def _all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the tensors of all ranks, concatenated along the first dim; scalars become vectors."""
-    x = (x[None] if x.ndim == 0 else x).contiguous()
-    out = [torch.empty_like(x) for _ in range(group.size())]
-    dist.all_gather(out, x, group)
-    return torch.cat(out)
-
-
-def _collect_tensors(data: Any) -> list[torch.Tensor] | None:
-    """Return the tensors in nested lists, tuples and dicts; None if other objects require pickling."""
-    tensors: list[torch.Tensor] = []
-    try:
-        recursively_apply(tensors.append, data, error_on_other_type=True)
-    except TypeError:
-        return None
-    return tensors
-
-
-def _is_json(data: Any) -> bool:
-    """Return True if JSON preserves the value and its types, so that it is sent in a message."""
-    if type(data) in (list, tuple):
-        return all(map(_is_json, data))
-    if type(data) is dict:
-        return all(_is_json(key) and _is_json(value) for key, value in data.items())
-    return data is None or type(data) in (bool, int, float, str)
 
 
 class ReplicaScheduler(AcceleratedScheduler):

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from sp_compile.backend import sp
+from sp_compile.generation import wrap_generation
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.options import SPConfig
 from sp_compile.lowering.base.ranks import resolve
@@ -59,6 +60,7 @@ def compile_under_ddp(
     """
     if is_compiled(model):
         raise SpError("SP831", COMPILED)
+    wrap_generation()
     options = {"mesh": mesh, "param_grads": "partial", **options}
     SPConfig.of(options)  # raises here, not at the first call
 

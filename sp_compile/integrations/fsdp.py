@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from sp_compile.backend import sp
+from sp_compile.generation import wrap_generation
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.options import SPConfig
 from sp_compile.lowering.torch_compat import compile_in_place, is_compiled
@@ -65,6 +66,7 @@ def compile_under_fsdp(
     """
     if is_compiled(model):
         raise SpError("SP831", COMPILED)
+    wrap_generation()  # before other code reads the method, such as `register_fsdp_forward_method`
     if not isinstance(model, FSDPModule):
         raise SpError("SP833", f"model: expected a result of fully_shard, got a {type(model).__name__} without it.")
     options = {"mesh": mesh, "param_grads": "partial", **options}

@@ -19,17 +19,20 @@ from unittest import mock
 import transformers.trainer
 
 from ._compat import ItemCounter, WeightSaver, register_backend_name
+from ._compat.sampling import SampleSharer
 from .accelerate import SequenceParallelAccelerator
 
 __all__ = ["SequenceParallel"]
 
 
-class SequenceParallel(ItemCounter, WeightSaver):
+class SequenceParallel(SampleSharer, ItemCounter, WeightSaver):
     """Base class, listed before a Trainer, that compiles the model with backend="sp".
 
     Training, evaluation, prediction, loaders, gradient accumulation, clipping, metrics and checkpoints remain those of
     the Trainer. A batch is counted once, regardless of the number of ranks that share it. The batch size of a step is
     per_device_train_batch_size * gradient_accumulation_steps * the number of replicas.
+
+    Trainers that sample, such as TRL's GRPOTrainer, sample once for the ranks that share a sequence.
 
     `parallelism_config`, `fsdp` and `torch_compile_backend` of the arguments have the meaning that
     `SequenceParallelAccelerator` documents.
@@ -37,6 +40,7 @@ class SequenceParallel(ItemCounter, WeightSaver):
 
     sp_options: ClassVar[Mapping[str, Any]] = {}  # fields of `sp_compile.SPConfig`
     accelerator: Any  # the SequenceParallelAccelerator
+    gather_function: Any  # the function that the Trainer calls to gather predictions
 
     def create_accelerator_and_postprocess(self) -> None:
         """Run the Trainer's method with a `SequenceParallelAccelerator` as its Accelerator.
@@ -56,6 +60,23 @@ class SequenceParallel(ItemCounter, WeightSaver):
 
         with mock.patch.object(transformers.trainer, "Accelerator", make_accelerator), register_backend_name():
             super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        self.count_generations()
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the Trainer's method, with each row once also if the Trainer gathers by `Accelerator.gather`.
+
+        Seq2SeqTrainer does so, which repeats rows of the first batch if replicas do not divide the last one.
+
+        Args:
+            *args: Arguments of the Trainer's method.
+            **kwargs: The same by name.
+
+        Returns:
+            The Trainer's result.
+        """
+        if self.gather_function == self.accelerator.gather:
+            self.gather_function = self.accelerator.gather_for_metrics
+        return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
     def get_tp_size(self) -> int:
         """Return the number of ranks with the same batch, which the Trainer reads from this method.

@@ -29,7 +29,7 @@ def test_only_integrations_import_their_libraries() -> None:
     wanted = "accelerate transformers lightning trl peft torchdata datasets".split()
     pattern = re.compile(rf"^\s*(?:import|from) (?:{'|'.join(wanted)})\b", re.MULTILINE)
     found = {module for module, file in FILES.items() if pattern.search(file.read_text())}
-    files = "_compat", "accelerate", "parallelism", "transformers"
+    files = "_compat", "_compat.sampling", "accelerate", "over_replicas", "parallelism", "transformers"
     assert found == {f"sp_compile.integrations.{name}" for name in files}
 
 
@@ -211,7 +211,7 @@ def test_a_model_under_ddp_is_one_graph(ranks: Ranks) -> None:
 
 def metrics() -> tuple[list[Any], list[str]]:
     """Return metrics of both ranks in every form, and the errors for different and for missing metrics."""
-    from sp_compile.integrations.accelerate import gather_over_replicas
+    from sp_compile.integrations.over_replicas import gather_over_replicas
 
     rank, group = dist.get_rank(), dist.new_group([0, 1], timeout=timedelta(seconds=3), group_desc="metrics")
     if rank > 1:

@@ -22,6 +22,7 @@ LOSS, WEIGHT = 2e-5, 1e-4  # float32; AdamW moves a weight whose gradient is nex
 NEEDS = {
     "trainer": ("accelerate",),
     "sft": ("trl", "peft"),
+    "grpo": ("trl",),
     "accelerate": ("accelerate",),
     "sharded": ("accelerate",),
     "fabric": ("lightning",),

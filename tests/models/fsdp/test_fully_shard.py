@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from support.parity import error_text
 from support.ranks import Ranks, mesh
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 import sp_compile
@@ -175,6 +176,26 @@ def test_layers_in_several_places(ranks: Ranks, shares_weight: bool) -> None:
 
 def _train_repeated(shares_weight: bool) -> Any:
     return train(functools.partial(Repeated, shares_weight), checkpoint=True)
+
+
+def _generate() -> tuple[bool, int]:
+    """Return whether the tokens of a rank, whose number differs, are right; and the graphs compiled for them."""
+    torch.manual_seed(0)
+    model = llama(pad_token_id=0, eos_token_id=1)
+    alone, rank = copy.deepcopy(model).eval(), dist.get_rank()
+    sp_compile.fully_shard_and_compile(model, mesh(), compiler="aot_eager")
+    ids = torch.arange(2, 2 + LENGTH)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    ids, before = ids[:, : 3 + 2 * rank], counters["stats"]["unique_graphs"]
+    options = {"max_new_tokens": 2 + 3 * rank, "do_sample": False}
+    found, expected = model.eval().generate(ids, **options), alone.generate(ids, **options)
+    return found.equal(expected), counters["stats"]["unique_graphs"] - before
+
+
+@pytest.mark.slow
+def test_generation_of_sharded_weights(ranks: Ranks) -> None:
+    """Each rank generates another number of tokens, while all of them gather the weights."""
+    assert ranks.run(4, _generate) == [(True, 0)] * 4
 
 
 def test_units_that_share_weights() -> None:

@@ -1,0 +1,129 @@
+"""Run generation by the forward as it is written: `generate()` of transformers, and steps with a cache of keys.
+
+A compiled program splits a sequence over ranks. A decoding step has one query row, and a cache that is longer in each
+step, so that it would be compiled again and again, and nothing of it would be split. Ranks also generate independently
+of each other, such as rank 0 alone. `runs_eagerly` therefore decides for each call that Dynamo would compile, and
+`generate()` is replaced by a function that disables torch.compile while it runs a model of this backend.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from types import CodeType, FrameType
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+
+GENERATION_MODULE = "transformers.generation.utils"  # imported by every model of transformers that generates
+GENERATE_METHODS = "generate", "generate_batch"  # of GenerationMixin and of the class from which it inherits the second
+# Names of the argument with one row for each query.
+QUERY_ARGUMENTS = "decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds", "hidden_states"
+
+_models: WeakSet[torch.nn.Module] = WeakSet()  # modules whose forward was compiled with this backend
+_generate_codes: set[CodeType] = set()  # code of the methods that `_wrap_generate` has replaced
+
+
+def runs_eagerly(code: CodeType, arguments: Mapping[str, Any], caller: FrameType | None) -> bool:
+    """Return True if a call that is compiled with this backend is to run eagerly: in generation.
+
+    Args:
+        code: The code that is called.
+        arguments: The arguments and other local variables of the call, by name.
+        caller: The innermost frame around the call.
+
+    Returns:
+        True for a decoding step, and for all calls inside of `generate()`.
+    """
+    module = arguments.get("self")
+    if isinstance(module, torch.nn.Module):
+        _models.add(module)
+    wrap_generation()
+    while caller is not None and _generate_codes:  # in a method that was read before it was replaced
+        if caller.f_code in _generate_codes:
+            return True
+        caller = caller.f_back
+    return is_decoding_step(arguments)
+
+
+def is_decoding_step(arguments: Mapping[str, Any]) -> bool:
+    """Return True if a call has one query row and a cache that contains keys already.
+
+    Args:
+        arguments: The arguments of the call by name, with nested "args" and "kwargs".
+
+    Returns:
+        True if one argument is a cache as in transformers, with a method `get_seq_length`, that is not empty.
+    """
+    values = dict(_named_values(arguments))
+    if not any(_cached_length(value) > 0 for value in values.values()):
+        return False
+    named = [values[name] for name in QUERY_ARGUMENTS if isinstance(values.get(name), torch.Tensor)]
+    by_position = [value for name, value in values.items() if name.isdigit() and isinstance(value, torch.Tensor)]
+    queries = [*named, *by_position][:1]
+    return any(query.ndim >= 2 and query.shape[1] == 1 for query in queries)
+
+
+def _named_values(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of arguments, with those in a tuple of positional and in a dict of named arguments."""
+    for name, value in arguments.items():
+        if isinstance(value, dict):
+            yield from ((str(key), inner) for key, inner in value.items())
+        elif isinstance(value, tuple):
+            yield from ((str(i), inner) for i, inner in enumerate(value))
+        else:
+            yield name, value
+
+
+def _cached_length(value: Any) -> int:
+    """Return the number of positions in a cache of keys; 0 for other values."""
+    get_length = getattr(type(value), "get_seq_length", None)
+    try:
+        return int(get_length(value)) if callable(get_length) else 0
+    except TypeError:  # another method of this name, with other arguments or results
+        return 0
+
+
+def wrap_generation() -> None:
+    """Replace the methods of transformers that generate, once and if it is imported, by ones that run eagerly.
+
+    Returns:
+        None.
+    """
+    module = sys.modules.get(GENERATION_MODULE)
+    if module is not None:
+        for name in GENERATE_METHODS:
+            _wrap_generate(module.GenerationMixin, name)
+
+
+def _wrap_generate(owner: type, name: str) -> None:
+    """Replace a method of a class, which it may inherit, such that it runs models of this backend eagerly."""
+    generate: Callable[..., Any] | None = getattr(owner, name, None)
+    if generate is None or hasattr(generate, "runs_eagerly"):
+        return
+    _generate_codes.add(inspect.unwrap(generate).__code__)
+
+    @functools.wraps(generate)
+    def generate_eagerly(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run the method, without torch.compile if the model was compiled with this backend."""
+        modules = {*self.modules()}
+        if torch.compiler.is_compiling() or modules.isdisjoint(_models):
+            return generate(self, *args, **kwargs)
+        if name == "generate" and "synced_gpus" not in kwargs and _gathers_weights(modules):
+            kwargs["synced_gpus"] = True  # all ranks gather weights in each step, so none may stop before the others
+        with torch.compiler.set_stance("force_eager"):
+            return generate(self, *args, **kwargs)
+
+    generate_eagerly.runs_eagerly = True  # type: ignore[attr-defined]
+    setattr(owner, name, generate_eagerly)
+
+
+def _gathers_weights(modules: set[torch.nn.Module]) -> bool:
+    """Return True if a rank gathers weights from others when it calls one of the modules: with `fully_shard`."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    is_sharded = fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in modules)
+    return is_sharded and dist.is_initialized() and dist.get_world_size() > 1

@@ -1,0 +1,138 @@
+"""Sample once for the ranks that share a sequence, in Trainers of TRL that sample completions (GRPO, RLOO).
+
+These Trainers expect other samples on each process: other seeds, a batch of generations for each process, and rewards
+that are gathered over all processes. Here ranks that share a sequence count as one. Tested with TRL 1.16.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import accelerate.utils
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from sp_compile.lowering.base.errors import SpError
+
+SCORING_METHOD = "_generate_and_score_completions"  # which gathers rewards over processes
+
+
+class SampleSharer:
+    """Base class that makes a Trainer sample once for the ranks that share a sequence."""
+
+    args: Any  # the TrainingArguments
+    accelerator: Any  # the SequenceParallelAccelerator
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Create the Trainer, and continue with the random state of the first rank of the sequence."""
+        with _replace_globals(type(self), "__init__", {"prepare_fsdp": _prepare_reference}):
+            super().__init__(*args, **kwargs)
+        self._share(None)
+
+    def count_generations(self) -> None:
+        """Set the number of completions of a step to that of the replicas, which TRL computes from the processes.
+
+        Returns:
+            None.
+
+        Raises:
+            SpError: A step has no full groups of completions of one prompt (SP837).
+        """
+        args, replicas = self.args, self.accelerator.replicas
+        if getattr(args, "generation_batch_size", None) is None or getattr(args, "num_generations", None) is None:
+            return
+        args.generation_batch_size = args.per_device_train_batch_size * args.steps_per_generation * replicas
+        sizes = {"generation_batch_size": (args.generation_batch_size, args.num_generations)}
+        if args.do_eval and args.eval_strategy != "no":
+            generations = getattr(args, "num_generations_eval", None) or args.num_generations
+            sizes["the batch of an evaluation"] = args.per_device_eval_batch_size * replicas, generations
+        for name, (size, group) in sizes.items():
+            if size % group:
+                counted = f"{size} for {replicas} replica(s) of {self.accelerator.sp_size} rank(s)"
+                raise SpError("SP837", f"{name}: expected a multiple of num_generations={group}, got {counted}.")
+
+    def _share(self, value: Any) -> Any:
+        """Return the value of the first rank that shares a sequence with this rank, and take over its random state."""
+        if self.accelerator.mesh is None or self.accelerator.sp_size == 1:
+            return value
+        shared = [value, _random_state()]
+        dist.broadcast_object_list(shared, group=self.accelerator.sequence_group, group_src=0)
+        _set_random_state(shared[1])
+        return shared[0]
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the Trainer's method on each rank, and return the completions of the first rank of the sequence."""
+        # vLLM's client calls collectives of all processes.
+        with mock.patch.object(self.accelerator, "_counts_replicas", False):
+            return self._share(super()._generate_single_turn(*args, **kwargs))  # type: ignore[misc]
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the Trainer's method, and return the results of the first rank, also of tools and custom rollouts."""
+        return self._share(super()._generate(*args, **kwargs))  # type: ignore[misc]
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the Trainer's method, and return the rewards of the first rank of each replica."""
+        return self._share(super()._calculate_rewards(*args, **kwargs))  # type: ignore[misc]
+
+    def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the Trainer's method, with rewards and logs that are gathered over the replicas."""
+        accelerator = self.accelerator
+        if accelerator.mesh is None:
+            return getattr(super(), SCORING_METHOD)(*args, **kwargs)
+        gather = {"gather": accelerator.gather, "gather_object": accelerator.gather_objects}
+        with accelerator.count_replicas(), _replace_globals(type(self), SCORING_METHOD, gather):
+            return getattr(super(), SCORING_METHOD)(*args, **kwargs)
+
+    def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the Trainer's method, which divides the number of items of all batches by that of the processes."""
+        with self.accelerator.count_replicas():
+            return super()._compute_loss(*args, **kwargs)  # type: ignore[misc]
+
+
+def _prepare_reference(model: torch.nn.Module, accelerator: Any) -> torch.nn.Module:
+    """Shard and compile a reference model in place of TRL's `prepare_fsdp`, which shards it only."""
+    prepared: torch.nn.Module = accelerator.prepare_model(model, evaluation_mode=True)
+    return prepared.eval()
+
+
+@contextmanager
+def _replace_globals(owner: type, method: str, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Replace functions that a method of a class, and of its bases, reads by global names, in a context.
+
+    Only functions of accelerate and TRL with these names are replaced.
+    """
+    with ExitStack() as stack:
+        for cls in owner.__mro__:
+            names = getattr(inspect.unwrap(vars(cls).get(method, object)), "__globals__", {})
+            for name, new in functions.items():
+                if _is_library_function(names.get(name)):
+                    stack.callback(names.__setitem__, name, names[name])
+                    names[name] = new
+        yield
+
+
+def _is_library_function(function: Any) -> bool:
+    """Return True for a function of accelerate or TRL."""
+    return getattr(function, "__module__", "").partition(".")[0] in (accelerate.__name__, "trl")
+
+
+def _random_state() -> list[Any]:
+    """Return the states of the random number generators of Python, NumPy and torch."""
+    devices = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return [random.getstate(), np.random.get_state(), torch.get_rng_state(), devices]
+
+
+def _set_random_state(state: list[Any]) -> None:
+    """Set the states of the random number generators."""
+    python, numpy, cpu, device = state
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(cpu)
+    if device is not None:
+        torch.cuda.set_rng_state(device)

@@ -1,0 +1,43 @@
+"""TRL's Trainers that compare or sample completions: every number of their logs, and the weights, equal a single device's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models.docs.test_recipes import WEIGHT, launch
+
+KINDS = "grpo evaluated", "rloo", "dpo", "reward evaluated"
+LORA = "grpo LoRA", "rloo LoRA evaluated", "dpo LoRA"  # the reference is the model without its adapter
+REPLICAS = "grpo fixed", "rloo fixed", "dpo", "reward evaluated"  # replicas sample with other seeds
+SHARDED = "grpo fixed FSDP", "dpo FSDP", "reward evaluated FSDP"
+OF_TIME = "time", "second", "flos", "epoch"  # parts of the names of other numbers
+ROUNDING = 1e-4  # of float32, in metrics such as a KL divergence
+
+
+def numbers(found: dict[str, Any]) -> list[dict[str, float]]:
+    """Return the lines of a log, without times."""
+    return [{word: line[word] for word in line if not any(part in word for part in OF_TIME)} for line in found["log"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "kinds"),
+    [(2, KINDS), (2, LORA), (4, REPLICAS), (4, SHARDED), (2, ("grpo FSDP",))],
+    ids=["", "LoRA", "replicas", "sharded", "sampled from shards"],
+)
+def test_trainers_equal_one_device(tmp_path: Path, processes: int, kinds: tuple[str, ...]) -> None:
+    for package in ("trl", "peft"):
+        pytest.importorskip(package)
+    for n, share in ((1, 1), (processes, 2)):
+        launch(tmp_path, n, "rl.py", f"rl{n}.pt", *kinds, RL_SHARE=str(share))
+    alone, found = (torch.load(tmp_path / f"rl{n}.pt") for n in (1, processes))
+    for kind in kinds:
+        lines, expected = numbers(found[kind]), numbers(alone[kind])
+        assert len(lines) == len(expected) > 4
+        for line, right in zip(lines, expected):
+            assert line == pytest.approx(right, rel=ROUNDING, abs=ROUNDING), kind
+        for name, weight in alone[kind]["weights"].items():
+            assert torch.allclose(found[kind]["weights"][name], weight, rtol=0, atol=WEIGHT), (kind, name)

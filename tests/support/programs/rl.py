@@ -1,0 +1,140 @@
+"""TRL's Trainers that compare or sample completions: `python rl.py RESULT KIND...`.
+
+Kinds: grpo, rloo, dpo, reward, and "grpo fixed" and "rloo fixed", whose completions follow from the prompts, so that
+replicas have those of a single device. Rank 0 saves the log and the final weights of each kind.
+"""
+
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import ParallelismConfig
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, RLOOConfig, RLOOTrainer
+
+from sp_compile.integrations.transformers import SequenceParallel
+
+VOCABULARY, GENERATIONS, STEPS = 40, 4, 4
+RANKS = int(os.environ["WORLD_SIZE"])
+SHARE = int(os.environ.get("RL_SHARE", RANKS))  # ranks of a sequence
+TRAINERS = {
+    "grpo": (GRPOTrainer, GRPOConfig),
+    "rloo": (RLOOTrainer, RLOOConfig),
+    "dpo": (DPOTrainer, DPOConfig),
+    "reward": (RewardTrainer, RewardConfig),
+}
+TASKS = {"reward": "SEQ_CLS"}
+FSDP = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}}
+
+
+class FixedCompletions:
+    """A Trainer whose completions follow from the prompts."""
+
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+        def complete(ids: list[int], i: int) -> list[int]:
+            length = 3 + (sum(ids) + 5 * i) % 7
+            return [3 + (7 * ids[-1] + j * (i + 2)) % (VOCABULARY - 3) for j in range(length)]
+
+        found = [complete(ids, i % GENERATIONS) for i, ids in enumerate(prompt_ids)]
+        return found if isinstance(self, RLOOTrainer) else (found, None)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(VOCABULARY - 3))]
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokens = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=made, padding_side="left", **tokens)
+
+
+def sentence(length: int) -> str:
+    return " ".join(f"w{i}" for i in torch.randint(VOCABULARY - 3, (length,)).tolist())
+
+
+def rows(kind: str) -> Dataset:
+    torch.manual_seed(3)
+    if kind in ("grpo", "rloo"):
+        return Dataset.from_list([{"prompt": sentence(3 + i % 6)} for i in range(16)])
+    pairs = [(sentence(3 + i % 5), sentence(2 + i % 4), sentence(2 + i % 7)) for i in range(32)]
+    if kind == "reward":
+        return Dataset.from_list([{"chosen": f"{a} {b}", "rejected": f"{a} {c}"} for a, b, c in pairs])
+    return Dataset.from_list([{"prompt": a, "chosen": f" {b}", "rejected": f" {c}"} for a, b, c in pairs])
+
+
+def model(kind: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    tokens = {"pad_token_id": 0, "eos_token_id": 1}
+    config = LlamaConfig(num_hidden_layers=int(os.environ.get("RL_LAYERS", "1")), num_labels=1, **sizes, **tokens)
+    kind_of_model = LlamaForSequenceClassification if kind == "reward" else LlamaForCausalLM
+    folder = f"start-{kind}"  # from which a Trainer loads the reference
+    kind_of_model(config).save_pretrained(folder)  # transformers saves on rank 0
+    if dist.is_initialized():
+        dist.barrier()
+    return kind_of_model.from_pretrained(folder)
+
+
+def reward(completions: list[str], **kwargs: Any) -> list[float]:
+    return [sum(int(word[1:]) for word in text.split() if word[0] == "w") / 100 for text in completions]
+
+
+def train(name: str) -> dict[str, Any]:
+    kind = name.split()[0]
+    base, config = TRAINERS[kind]
+    # Configurations of GRPO and RLOO refuse sp_size, which is derived from the number of replicas.
+    share = ParallelismConfig(dp_replicate_size=RANKS // SHARE) if RANKS > SHARE else None
+    given: dict[str, Any] = {"processing_class": tokenizer(), "train_dataset": rows(kind)}
+    options: dict[str, Any] = dict(FSDP) if "FSDP" in name and RANKS > 1 else {}
+    if kind in ("grpo", "rloo"):
+        given |= {"reward_funcs": reward}
+        options |= {"num_generations": GENERATIONS, "max_completion_length": 9, "beta": 0.1, "num_iterations": 2}
+    else:
+        options |= {"max_length": 24}
+    if "evaluated" in name:
+        given["eval_dataset"] = rows(kind).select(range(4))
+    if "LoRA" in name:
+        given["peft_config"] = LoraConfig(
+            r=4, target_modules=["q_proj", "v_proj"], task_type=TASKS.get(kind, "CAUSAL_LM")
+        )
+    arguments = config(
+        f"out-{name.replace(' ', '-')}",
+        per_device_train_batch_size=8 * SHARE // RANKS,
+        per_device_eval_batch_size=4 if kind in ("grpo", "rloo") else 2,
+        max_steps=STEPS,
+        learning_rate=1e-2,
+        logging_steps=1,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to=[],
+        save_strategy="no",
+        parallelism_config=share,
+        disable_tqdm=True,
+        **options,
+    )
+    bases = (SequenceParallel, *([FixedCompletions] if "fixed" in name else []), base)
+    trainer = type("Trainer", bases, {"sp_options": {"compiler": "aot_eager"}})(model(kind), args=arguments, **given)
+    before = [trainer.evaluate()] if "evaluated" in name else []
+    trainer.train()
+    weights = {key: p.full_tensor() if isinstance(p, DTensor) else p for key, p in trainer.model.named_parameters()}
+    log = [*before, *trainer.state.log_history]
+    return {"log": log, "weights": {key: p.detach().clone() for key, p in weights.items()}}
+
+
+def main(result: str, *kinds: str) -> None:
+    found = {kind: train(kind) for kind in kinds}
+    if os.environ["RANK"] == "0":
+        torch.save(found, result)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(*sys.argv[1:])
