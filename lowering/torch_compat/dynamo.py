@@ -33,6 +33,8 @@ from torch._dynamo.exc import (
 )
 from torch._dynamo.source import ConstantSource, LocalSource, TensorProperty, TensorPropertySource
 from torch._dynamo.utils import counters
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.misc import AutogradFunctionVariable
 from torch._guards import ChainedSource, CompileContext, TracingContext
 from torch._subclasses.fake_tensor import fake_tensor_tls
 from torch.fx import GraphModule, Node
@@ -397,6 +399,29 @@ def trace_in_place_of(original: Callable[..., Any], traced: Callable[..., Any]) 
     Calls that Dynamo does not trace, such as those of eager code, run the original.
     """
     torch.compiler.substitute_in_graph(original, skip_signature_check=True)(traced)
+
+
+def trace_in_place_of_apply(function_class: type[torch.autograd.Function], traced: Callable[..., Any]) -> None:
+    """Make Dynamo trace `traced` in calls of `function_class.apply`, without a backward of its own.
+
+    Dynamo has no hook for this, so this wraps its method for such calls, once. Eager code runs the original.
+    """
+    call_apply = AutogradFunctionVariable.call_apply
+    if not _TRACED_APPLY:
+
+        @functools.wraps(call_apply)
+        def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+            """Trace the function that replaces the class, or the class itself."""
+            stand_in = _TRACED_APPLY.get(self.fn_cls)
+            if stand_in is None:
+                return call_apply(self, tx, args, kwargs)
+            return VariableTracker.build(tx, stand_in).call_function(tx, args, kwargs)
+
+        AutogradFunctionVariable.call_apply = call  # type: ignore[method-assign]
+    _TRACED_APPLY[function_class] = traced
+
+
+_TRACED_APPLY: dict[type[torch.autograd.Function], Callable[..., Any]] = {}  # functions by the class that they replace
 
 
 def run_eagerly(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,12 +1,13 @@
-"""Find kernel functions of packages, for which Dynamo traces functions of `kernel_stand_ins.py`.
+"""Find kernel functions of packages, for which Dynamo traces functions of `kernel_stand_ins.py` and `loss_stand_ins.py`.
 
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule      ->  sp.linear_attention
     from causal_conv1d import causal_conv1d_fn                       ->  shifted products
+    LigerFusedLinearCrossEntropyFunction.apply(...)                  ->  F.linear, F.cross_entropy
 
-Dynamo does not trace such functions, so that a program with one would be cut into graphs. A function is found by its
-name and by the name of its package, or of a build on a hub. transformers wraps these functions, together with one in
-plain torch for environments without the package; a wrapper is found by the name of the function that it wraps. Modules
-are searched before each compilation, once each.
+Dynamo does not trace such functions, so that a program with one would be cut into graphs. A function, or a
+`torch.autograd.Function`, is found by its name and by the name of its package, or of a build on a hub. transformers
+wraps these functions, together with one in plain torch for environments without the package; a wrapper is found by the
+name of the function that it wraps. Modules are searched before each compilation, once each.
 """
 
 from __future__ import annotations
@@ -25,15 +26,18 @@ from sp_compile.lowering import torch_compat
 from sp_compile.lowering.base.ranks import process_rank
 from sp_compile.lowering.scan.attention_kernels import KERNELS, register_kernel
 
+from . import loss_stand_ins  # noqa: F401  (fills the table)
 from .kernel_stand_ins import DOCUMENTS, STAND_INS, make_stand_in
 
 log = logging.getLogger(__name__)
 
-IN_PACKAGE = re.compile(r"(?:^|[._-])(?:fla|flash_linear_attention|mamba_ssm|causal_conv1d)(?:$|[._-])")
+IN_PACKAGE = re.compile(
+    r"(?:^|[._-])(?:fla|flash_linear_attention|mamba_ssm|causal_conv1d|trl|liger_kernel|cut_cross_entropy)(?:$|[._-])"
+)
 MODELS = "transformers.models."
 WITHOUT_FALLBACK = ("mamba_split_conv1d_scan_combined",)  # the function in plain torch only returns None
 _searched: set[str] = set()  # names of modules
-_replaced: set[FunctionType] = set()
+_replaced: set[Any] = set()  # functions and classes
 _warned_kernels: set[tuple[str, str]] = set()  # kernels and reasons of earlier warnings
 
 
@@ -45,6 +49,8 @@ def replace_package_kernels() -> None:
         if isinstance(module, ModuleType) and (name.startswith(MODELS) or _is_kernel_package(name)):
             for kernel, function, is_wrapper in _kernel_functions(module):
                 _replace(kernel, function, is_wrapper)
+            for function_class in _kernel_classes(module):
+                _replace_class(function_class)
 
 
 def _is_kernel_package(module: str) -> bool:
@@ -69,6 +75,14 @@ def _kernel_functions(module: ModuleType) -> Iterator[tuple[str, FunctionType, b
             name = wrapped or function.__name__
             if name in STAND_INS:
                 yield name, function, wrapped is not None
+
+
+def _kernel_classes(module: ModuleType) -> Iterator[type[torch.autograd.Function]]:
+    """Yield the autograd functions of packages in a module that have a stand-in."""
+    for value in list(vars(module).values()):
+        if isinstance(value, type) and issubclass(value, torch.autograd.Function):
+            if value.__name__ in STAND_INS and _is_kernel_package(value.__module__):
+                yield value
 
 
 def wrapped_kernel(function: FunctionType) -> str | None:
@@ -102,7 +116,27 @@ def _replace(kernel: str, function: FunctionType, is_wrapper: bool) -> None:
     torch_compat.trace_in_place_of(function, make_stand_in(kernel, signature, original, drops_unknown=is_wrapper))
 
 
-def _run_original(kernel: str, function: FunctionType, traced: Callable[..., Any] | None) -> Callable[..., Any]:
+def _replace_class(function_class: type[torch.autograd.Function]) -> None:
+    """Make Dynamo trace the stand-in in place of `function_class.apply`; does nothing if it does so already.
+
+    Versions of a package return different numbers of results, of which the first ones are equal. The backward has a
+    parameter for each result.
+    """
+    if function_class in _replaced:
+        return
+    _replaced.add(function_class)
+    forward, backward = inspect.signature(function_class.forward), inspect.signature(function_class.backward)
+    has_context = function_class.setup_context is torch.autograd.Function.setup_context
+    arguments = [*forward.parameters.values()][1 if has_context else 0 :]
+    grads = [*backward.parameters.values()][1:]
+    count = None if any(x.kind is x.VAR_POSITIONAL for x in grads) else len(grads)
+    name, apply = function_class.__name__, function_class.apply
+    original, signature = _run_original(name, apply, None), forward.replace(parameters=arguments)
+    stand_in = make_stand_in(name, signature, original, drops_unknown=False, results=count)
+    torch_compat.trace_in_place_of_apply(function_class, stand_in)
+
+
+def _run_original(kernel: str, function: Callable[..., Any], traced: Callable[..., Any] | None) -> Callable[..., Any]:
     """Return run(reason, args, kwargs), which runs the original function for calls without an equivalent.
 
     Args:
