@@ -35,6 +35,7 @@ IN_PACKAGE = re.compile(
     r"(?:^|[._-])(?:fla|flash_linear_attention|mamba_ssm|causal_conv1d|trl|liger_kernel|cut_cross_entropy)(?:$|[._-])"
 )
 MODELS = "transformers.models."
+DISABLED_MODULES = ("FusedLinearCrossEntropyLoss",)  # modules that disable Dynamo for a forward that calls a kernel
 WITHOUT_FALLBACK = ("mamba_split_conv1d_scan_combined",)  # the function in plain torch only returns None
 _searched: set[str] = set()  # names of modules
 _replaced: set[Any] = set()  # functions and classes
@@ -49,8 +50,9 @@ def replace_package_kernels() -> None:
         if isinstance(module, ModuleType) and (name.startswith(MODELS) or _is_kernel_package(name)):
             for kernel, function, is_wrapper in _kernel_functions(module):
                 _replace(kernel, function, is_wrapper)
-            for function_class in _kernel_classes(module):
-                _replace_class(function_class)
+            for value in list(vars(module).values()):
+                if isinstance(value, type) and _is_kernel_package(value.__module__):
+                    _replace_class(value)
 
 
 def _is_kernel_package(module: str) -> bool:
@@ -75,14 +77,6 @@ def _kernel_functions(module: ModuleType) -> Iterator[tuple[str, FunctionType, b
             name = wrapped or function.__name__
             if name in STAND_INS:
                 yield name, function, wrapped is not None
-
-
-def _kernel_classes(module: ModuleType) -> Iterator[type[torch.autograd.Function]]:
-    """Yield the autograd functions of packages in a module that have a stand-in."""
-    for value in list(vars(module).values()):
-        if isinstance(value, type) and issubclass(value, torch.autograd.Function):
-            if value.__name__ in STAND_INS and _is_kernel_package(value.__module__):
-                yield value
 
 
 def wrapped_kernel(function: FunctionType) -> str | None:
@@ -116,24 +110,32 @@ def _replace(kernel: str, function: FunctionType, is_wrapper: bool) -> None:
     torch_compat.trace_in_place_of(function, make_stand_in(kernel, signature, original, drops_unknown=is_wrapper))
 
 
-def _replace_class(function_class: type[torch.autograd.Function]) -> None:
-    """Make Dynamo trace the stand-in in place of `function_class.apply`; does nothing if it does so already.
+def _replace_class(cls: type) -> None:
+    """Make Dynamo trace stand-ins of a class of a package, if there are any; does nothing if it does so already."""
+    if cls in _replaced:
+        return
+    if issubclass(cls, torch.autograd.Function) and cls.__name__ in STAND_INS:
+        _replaced.add(cls)
+        _replace_apply(cls)
+    elif issubclass(cls, torch.nn.Module) and cls.__name__ in DISABLED_MODULES:
+        _replaced.add(cls)
+        cls.forward = inspect.unwrap(cls.forward)  # Dynamo has no substitutes for methods
+
+
+def _replace_apply(cls: type[torch.autograd.Function]) -> None:
+    """Make Dynamo trace the stand-in in place of `cls.apply`.
 
     Versions of a package return different numbers of results, of which the first ones are equal. The backward has a
     parameter for each result.
     """
-    if function_class in _replaced:
-        return
-    _replaced.add(function_class)
-    forward, backward = inspect.signature(function_class.forward), inspect.signature(function_class.backward)
-    has_context = function_class.setup_context is torch.autograd.Function.setup_context
+    forward, backward = inspect.signature(cls.forward), inspect.signature(cls.backward)
+    has_context = cls.setup_context is torch.autograd.Function.setup_context
     arguments = [*forward.parameters.values()][1 if has_context else 0 :]
     grads = [*backward.parameters.values()][1:]
     count = None if any(x.kind is x.VAR_POSITIONAL for x in grads) else len(grads)
-    name, apply = function_class.__name__, function_class.apply
-    original, signature = _run_original(name, apply, None), forward.replace(parameters=arguments)
-    stand_in = make_stand_in(name, signature, original, drops_unknown=False, results=count)
-    torch_compat.trace_in_place_of_apply(function_class, stand_in)
+    original, signature = _run_original(cls.__name__, cls.apply, None), forward.replace(parameters=arguments)
+    stand_in = make_stand_in(cls.__name__, signature, original, drops_unknown=False, results=count)
+    torch_compat.trace_in_place_of_apply(cls, stand_in)
 
 
 def _run_original(kernel: str, function: Callable[..., Any], traced: Callable[..., Any] | None) -> Callable[..., Any]:
