@@ -63,6 +63,22 @@ class ShardedWork:
         for line, nbytes in other.replicated_activations.items():
             self.replicated_activations[line] = self.replicated_activations.get(line, 0.0) + nbytes
 
+    def add_replicated(self, line: str, flops: float, nbytes: float) -> None:
+        """Add work that every rank does in full.
+
+        Args:
+            line: The user's line.
+            flops: FLOPs.
+            nbytes: Bytes of activations.
+        """
+        self.flops += flops
+        self.rank_flops += flops
+        self.activations += nbytes
+        if flops:
+            self.replicated[line] = self.replicated.get(line, 0.0) + flops
+        if nbytes:
+            self.replicated_activations[line] = self.replicated_activations.get(line, 0.0) + nbytes
+
     def describe(self) -> str:
         """Return text for the report, such as "98% of the FLOPs and 95% of the activations are on shards; ..."."""
         on_shards = (
@@ -137,20 +153,14 @@ def count_work(
         if node.op != "call_function" or transfer_of(node.target) is not None:  # an exchange computes nothing
             continue
         flops, nbytes = times(node) * contraction_flops(node), times(node) * _activation_bytes(node, trained)
-        runs_on_shards = has_frame(node) or any(not isinstance(p, Replicate) for p in plan.placements.get(node, ()))
-        work.flops += flops
-        work.activations += nbytes
-        if runs_on_shards:
+        if has_frame(node) or any(not isinstance(p, Replicate) for p in plan.placements.get(node, ())):
+            work.flops += flops
             work.sharded_flops += flops
             work.rank_flops += flops * _share_of_rank(node, plan, n) if flops else 0.0
+            work.activations += nbytes
             work.sharded_activations += nbytes
-            continue
-        work.rank_flops += flops
-        line = node_line(node)
-        if flops:
-            work.replicated[line] = work.replicated.get(line, 0.0) + flops
-        if nbytes:
-            work.replicated_activations[line] = work.replicated_activations.get(line, 0.0) + nbytes
+        else:
+            work.add_replicated(node_line(node), flops, nbytes)
     return work
 
 
