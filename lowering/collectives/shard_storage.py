@@ -116,6 +116,10 @@ def _ignore_read(description: str) -> None:
     """Ignore a read of a value, as in simulations and while tracing."""
 
 
+def _ignore_trained_read(description: str, nbytes: int) -> None:
+    """Ignore a read that is differentiated, as in simulations and while tracing."""
+
+
 @dataclass(frozen=True)
 class Origin:
     """Description of a value for messages, and functions that are called when it is read.
@@ -126,6 +130,7 @@ class Origin:
     description: str = "a sharded tensor"  # subject of messages
     check_read: Callable[[str], None] = _ignore_read  # compares the reads of all ranks; raises SpError
     record_read: Callable[[str], None] = _ignore_read  # of a dry run
+    warn_of_read: Callable[[str, int], None] = _ignore_trained_read  # by differentiated code, of a number of bytes
 
 
 class StoredValue(Protocol):
@@ -137,7 +142,7 @@ class StoredValue(Protocol):
         """Return this rank's rows."""
         ...
 
-    def read(self) -> Tensor:
+    def read(self, trained_bytes: int = 0) -> Tensor:
         """Return the full tensor."""
         ...
 
@@ -183,10 +188,13 @@ class ShardStorage:
                 return self.local
             return self.layout.local_rows(self._require_full())
 
-    def read(self) -> Tensor:
+    def read(self, trained_bytes: int = 0) -> Tensor:
         """Return the full tensor, and store it in place of the rows. Every rank must call this.
 
         The result for a traced value is not stored. That for a fake value has only a shape, computed without guards.
+
+        Args:
+            trained_bytes: Bytes of the full tensor if the reading code is differentiated, else 0.
 
         Raises:
             SpError: A rank does not read the value. All reading ranks raise.
@@ -197,6 +205,7 @@ class ShardStorage:
         local, is_traced = self.rows(), self._is_traced
         if not is_traced:
             self.origin.check_read(f"{self.origin.description} ({local.dtype} of {self.length} rows)")
+            self.origin.warn_of_read(self.origin.description, trained_bytes)
         with torch.inference_mode(False), torch.no_grad():
             if isinstance(local, FakeTensor):
                 shape = [*local.shape]

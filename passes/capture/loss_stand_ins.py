@@ -157,7 +157,7 @@ def _linear_cross_entropy_of_fla(
         return NotImplemented
     logits = _project(hidden, weight, bias)
     logits = logits.to(state_dtype(logits)) * logit_scale
-    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
+    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
     return _cross_entropy(logits, target, softcap=logit_softcapping, **options)[0]
 
 
@@ -176,7 +176,7 @@ def _cut_cross_entropy(
     if distance:
         e, targets = e[..., :-distance, :], targets[..., distance:]
     logits = _project(e, c, bias).flatten(0, -2)
-    options = {"ignore_index": ignore_index, "softcap": softcap, "reduction": reduction}
+    options: dict[str, Any] = {"ignore_index": ignore_index, "softcap": softcap, "reduction": reduction}
     loss = _cross_entropy(logits, targets.flatten(), **options)[0]
     return loss.view(targets.shape) if reduction == "none" else loss
 

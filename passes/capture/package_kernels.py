@@ -1,4 +1,4 @@
-"""Find kernel functions of packages, for which Dynamo traces functions of `kernel_stand_ins.py` and `loss_stand_ins.py`.
+"""Find kernel functions of packages, for which Dynamo traces those of `kernel_stand_ins.py` and `loss_stand_ins.py`.
 
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule      ->  sp.linear_attention
     from causal_conv1d import causal_conv1d_fn                       ->  shifted products
@@ -110,7 +110,7 @@ def _replace(kernel: str, function: FunctionType, is_wrapper: bool) -> None:
     torch_compat.trace_in_place_of(function, make_stand_in(kernel, signature, original, drops_unknown=is_wrapper))
 
 
-def _replace_class(cls: type) -> None:
+def _replace_class(cls: Any) -> None:
     """Make Dynamo trace stand-ins of a class of a package, if there are any; does nothing if it does so already."""
     if cls in _replaced:
         return

@@ -108,6 +108,11 @@ class ShardedWork:
         if padding >= LARGE_SHARE * self.rank_flops and padding:
             fix = f"Use fewer ranks, or lengths that {n} ranks divide."
             texts.append(f"{padding / self.rank_flops:.0%} of the FLOPs of a rank are for padding. {fix}")
+        return texts + self.describe_replicated()
+
+    def describe_replicated(self) -> list[str]:
+        """Return sentences on the work of every rank, as `describe_excess` does."""
+        texts = []
         for verb, noun, by_line, total in (
             ("computes", "the FLOPs", self.replicated, self.flops),
             ("has", "the activations", self.replicated_activations, self.activations),

@@ -1,8 +1,8 @@
 """Count the work of eager code between the graphs of a dry run, which every rank does in full.
 
-Dynamo leaves code between graphs, and code that it skips, to eager execution. Its ops are seen by a dispatch mode, which
-counts them as `sharded_work.py` counts the nodes of a graph: FLOPs of products and attention, and bytes of results
-while gradients are recorded, by the user's line. Views, and moves of data without FLOPs, have no bytes.
+Dynamo leaves code between graphs, and code that it skips, to eager execution. A dispatch mode sees its ops, and counts
+them as `sharded_work.py` counts the nodes of a graph: FLOPs of products and attention, and bytes of results while
+gradients are recorded, by the user's line. Views have neither.
 """
 
 from __future__ import annotations

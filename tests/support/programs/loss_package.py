@@ -144,7 +144,9 @@ class FusedLinearCrossEntropyFunction(torch.autograd.Function):
         with torch.enable_grad():
             leaves = [y.detach().requires_grad_() for y in (x, weight) + (() if bias is None else (bias,))]
             shift = None if bias is None else leaves[2] * logit_scale
-            loss = LigerFusedLinearCrossEntropyFunction.apply(leaves[0] * logit_scale, leaves[1], target, shift, *call)[0]
+            loss = LigerFusedLinearCrossEntropyFunction.apply(leaves[0] * logit_scale, leaves[1], target, shift, *call)[
+                0
+            ]
             ctx.save_for_backward(*torch.autograd.grad(loss, leaves))
         return loss.detach()
 
