@@ -424,6 +424,17 @@ def trace_in_place_of_apply(function_class: type[torch.autograd.Function], trace
 _TRACED_APPLY: dict[type[torch.autograd.Function], Callable[..., Any]] = {}  # functions by the class that they replace
 
 
+def untraced_function(target: Any) -> type[torch.autograd.Function] | None:
+    """Return the autograd Function that a call in a Dynamo graph applies, or None for other calls.
+
+    Dynamo does not trace Functions with the decorator `allow_in_graph`.
+    """
+    if getattr(target, "__name__", "") != "trampoline_autograd_apply" or not getattr(target, "__closure__", None):
+        return None
+    function: type[torch.autograd.Function] = target.__closure__[0].cell_contents
+    return function
+
+
 def run_eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function with the same results that Dynamo does not trace: a call of it is a graph break."""
     return torch.compiler.disable(lambda *args, **kwargs: function(*args, **kwargs))

@@ -18,10 +18,14 @@ from torch.fx.traceback import get_current_meta, preserve_node_meta
 
 from sp_compile.lowering import torch_compat
 from sp_compile.lowering.base.errors import CaptureError, SpError, node_line
+from sp_compile.lowering.scaled_linear import trace_scaled_linear
 from sp_compile.lowering.torch_compat import FakeTensorMode, active_tracer, make_fx, pytree
 from sp_compile.passes.graph.edit import INHERITED_META
 
 from .regions import inline_regions
+
+# Functions of packages that compute the values of a torch.autograd.Function which Dynamo does not trace.
+PACKAGE_FUNCTIONS = {"matmul_with_hp_or_float8_args": trace_scaled_linear}
 
 
 def trace(gm: GraphModule, fakes: Sequence[Any], fake_mode: FakeTensorMode) -> GraphModule:
@@ -107,6 +111,9 @@ class _TracingInterpreter(Interpreter):
             return self.autograd_function(target, args, kwargs)
         if target is torch_compat.register_hook_op:
             return self.register_hook(target, args, kwargs)
+        function = torch_compat.untraced_function(target)
+        if function is not None and function.__name__ in PACKAGE_FUNCTIONS:
+            return PACKAGE_FUNCTIONS[function.__name__](*args, **kwargs)
         return super().call_function(target, args, kwargs)
 
     def python_state(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
