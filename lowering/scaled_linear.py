@@ -2,10 +2,10 @@
 
     matmul_with_hp_or_float8_args.apply(x, w.t(), ...)   ->   scale = extreme(|x|);  scaled_linear(x, w.t(), scale)
 
-torchao divides a tensor by its largest value before it casts it to float8: that of the complete tensor (tensorwise), or
-of each row or column (axiswise). A maximum over rows is one over the rows of all ranks. Those of x are ops of the graph;
-those of the gradient are in the backward of the product. Padded rows do not change a maximum: they repeat valid rows,
-and those of a gradient are zero.
+torchao divides a tensor by its largest value before it casts it to float8: by that of the complete tensor (tensorwise),
+or of each row or column (axiswise). A maximum over rows is one over the rows of all ranks. Those of x are ops of the
+graph; those of the gradient are in the backward of the product. Padded rows do not change a maximum: they repeat valid
+rows, and those of a gradient are zero.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .base.frames import FrameArg
+from . import torch_compat
 from .base.library import composite
 from .comm.communicator import current_communicator
 
@@ -39,9 +40,7 @@ def _max_of_ranks(x: Tensor, n: int, group: str) -> Tensor:
     "extreme(Tensor x, int[] dims, bool keepdim, int dim, SymInt[]? frame, int n, str group) -> Tensor",
     moves=("all_gather", ""),
 )
-def extreme(
-    x: Tensor, dims: list[int], keepdim: bool, dim: int, frame: FrameArg | None, n: int, group: str
-) -> Tensor:
+def extreme(x: Tensor, dims: list[int], keepdim: bool, dim: int, frame: FrameArg | None, n: int, group: str) -> Tensor:
     """Return the maximum over some dims, of which `dim` is sharded: Shard(dim) -> replicated.
 
     Shapes: any -> without the dims, or with size 1. Bytes: (n - 1) * bytes(result). Not differentiable.
@@ -51,8 +50,7 @@ def extreme(
 
 
 @composite(
-    "scaled_linear(Tensor x, Tensor w_t, Tensor? scale, Tensor? grad_scale, str name, int n=1, str group='') "
-    "-> Tensor",
+    "scaled_linear(Tensor x, Tensor w_t, Tensor? scale, Tensor? grad_scale, str name, int n=1, str group='') -> Tensor",
     moves=("", "all_gather"),
     padded="as given",
 )
@@ -74,6 +72,16 @@ def scaled_linear(
         group: Name of their group.
     """
     return _ScaledLinear.apply(x, w_t, scale, grad_scale, *CONFIGS[name], n, group)
+
+
+@composite("subclass_linear(Tensor x, Tensor w, Tensor? bias=None) -> Tensor", padded="as given")
+def subclass_linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Call a linear layer whose weight is a tensor subclass, such as a quantized one, by the method of its class.
+
+    Shapes: x (..., K), w (N, K) -> (..., N). Bytes: none. Backward: that of the class.
+    """
+    with torch_compat.enable_torch_function():
+        return torch.nn.functional.linear(x, w, bias)
 
 
 class _ScaledLinear(torch.autograd.Function):

@@ -52,6 +52,36 @@ def trace(gm: GraphModule, fakes: Sequence[Any], fake_mode: FakeTensorMode) -> G
     return traced
 
 
+SUBCLASS = "sp_subclass"  # attribute of the plain fake of an input of a tensor subclass: the name of its class
+
+
+def mark_subclass(fake: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Mark the fake of an input as that of a tensor subclass, such as a quantized weight; return it."""
+    setattr(fake, SUBCLASS, type(x).__name__)
+    return fake
+
+
+def _call_with_subclass(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], subclass: str) -> Any:
+    """Run a call with an operand of a tensor subclass: a linear layer, whose rows are independent of each other.
+
+    Args:
+        target: The function.
+        args: Its arguments; operands of a subclass are plain fakes.
+        kwargs: Its keyword arguments.
+        subclass: The name of the class.
+
+    Raises:
+        CaptureError: It is another call, which may depend on how the class stores its values.
+    """
+    if target is torch.nn.functional.linear:
+        return torch.ops.sp.subclass_linear(*args, **kwargs)
+    raise CaptureError(
+        "SP229",
+        f"{getattr(target, '__name__', target)} reads a {subclass}, a tensor subclass, which is supported as the weight "
+        "of a linear layer only.",
+    )
+
+
 class _TracingInterpreter(Interpreter):
     """Interpreter of a Dynamo graph under an active pre-dispatch trace."""
 
@@ -111,6 +141,9 @@ class _TracingInterpreter(Interpreter):
             return self.autograd_function(target, args, kwargs)
         if target is torch_compat.register_hook_op:
             return self.register_hook(target, args, kwargs)
+        subclasses = [x for x in pytree.tree_leaves((args, kwargs)) if hasattr(x, SUBCLASS)]
+        if subclasses:
+            return _call_with_subclass(target, args, kwargs, getattr(subclasses[0], SUBCLASS))
         function = torch_compat.untraced_function(target)
         if function is not None and function.__name__ in PACKAGE_FUNCTIONS:
             return PACKAGE_FUNCTIONS[function.__name__](*args, **kwargs)

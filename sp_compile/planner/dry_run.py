@@ -192,11 +192,11 @@ class DryRun:
 
         def call(*inputs: Any) -> Any:
             """Run the graph on a single device, and merge the reports of the programs that it was lowered to."""
+            self._running.append(gm)
             for lowered in all_lowered:
                 if self.compare is not None and lowered.session.split:
                     self.compare(gm, lowered.program, inputs)
                 lowered.result.report.merge(lowered.program.report)
-            self._running.append(gm)
             results = gm.forward(*inputs)
             self._running.pop()
             # The next graph takes the results in shards, as in a run on ranks; all configurations shard the same ones.

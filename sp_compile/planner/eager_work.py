@@ -26,6 +26,8 @@ class CountEagerWork(TorchDispatchMode):
         is_counted: Returns False while a graph runs or is compiled, whose work is counted elsewhere.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, is_counted: Callable[[], bool]) -> None:
         super().__init__()
         self.work, self.is_counted = ShardedWork(), is_counted
@@ -40,11 +42,11 @@ class CountEagerWork(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an op, and count it."""
         result = func(*args, **(kwargs or {}))
-        if self.is_counted() and not func.is_view:
+        if self.is_counted() and isinstance(func, OpOverload) and not func.is_view:
             count_flops = flop_registry.get(func.overloadpacket)
             flops = float(count_flops(*args, **(kwargs or {}), out_val=result)) if count_flops is not None else 0.0
             tensors = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor) and x.is_floating_point()]

@@ -57,14 +57,14 @@ register_rule_function(aten.addmv.default)(_with_addend("n i, i -> n", whole="i"
 register_rule_function(aten.baddbmm.default)(_with_addend("b n i, b i m -> b n m", whole="i"))
 
 
-@register_rule_function(aten.linear.default)
+@register_rule_function(aten.linear.default, sp.subclass_linear.default)
 def _linear_rule(call: OpCall) -> BoundRule | None:
     """Return the rule of linear: "... i, o i -> ... o" with sum="i", or "... i, o i, o -> ... o" with a bias.
 
     With a bias, i is gathered, because otherwise each rank would add the bias to its part of the sum. A weight with one
     dim has no output features o.
     """
-    out = "o" if call.ndim("weight") == 2 else ""
+    out = "o" if call.ndim(1) == 2 else ""
     if call["bias"] is None:
         return bind_rule(call, f"... i, {out} i -> ... {out}", sum="i")
     return bind_rule(call, f"... i, {out} i, {out} -> ... {out}", whole="i")
