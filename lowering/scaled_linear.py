@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base.frames import FrameArg
 from . import torch_compat
+from .base.frames import FrameArg
 from .base.library import composite
 from .comm.communicator import current_communicator
 

@@ -445,6 +445,11 @@ def _causal_conv(
     return (out if activation is None else F.silu(out)).to(x.dtype)
 
 
+def _quantized_linear(x: Tensor, weight: Tensor) -> Any:
+    """Compute torchao's LinearNF4, a linear layer whose weight is a tensor subclass, and is not differentiated."""
+    return torch.ops.sp.subclass_linear(x, weight)
+
+
 STAND_INS["chunk_gated_delta_rule"] = KernelStandIn(_gated_delta_rule, DELTA_OPTIONS)
 STAND_INS["chunk_delta_rule"] = KernelStandIn(_delta_rule, DELTA_OPTIONS)
 STAND_INS["chunk_kda"] = KernelStandIn(_kda, DELTA_OPTIONS)
@@ -455,3 +460,4 @@ STAND_INS["chunk_rwkv7"] = KernelStandIn(_rwkv7, ATTENTION_OPTIONS)
 STAND_INS["mamba_chunk_scan_combined"] = KernelStandIn(_mamba_chunk_scan)
 STAND_INS["mamba_split_conv1d_scan_combined"] = KernelStandIn(_mamba_split_conv_scan)
 STAND_INS["causal_conv1d_fn"] = KernelStandIn(_causal_conv)
+STAND_INS["LinearNF4"] = KernelStandIn(_quantized_linear)

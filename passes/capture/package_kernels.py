@@ -31,9 +31,8 @@ from .kernel_stand_ins import DOCUMENTS, STAND_INS, make_stand_in
 
 log = logging.getLogger(__name__)
 
-IN_PACKAGE = re.compile(
-    r"(?:^|[._-])(?:fla|flash_linear_attention|mamba_ssm|causal_conv1d|trl|liger_kernel|cut_cross_entropy)(?:$|[._-])"
-)
+PACKAGES = "fla flash_linear_attention mamba_ssm causal_conv1d trl liger_kernel cut_cross_entropy torchao".split()
+IN_PACKAGE = re.compile(rf"(?:^|[._-])(?:{'|'.join(PACKAGES)})(?:$|[._-])")
 MODELS = "transformers.models."
 DISABLED_MODULES = ("FusedLinearCrossEntropyLoss",)  # modules that disable Dynamo for a forward that calls a kernel
 WITHOUT_FALLBACK = ("mamba_split_conv1d_scan_combined",)  # the function in plain torch only returns None

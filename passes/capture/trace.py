@@ -73,12 +73,12 @@ def _call_with_subclass(target: Any, args: tuple[Any, ...], kwargs: dict[str, An
     Raises:
         CaptureError: It is another call, which may depend on how the class stores its values.
     """
-    if target is torch.nn.functional.linear:
+    if target in (torch.nn.functional.linear, torch.ops.sp.subclass_linear, torch.ops.sp.subclass_linear.default):
         return torch.ops.sp.subclass_linear(*args, **kwargs)
     raise CaptureError(
         "SP229",
-        f"{getattr(target, '__name__', target)} reads a {subclass}, a tensor subclass, which is supported as the weight "
-        "of a linear layer only.",
+        f"{getattr(target, '__name__', target)} reads a {subclass}, a tensor subclass, which is supported as the "
+        "weight of a linear layer only.",
     )
 
 
