@@ -103,7 +103,7 @@ class _ScaledLinear(torch.autograd.Function):
         from torchao.float8.float8_training_tensor import GemmInputRole as Role
 
         if n > 1:  # the rows of a rank are not as aligned as those of the sequence
-            products = products._replace(**{k: v._replace(pad_inner_dim=True) for k, v in products._asdict().items()})
+            products = type(products)(*(product._replace(pad_inner_dim=True) for product in products))
         ctx.save_for_backward(x, w_t, grad_scale)
         ctx.products, ctx.casts, ctx.ranks = products, casts, (n, group)
         rows = x.reshape(-1, x.shape[-1])

@@ -191,11 +191,12 @@ CROSS_ENTROPY_OPTIONS = frozenset(
     "return_predicted_tokens".split()
 )
 
-STAND_INS["ChunkedLogProbFunction"] = KernelStandIn(_log_prob_statistics)
-STAND_INS["LigerFusedLinearCrossEntropyFunction"] = KernelStandIn(
-    _linear_cross_entropy, CROSS_ENTROPY_OPTIONS | {"use_token_scaling"}
-)
-STAND_INS["LigerCrossEntropyFunction"] = KernelStandIn(_cross_entropy_of_logits, CROSS_ENTROPY_OPTIONS | {"weight"})
-STAND_INS["FusedLinearCrossEntropyFunction"] = KernelStandIn(_linear_cross_entropy_of_fla)
-STAND_INS["linear_cross_entropy"] = KernelStandIn(_cut_cross_entropy)
-STAND_INS["_use_triton"] = KernelStandIn(_selects_rows)
+for _name, _compute, _options in (
+    ("ChunkedLogProbFunction", _log_prob_statistics, frozenset[str]()),
+    ("LigerFusedLinearCrossEntropyFunction", _linear_cross_entropy, CROSS_ENTROPY_OPTIONS | {"use_token_scaling"}),
+    ("LigerCrossEntropyFunction", _cross_entropy_of_logits, CROSS_ENTROPY_OPTIONS | {"weight"}),
+    ("FusedLinearCrossEntropyFunction", _linear_cross_entropy_of_fla, frozenset[str]()),
+    ("linear_cross_entropy", _cut_cross_entropy, frozenset[str]()),
+    ("_use_triton", _selects_rows, frozenset[str]()),
+):
+    STAND_INS.register(_name, KernelStandIn(_compute, _options))

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from sp_compile.lowering.base.errors import user_line
-from sp_compile.lowering.torch_compat import OpOverload, pytree
+from sp_compile.lowering.torch_compat import OpOverload, TorchDispatchMode, pytree
 from sp_compile.passes.sharding.sharded_work import ShardedWork
 
 

@@ -1,4 +1,4 @@
-"""Fused losses of packages: loss and gradients equal the original's on one device, and the head runs on a rank's rows."""
+"""Fused losses of packages: loss and gradients equal the original's on a single device, and the head runs on a rank's rows."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ FLOAT32 = (trl,)  # whose statistics are float32
 
 
 def compare(loss: Loss, **how: Any) -> Any:
-    """Compare a model with the original loss on one device; no function of a package may run."""
+    """Compare a model with the original loss on a single device; no function of a package may run."""
     model = Model(loss, bias=True).double()
     torch.compiler.reset()  # all losses share the code of the model
 

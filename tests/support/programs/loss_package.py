@@ -1,6 +1,6 @@
 """Packages with fused losses of the names, signatures and structure of Liger-Kernel, TRL, fla and cut_cross_entropy.
 
-They loop over chunks of rows, write into buffers, compute gradients by hand, and Dynamo cannot trace their kernels, as in
+They loop over chunks of rows, write into buffers, compute gradients explicitly, and Dynamo cannot trace their kernels, as in
 the packages. They compute in the dtype of their operands.
 """
 
