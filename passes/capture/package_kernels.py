@@ -50,7 +50,7 @@ def replace_package_kernels() -> None:
             for kernel, function, is_wrapper in _kernel_functions(module):
                 _replace(kernel, function, is_wrapper)
             for value in list(vars(module).values()):
-                if isinstance(value, type) and _is_kernel_package(value.__module__):
+                if isinstance(value, type) and _is_kernel_package(str(value.__module__)):
                     _replace_class(value)
 
 

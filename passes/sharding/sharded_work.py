@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.base.errors import node_line
 from sp_compile.lowering.scan.linear_attention import LINEAR_ATTENTION_OPS, chunk_tokens
+from sp_compile.lowering.torch_compat import autograd_function_apply
 from sp_compile.passes.graph.call import OpCall, node_shape, node_tensors
 from sp_compile.passes.graph.sizes import as_sizes, assume_large, size_product
 
@@ -157,7 +158,8 @@ def count_work(
     for node in gm.graph.nodes:
         if node.op != "call_function" or transfer_of(node.target) is not None:  # an exchange computes nothing
             continue
-        flops, nbytes = times(node) * contraction_flops(node), times(node) * _activation_bytes(node, trained)
+        flops, nbytes = contraction_flops(node) + _body_flops(gm, node), _activation_bytes(node, trained)
+        flops, nbytes = times(node) * flops, times(node) * nbytes
         if has_frame(node) or any(not isinstance(p, Replicate) for p in plan.placements.get(node, ())):
             work.flops += flops
             work.sharded_flops += flops
@@ -290,6 +292,16 @@ def contraction_flops(node: Node) -> float:
         return 0.0
     size_of_factor = dict(_sized_factors(call, rule))  # for "n i, i m -> n m" those of n, i and m, whose product counts
     return 2.0 * assume_large(size_product(size_of_factor.values()))
+
+
+def _body_flops(gm: GraphModule, node: Node) -> float:
+    """Return the FLOPs of the forward of a torch.autograd.Function, which is a graph of its own; 0 for other nodes."""
+    body = node.args[0] if node.target is autograd_function_apply else None
+    if not isinstance(body, Node) or body.op != "get_attr":
+        return 0.0
+    forward = gm.get_submodule(body.target)
+    calls = [n for n in forward.graph.nodes if n.op == "call_function" and "val" in n.meta]
+    return sum(contraction_flops(n) + _body_flops(forward, n) for n in calls)
 
 
 def _convolution_flops(call: OpCall) -> float:
