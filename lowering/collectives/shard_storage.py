@@ -142,7 +142,7 @@ class StoredValue(Protocol):
         """Return this rank's rows."""
         ...
 
-    def read(self, trained_bytes: int = 0) -> Tensor:
+    def read(self, is_trained: bool = False) -> Tensor:
         """Return the full tensor."""
         ...
 
@@ -188,13 +188,13 @@ class ShardStorage:
                 return self.local
             return self.layout.local_rows(self._require_full())
 
-    def read(self, trained_bytes: int = 0) -> Tensor:
+    def read(self, is_trained: bool = False) -> Tensor:
         """Return the full tensor, and store it in place of the rows. Every rank must call this.
 
         The result for a traced value is not stored. That for a fake value has only a shape, computed without guards.
 
         Args:
-            trained_bytes: Bytes of the full tensor if the reading code is differentiated, else 0.
+            is_trained: True if the reading code is differentiated.
 
         Raises:
             SpError: A rank does not read the value. All reading ranks raise.
@@ -205,7 +205,6 @@ class ShardStorage:
         local, is_traced = self.rows(), self._is_traced
         if not is_traced:
             self.origin.check_read(f"{self.origin.description} ({local.dtype} of {self.length} rows)")
-            self.origin.warn_of_read(self.origin.description, trained_bytes)
         with torch.inference_mode(False), torch.no_grad():
             if isinstance(local, FakeTensor):
                 shape = [*local.shape]
@@ -214,6 +213,8 @@ class ShardStorage:
             full = self.layout.gather(local, self.length)
         if not is_traced:
             self.full, self.local = full, None
+            if is_trained:
+                self.origin.warn_of_read(self.origin.description, full.nbytes)
         return full
 
     def assign(self, new: Tensor, storage: StoredValue | None) -> None:

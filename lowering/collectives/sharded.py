@@ -196,7 +196,7 @@ class Sharded(Tensor):
 
         def read_value(value: Sharded) -> Tensor:
             """Return the full tensor of an operand, and record the operand in `values`."""
-            full = value.shard_storage.read(value.nbytes if value.requires_grad and torch.is_grad_enabled() else 0)
+            full = value.shard_storage.read(value.requires_grad and torch.is_grad_enabled())
             values[id(full)] = value
             return full
 
