@@ -86,6 +86,7 @@ def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = 
         boundary=lowered.boundary,
         unsplit_reason=lowered.unsplit_reason,
         eager=lowered.eager,
+        work=lowered.report.work,
     )
 
 

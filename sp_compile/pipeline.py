@@ -45,7 +45,7 @@ from sp_compile.passes.strategies.hoist import HoistSlices
 from sp_compile.passes.strategies.join_sequences import JoinSequences
 from sp_compile.passes.strategies.local_scan import UseFastScans
 from sp_compile.passes.strategies.random_draws import BroadcastDraws
-from sp_compile.passes.strategies.reduce_demands import DecomposeMeans, ReducePartials
+from sp_compile.passes.strategies.reduce_demands import DecomposeMeans, ReduceExtremes, ReducePartials
 from sp_compile.passes.strategies.scan_demands import ShardScans, SplitNestedScans
 from sp_compile.passes.strategies.select_row import SelectRow
 from sp_compile.passes.strategies.select_rows import SelectRows
@@ -108,6 +108,7 @@ def strategy_passes() -> tuple[type[DemandPass], ...]:
         HoistSlices,
         SplitNestedScans,
         DecomposeMeans,
+        ReduceExtremes,
         SelectRow,
         SelectRows,
         *attention_passes(),

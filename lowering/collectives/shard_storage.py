@@ -116,6 +116,10 @@ def _ignore_read(description: str) -> None:
     """Ignore a read of a value, as in simulations and while tracing."""
 
 
+def _ignore_trained_read(description: str, nbytes: int) -> None:
+    """Ignore a read that is differentiated, as in simulations and while tracing."""
+
+
 @dataclass(frozen=True)
 class Origin:
     """Description of a value for messages, and functions that are called when it is read.
@@ -127,6 +131,7 @@ class Origin:
     check_read: Callable[[str], None] = _ignore_read  # compares the reads of all ranks; raises SpError
     # records a read of a value that is full already, as all values of a dry run are (`from_replicated`)
     record_read: Callable[[str], None] = _ignore_read
+    warn_of_read: Callable[[str, int], None] = _ignore_trained_read  # by differentiated code, of a number of bytes
 
 
 class StoredValue(Protocol):
@@ -138,7 +143,7 @@ class StoredValue(Protocol):
         """Return this rank's rows."""
         ...
 
-    def read(self) -> Tensor:
+    def read(self, is_trained: bool = False) -> Tensor:
         """Return the full tensor."""
         ...
 
@@ -184,10 +189,13 @@ class ShardStorage:
                 return self.local
             return self.layout.local_rows(self._require_full())
 
-    def read(self) -> Tensor:
+    def read(self, is_trained: bool = False) -> Tensor:
         """Return the full tensor, and store it in place of the rows. Every rank must call this.
 
         The result for a traced value is not stored. That for a fake value has only a shape, computed without guards.
+
+        Args:
+            is_trained: True if the reading code is differentiated.
 
         Raises:
             SpError: A rank does not read the value. All reading ranks raise.
@@ -206,6 +214,8 @@ class ShardStorage:
             full = self.layout.gather(local, self.length)
         if not is_traced:
             self.full, self.local = full, None
+            if is_trained:
+                self.origin.warn_of_read(self.origin.description, full.nbytes)
         return full
 
     def assign(self, new: Tensor, storage: StoredValue | None) -> None:

@@ -66,9 +66,9 @@ class ViewStorage:
             rows = self.base.layout.as_dense(self.base.rows())
             return rows.as_strided(*self._local_geometry(rows))
 
-    def read(self) -> Tensor:
+    def read(self, is_trained: bool = False) -> Tensor:
         """Return the full view, in the memory of its base, which is read."""
-        return self._view_of(self.base.read())
+        return self._view_of(self.base.read(is_trained))
 
     def assign(self, new: Tensor, storage: StoredValue | None) -> None:
         """Write a value into the base, which is read for that.

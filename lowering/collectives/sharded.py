@@ -197,7 +197,7 @@ class Sharded(Tensor):
 
         def read_value(value: Sharded) -> Tensor:
             """Return the full tensor of an operand, and record the operand in `values`."""
-            full = value.shard_storage.read()
+            full = value.shard_storage.read(value.requires_grad and torch.is_grad_enabled())
             values[id(full)] = value
             return full
 

@@ -35,6 +35,8 @@ from torch._dynamo.source import ConstantSource, LocalSource, TensorProperty, Te
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
 from torch._dynamo.utils import counters
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.misc import AutogradFunctionVariable
 from torch._guards import ChainedSource, CompileContext, TracingContext
 from torch._subclasses.fake_tensor import fake_tensor_tls
 from torch.fx import GraphModule, Node
@@ -428,6 +430,40 @@ def trace_tensor_checks() -> None:
 
     get_torch_obj_rule_map().pop(torch._check_tensor_all, None)  # Dynamo's own rule, which is the graph break
     trace_in_place_of(torch._check_tensor_all, check_tensor_all)
+
+
+def trace_in_place_of_apply(function_class: type[torch.autograd.Function], traced: Callable[..., Any]) -> None:
+    """Make Dynamo trace `traced` in calls of `function_class.apply`, without a backward of its own.
+
+    Dynamo has no hook for this, so this wraps its method for such calls, once. Eager code runs the original.
+    """
+    call_apply = AutogradFunctionVariable.call_apply
+    if not _TRACED_APPLY:
+
+        @functools.wraps(call_apply)
+        def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+            """Trace the function that replaces the class, or the class itself."""
+            stand_in = _TRACED_APPLY.get(self.fn_cls)
+            if stand_in is None:
+                return call_apply(self, tx, args, kwargs)
+            return VariableTracker.build(tx, stand_in).call_function(tx, args, kwargs)
+
+        AutogradFunctionVariable.call_apply = call  # type: ignore[method-assign]
+    _TRACED_APPLY[function_class] = traced
+
+
+_TRACED_APPLY: dict[type[torch.autograd.Function], Callable[..., Any]] = {}  # functions by the class that they replace
+
+
+def untraced_function(target: Any) -> type[torch.autograd.Function] | None:
+    """Return the autograd Function that a call in a Dynamo graph applies, or None for other calls.
+
+    Dynamo does not trace Functions with the decorator `allow_in_graph`.
+    """
+    if getattr(target, "__name__", "") != "trampoline_autograd_apply" or not getattr(target, "__closure__", None):
+        return None
+    function: type[torch.autograd.Function] = target.__closure__[0].cell_contents
+    return function
 
 
 def run_eagerly(function: Callable[..., Any]) -> Callable[..., Any]:

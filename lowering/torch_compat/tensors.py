@@ -36,6 +36,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 get_data = torch._C._autograd._get_data_attr  # `x.data` in Dynamo's graphs
 no_torch_function = torch._C._disabled_torch_function_impl  # for subclasses whose ops return plain tensors
+enable_torch_function = torch._C._EnableTorchFunction  # context in which subclasses handle calls, inside of their ops
 is_functorch_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch.distributed.tensor import DTensor
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
@@ -32,7 +33,7 @@ from .check_captured import require_ops
 from .functionalize import functionalize
 from .grad_modes import detach_no_grad_regions
 from .regions import inline_regions
-from .trace import trace
+from .trace import mark_subclass, trace
 from .user_collectives import functionalize_collectives
 from .view_writes import VIEW_OPS, find_shared_results
 
@@ -181,7 +182,8 @@ def _fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[An
         if torch_compat.is_wrapper(x):  # its fake is a plain tensor of its full shape
             has_fake_shard = isinstance(x, Sharded) and isinstance(x.local, FakeTensor)
             full = x if has_fake_shard else convert_to_mode(x)
-            return _new_fake(x, full.shape, full.stride(), mode)
+            fake = _new_fake(x, full.shape, full.stride(), mode)
+            return fake if isinstance(x, Sharded | DTensor) else mark_subclass(fake, x)
         if isinstance(x, FakeTensor):
             return x if x.fake_mode is mode else mode.from_tensor(x)
         return convert_to_mode(x)

@@ -20,7 +20,11 @@ from sp_compile.lowering.base.registry import Table
 from sp_compile.lowering.scan.attention_kernels import state_dtype
 
 # Options that change how a kernel computes, and not what.
-HINTS = frozenset("chunk_indices chunk_size cu_seqlens_cpu disable_recompute max_num_seqs safe_gate use_graph".split())
+HINTS = frozenset(
+    "accum_c_fp32 accum_dtype accum_e_fp32 accumulate_grad_in_fp32 ce_impl ce_mode chunk_indices chunk_mem_const "
+    "chunk_size cu_seqlens_cpu disable_recompute filter_c_grad filter_e_grad filter_eps impl max_num_seqs num_chunks "
+    "safe_gate use_graph".split()
+)
 NORM_EPSILON = 1e-6  # of the kernels' normalization of queries and keys
 SILU = ("silu", "swish")
 ATTENTION_OPTIONS = frozenset({"scale", "initial_state", "output_final_state", "cu_seqlens"})
@@ -70,7 +74,11 @@ class ArgumentNames(NamedTuple):
 
 
 def make_stand_in(
-    kernel: str, signature: inspect.Signature, run_original: Callable[..., Any], drops_unknown: bool
+    kernel: str,
+    signature: inspect.Signature,
+    run_original: Callable[..., Any],
+    drops_unknown: bool,
+    results: int | None = None,
 ) -> Callable[..., Any]:
     """Return the function that Dynamo traces in place of a kernel's function.
 
@@ -79,6 +87,7 @@ def make_stand_in(
         signature: The signature of the original function, by which arguments are matched.
         run_original: run_original(reason, args, kwargs) runs the original function.
         drops_unknown: True if the original function ignores arguments that it does not have.
+        results: The number of results of the original function, the first ones of the stand-in; None if it is equal.
     """
     compute = STAND_INS[kernel].compute
     positions, renamed, defaults, required, known = ArgumentNames.of(STAND_INS[kernel], signature)
@@ -94,10 +103,12 @@ def make_stand_in(
                 return run_original(f"its argument {name} has no equivalent", args, kwargs)
         if len(args) > len(positions) or any(name not in named for name in required):
             return run_original("its arguments do not match", args, kwargs)
-        results = compute(**{name: value for name, value in named.items() if name in known})
-        if results is NotImplemented:
+        values = compute(**{name: value for name, value in named.items() if name in known})
+        if values is NotImplemented:
             return run_original("its values have no equivalent", args, kwargs)
-        return results
+        if isinstance(values, tuple) and results is not None:
+            return values[0] if results == 1 else values[:results]
+        return values
 
     return stand_in
 
@@ -435,6 +446,11 @@ def _causal_conv(
     return (out if activation is None else F.silu(out)).to(x.dtype)
 
 
+def _quantized_linear(x: Tensor, weight: Tensor) -> Any:
+    """Compute torchao's LinearNF4, a linear layer whose weight is a tensor subclass, and is not differentiated."""
+    return torch.ops.sp.subclass_linear(x, weight)
+
+
 STAND_INS["chunk_gated_delta_rule"] = KernelStandIn(_gated_delta_rule, DELTA_OPTIONS)
 STAND_INS["chunk_delta_rule"] = KernelStandIn(_delta_rule, DELTA_OPTIONS)
 STAND_INS["chunk_kda"] = KernelStandIn(_kda, DELTA_OPTIONS)
@@ -445,3 +461,4 @@ STAND_INS["chunk_rwkv7"] = KernelStandIn(_rwkv7, ATTENTION_OPTIONS)
 STAND_INS["mamba_chunk_scan_combined"] = KernelStandIn(_mamba_chunk_scan)
 STAND_INS["mamba_split_conv1d_scan_combined"] = KernelStandIn(_mamba_split_conv_scan)
 STAND_INS["causal_conv1d_fn"] = KernelStandIn(_causal_conv)
+STAND_INS["LinearNF4"] = KernelStandIn(_quantized_linear)

@@ -1,12 +1,13 @@
-"""Find kernel functions of packages, for which Dynamo traces functions of `kernel_stand_ins.py`.
+"""Find kernel functions of packages, for which Dynamo traces those of `kernel_stand_ins.py` and `loss_stand_ins.py`.
 
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule      ->  sp.linear_attention
     from causal_conv1d import causal_conv1d_fn                       ->  shifted products
+    LigerFusedLinearCrossEntropyFunction.apply(...)                  ->  F.linear, F.cross_entropy
 
-Dynamo does not trace such functions, so that a program with one would be cut into graphs. A function is found by its
-name and by the name of its package, or of a build on a hub. transformers wraps these functions, together with one in
-plain torch for environments without the package; a wrapper is found by the name of the function that it wraps. Modules
-are searched before each compilation, once each.
+Dynamo does not trace such functions, so that a program with one would be cut into graphs. A function, or a
+`torch.autograd.Function`, is found by its name and by the name of its package, or of a build on a hub. transformers
+wraps these functions, together with one in plain torch for environments without the package; a wrapper is found by the
+name of the function that it wraps. Modules are searched before each compilation, once each.
 """
 
 from __future__ import annotations
@@ -25,15 +26,18 @@ from sp_compile.lowering import torch_compat
 from sp_compile.lowering.base.ranks import process_rank
 from sp_compile.lowering.scan.attention_kernels import KERNELS, register_kernel
 
+from . import loss_stand_ins  # noqa: F401  (fills the table)
 from .kernel_stand_ins import DOCUMENTS, STAND_INS, make_stand_in
 
 log = logging.getLogger(__name__)
 
-IN_PACKAGE = re.compile(r"(?:^|[._-])(?:fla|flash_linear_attention|mamba_ssm|causal_conv1d)(?:$|[._-])")
+PACKAGES = "fla flash_linear_attention mamba_ssm causal_conv1d trl liger_kernel cut_cross_entropy torchao".split()
+IN_PACKAGE = re.compile(rf"(?:^|[._-])(?:{'|'.join(PACKAGES)})(?:$|[._-])")
 MODELS = "transformers.models."
+DISABLED_MODULES = ("FusedLinearCrossEntropyLoss",)  # modules that disable Dynamo for a forward that calls a kernel
 WITHOUT_FALLBACK = ("mamba_split_conv1d_scan_combined",)  # the function in plain torch only returns None
 _searched: set[str] = set()  # names of modules
-_replaced: set[FunctionType] = set()
+_replaced: set[Any] = set()  # functions and classes
 _warned_kernels: set[tuple[str, str]] = set()  # kernels and reasons of earlier warnings
 
 
@@ -45,6 +49,9 @@ def replace_package_kernels() -> None:
         if isinstance(module, ModuleType) and (name.startswith(MODELS) or _is_kernel_package(name)):
             for kernel, function, is_wrapper in _kernel_functions(module):
                 _replace(kernel, function, is_wrapper)
+            for value in list(vars(module).values()):
+                if isinstance(value, type) and _is_kernel_package(str(value.__module__)):
+                    _replace_class(value)
 
 
 def _is_kernel_package(module: str) -> bool:
@@ -105,7 +112,35 @@ def _replace(kernel: str, function: FunctionType, is_wrapper: bool) -> None:
     torch_compat.trace_in_place_of(function, make_stand_in(kernel, signature, original, drops_unknown=is_wrapper))
 
 
-def _run_original(kernel: str, function: FunctionType, traced: Callable[..., Any] | None) -> Callable[..., Any]:
+def _replace_class(cls: Any) -> None:
+    """Make Dynamo trace stand-ins of a class of a package, if there are any; does nothing if it does so already."""
+    if cls in _replaced:
+        return
+    if issubclass(cls, torch.autograd.Function) and cls.__name__ in STAND_INS:
+        _replaced.add(cls)
+        _replace_apply(cls)
+    elif issubclass(cls, torch.nn.Module) and cls.__name__ in DISABLED_MODULES:
+        _replaced.add(cls)
+        cls.forward = inspect.unwrap(cls.forward)  # Dynamo has no substitutes for methods
+
+
+def _replace_apply(cls: type[torch.autograd.Function]) -> None:
+    """Make Dynamo trace the stand-in in place of `cls.apply`.
+
+    Versions of a package return different numbers of results, of which the first ones are equal. The backward has a
+    parameter for each result.
+    """
+    forward, backward = inspect.signature(cls.forward), inspect.signature(cls.backward)
+    has_context = cls.setup_context is torch.autograd.Function.setup_context
+    arguments = [*forward.parameters.values()][1 if has_context else 0 :]
+    grads = [*backward.parameters.values()][1:]
+    count = None if any(x.kind is x.VAR_POSITIONAL for x in grads) else len(grads)
+    original, signature = _run_original(cls.__name__, cls.apply, None), forward.replace(parameters=arguments)
+    stand_in = make_stand_in(cls.__name__, signature, original, drops_unknown=False, results=count)
+    torch_compat.trace_in_place_of_apply(cls, stand_in)
+
+
+def _run_original(kernel: str, function: Callable[..., Any], traced: Callable[..., Any] | None) -> Callable[..., Any]:
     """Return run(reason, args, kwargs), which runs the original function for calls without an equivalent.
 
     Args:

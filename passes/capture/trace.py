@@ -18,10 +18,14 @@ from torch.fx.traceback import get_current_meta, preserve_node_meta
 
 from sp_compile.lowering import torch_compat
 from sp_compile.lowering.base.errors import CaptureError, SpError, node_line
+from sp_compile.lowering.scaled_linear import trace_scaled_linear
 from sp_compile.lowering.torch_compat import FakeTensorMode, active_tracer, make_fx, pytree
 from sp_compile.passes.graph.edit import INHERITED_META
 
 from .regions import inline_regions
+
+# Functions of packages that compute the values of a torch.autograd.Function which Dynamo does not trace.
+PACKAGE_FUNCTIONS = {"matmul_with_hp_or_float8_args": trace_scaled_linear}
 
 
 def trace(gm: GraphModule, fakes: Sequence[Any], fake_mode: FakeTensorMode) -> GraphModule:
@@ -46,6 +50,36 @@ def trace(gm: GraphModule, fakes: Sequence[Any], fake_mode: FakeTensorMode) -> G
         torch_compat.rename_node(new, old.name)
         new.target = new.name
     return traced
+
+
+SUBCLASS = "sp_subclass"  # attribute of the plain fake of an input of a tensor subclass: the name of its class
+
+
+def mark_subclass(fake: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Mark the fake of an input as that of a tensor subclass, such as a quantized weight; return it."""
+    setattr(fake, SUBCLASS, type(x).__name__)
+    return fake
+
+
+def _call_with_subclass(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], subclass: str) -> Any:
+    """Run a call with an operand of a tensor subclass: a linear layer, whose rows are independent of each other.
+
+    Args:
+        target: The function.
+        args: Its arguments; operands of a subclass are plain fakes.
+        kwargs: Its keyword arguments.
+        subclass: The name of the class.
+
+    Raises:
+        CaptureError: It is another call, which may depend on how the class stores its values.
+    """
+    if target in (torch.nn.functional.linear, torch.ops.sp.subclass_linear, torch.ops.sp.subclass_linear.default):
+        return torch.ops.sp.subclass_linear(*args, **kwargs)
+    raise CaptureError(
+        "SP229",
+        f"{getattr(target, '__name__', target)} reads a {subclass}, a tensor subclass, which is supported as the "
+        "weight of a linear layer only.",
+    )
 
 
 class _TracingInterpreter(Interpreter):
@@ -107,6 +141,12 @@ class _TracingInterpreter(Interpreter):
             return self.autograd_function(target, args, kwargs)
         if target is torch_compat.register_hook_op:
             return self.register_hook(target, args, kwargs)
+        subclasses = [x for x in pytree.tree_leaves((args, kwargs)) if hasattr(x, SUBCLASS)]
+        if subclasses:
+            return _call_with_subclass(target, args, kwargs, getattr(subclasses[0], SUBCLASS))
+        function = torch_compat.untraced_function(target)
+        if function is not None and function.__name__ in PACKAGE_FUNCTIONS:
+            return PACKAGE_FUNCTIONS[function.__name__](*args, **kwargs)
         return super().call_function(target, args, kwargs)
 
     def python_state(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from sp_compile.lowering.torch_compat import run_once
+from sp_compile.lowering.torch_compat import is_wrapper, run_once
 
 ROUNDING_ERROR = 1e-6  # relative to the largest gradient, in float64; lower precisions use the square root of their eps
 
@@ -129,6 +129,9 @@ def _relative_error(expected: Any, actual: Any, min_scale: float = 0.0) -> float
         return 0.0 if expected is actual or expected == actual else math.inf
     if expected.shape != actual.shape:
         return math.inf
+    if is_wrapper(expected) and type(expected) is type(actual):  # such as a quantized weight
+        names, _ = expected.__tensor_flatten__()  # type: ignore[attr-defined]
+        return max(_relative_error(getattr(expected, name), getattr(actual, name), min_scale) for name in names)
     if not expected.is_floating_point() and not expected.is_complex():
         return 0.0 if torch.equal(expected, actual) else math.inf
     equal = (expected == actual) | (expected.isnan() & actual.isnan())

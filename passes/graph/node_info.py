@@ -13,6 +13,7 @@ from typing import Any
 from torch.fx import Node
 
 META_KEY = "sp"
+IN_CHUNKS = "sp_in_chunks"  # key of meta["custom"], which tracers propagate: the original code runs in chunks of rows
 
 
 @dataclass(frozen=True)
@@ -56,3 +57,8 @@ def set_node_info(node: Node, **known: Any) -> None:
 def clear_node_info(node: Node) -> None:
     """Remove the metadata of the node, which refers to nodes of graphs that are no longer needed."""
     node.meta.pop(META_KEY, None)
+
+
+def is_in_chunks(node: Node) -> bool:
+    """Return True if code that `annotate({IN_CHUNKS: True})` surrounds has created the node."""
+    return bool(node.meta.get("custom", {}).get(IN_CHUNKS))

@@ -214,9 +214,11 @@ class _Localizer(GraphEditor):
             self._record(node, self._call(aten.reshape.default, args, node, name=node.name))
         else:
             operands = self._mask_padding(call, rule, operands, wants)
-            changed = {}
+            changed: dict[str, Any] = {}
             if rule.sizes and isinstance(self.plan.of(node), Shard):  # the name of a size argument, as of `expand`
                 changed[rule.sizes] = self._local_shape(node)
+            if node.target is sp.scaled_linear.default:  # its backward takes maxima over the ranks
+                changed.update(n=self.ranks.n, group=self.ranks.group)
             self._record(node, self._rebuild_call(call, operands, **changed))
 
     def _rebuild_call(self, call: OpCall, operands: list[Node], **changed: Any) -> Node:

@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.base.errors import node_line
 from sp_compile.lowering.scan.linear_attention import LINEAR_ATTENTION_OPS, chunk_tokens
+from sp_compile.lowering.torch_compat import autograd_function_apply
 from sp_compile.passes.graph.call import OpCall, node_shape, node_tensors
 from sp_compile.passes.graph.sizes import as_sizes, assume_large, size_product
 
@@ -63,6 +64,22 @@ class ShardedWork:
         for line, nbytes in other.replicated_activations.items():
             self.replicated_activations[line] = self.replicated_activations.get(line, 0.0) + nbytes
 
+    def add_replicated(self, line: str, flops: float, nbytes: float) -> None:
+        """Add work that every rank does in full.
+
+        Args:
+            line: The user's line.
+            flops: FLOPs.
+            nbytes: Bytes of activations.
+        """
+        self.flops += flops
+        self.rank_flops += flops
+        self.activations += nbytes
+        if flops:
+            self.replicated[line] = self.replicated.get(line, 0.0) + flops
+        if nbytes:
+            self.replicated_activations[line] = self.replicated_activations.get(line, 0.0) + nbytes
+
     def describe(self) -> str:
         """Return text for the report, such as "98% of the FLOPs and 95% of the activations are on shards; ..."."""
         on_shards = (
@@ -92,6 +109,11 @@ class ShardedWork:
         if padding >= LARGE_SHARE * self.rank_flops and padding:
             fix = f"Use fewer ranks, or lengths that {n} ranks divide."
             texts.append(f"{padding / self.rank_flops:.0%} of the FLOPs of a rank are for padding. {fix}")
+        return texts + self.describe_replicated()
+
+    def describe_replicated(self) -> list[str]:
+        """Return sentences on the work of every rank, as `describe_excess` does."""
+        texts = []
         for verb, noun, by_line, total in (
             ("computes", "the FLOPs", self.replicated, self.flops),
             ("has", "the activations", self.replicated_activations, self.activations),
@@ -136,21 +158,16 @@ def count_work(
     for node in gm.graph.nodes:
         if node.op != "call_function" or transfer_of(node.target) is not None:  # an exchange computes nothing
             continue
-        flops, nbytes = times(node) * contraction_flops(node), times(node) * _activation_bytes(node, trained)
-        runs_on_shards = has_frame(node) or any(not isinstance(p, Replicate) for p in plan.placements.get(node, ()))
-        work.flops += flops
-        work.activations += nbytes
-        if runs_on_shards:
+        flops, nbytes = contraction_flops(node) + _body_flops(gm, node), _activation_bytes(node, trained)
+        flops, nbytes = times(node) * flops, times(node) * nbytes
+        if has_frame(node) or any(not isinstance(p, Replicate) for p in plan.placements.get(node, ())):
+            work.flops += flops
             work.sharded_flops += flops
             work.rank_flops += flops * _share_of_rank(node, plan, n) if flops else 0.0
+            work.activations += nbytes
             work.sharded_activations += nbytes
-            continue
-        work.rank_flops += flops
-        line = node_line(node)
-        if flops:
-            work.replicated[line] = work.replicated.get(line, 0.0) + flops
-        if nbytes:
-            work.replicated_activations[line] = work.replicated_activations.get(line, 0.0) + nbytes
+        else:
+            work.add_replicated(node_line(node), flops, nbytes)
     return work
 
 
@@ -277,6 +294,16 @@ def contraction_flops(node: Node) -> float:
         return 0.0
     size_of_factor = dict(_sized_factors(call, rule))  # for "n i, i m -> n m" those of n, i and m, whose product counts
     return 2.0 * assume_large(size_product(size_of_factor.values()))
+
+
+def _body_flops(gm: GraphModule, node: Node) -> float:
+    """Return the FLOPs of the forward of a torch.autograd.Function, which is a graph of its own; 0 for other nodes."""
+    body = node.args[0] if node.target is autograd_function_apply else None
+    if not isinstance(body, Node) or body.op != "get_attr":
+        return 0.0
+    forward = gm.get_submodule(body.target)
+    calls = [n for n in forward.graph.nodes if n.op == "call_function" and "val" in n.meta]
+    return sum(contraction_flops(n) + _body_flops(forward, n) for n in calls)
 
 
 def _convolution_flops(call: OpCall) -> float:

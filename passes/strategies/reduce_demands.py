@@ -1,12 +1,14 @@
 """Reduce sums over the sharded sequence once, at the first use of a Partial; means become sum / count.
 
+    amax(x, S)                     ->  sp.extreme(x, S): the maximum of those of the ranks
+
     mean(x, S)                     ->  all_reduce(sum(x, S)) / S
     cross_entropy(x, t, "mean")    ->  all_reduce(cross_entropy(x, t, "sum")) / count(t)
     mse_loss(x, y, "mean")         ->  all_reduce(sum(mse_loss(x, y, "none"))) / numel
 
 A Partial is a value of which each rank has one summand. The count is that of the global sequence (targets that are not
 ignored, or their class weights), so a rank without a valid target divides by the same number as the others. Bytes: one
-all_reduce of the result. Refuses nothing.
+all_reduce of the result. Refuses nothing. A maximum that is differentiated is not claimed.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape
 from sp_compile.passes.graph.modes import settle_dtypes
 from sp_compile.passes.graph.sizes import size_product
-from sp_compile.passes.sharding.placement import Demand, Partial
+from sp_compile.passes.localize.reduce_gradients import differentiable_nodes
+from sp_compile.passes.sharding.placement import Demand, Partial, Shard
 from sp_compile.passes.sharding.rules.norms import CLASS_LOSSES, NONE, SUM
 
 from .discharge import DemandPass
@@ -123,3 +126,30 @@ class ReducePartials(DemandPass):
                 with self.insert_after(source):
                     self.insert_between(source, self.emit(sp.all_reduce.default, args, source.meta["val"], source))
                 self.note(source, "adds the partial sums of the ranks")
+
+
+class ReduceExtremes(DemandPass):
+    """Maximum over the sequence of a value that is not differentiated, such as that for the scale of a cast."""
+
+    requires = DemandPass.requires
+    provides = frozenset({"claimed", "reduced extremes"})
+    kinds = frozenset({"whole"})
+
+    def refusal(self, node: Node, demands: list[Demand]) -> str | None:
+        """Return None to claim the demand of a maximum over all dims or some, without a gradient, else ""."""
+        is_maximum = node.target in (aten.amax.default, aten.max.default)
+        is_claimed = is_maximum and len(demands) == 1 and node not in differentiable_nodes(self.gm)
+        return None if is_claimed and isinstance(self.plan.of(node.all_input_nodes[0]), Shard) else ""
+
+    def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        """Replace a maximum by that of the maxima of the ranks."""
+        call, x = OpCall(node), node.all_input_nodes[0]
+        have, ranks = self.plan.of(x), self.job.ranks
+        assert isinstance(have, Shard)
+        dims = [d % call.ndim() for d in call.get("dim") or range(call.ndim())]
+        with self.graph.inserting_before(node):
+            frame = self.sizes.list(have.frame_arg())
+            args = (x, dims, bool(call.get("keepdim")), have.dim, frame, ranks.n, ranks.group)
+            new = self.emit(sp.extreme.default, args, node.meta["val"], node)
+        self.replace(node, new)
+        self.note(new, "the maximum of those of the ranks")

@@ -8,6 +8,9 @@ known, a region that ends in a number (a loss) is tiled in two cases: the step d
 is a large share of the device. A region that ends in rows, whose backward would recompute it, is tiled only if the step
 does not fit otherwise. The other values are weights, gradients and saved values (`passes/cost/attention_memory.py`).
 With unknown memory, as of a CPU, only regions that end in a number are tiled, by a fixed size.
+
+Of code that runs in chunks of rows itself (`IN_CHUNKS`), as a fused loss of a package does, a tile has about TILE_BYTES
+in all cases.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from torch.fx import Node
 
 from sp_compile.passes.cost.attention_memory import RankMemory
 from sp_compile.passes.graph.call import is_tensor
+from sp_compile.passes.graph.node_info import is_in_chunks
 from sp_compile.passes.graph.sizes import current_bytes
 
 from .tile_regions import TileRegion, has_thin_results
@@ -71,10 +75,12 @@ def choose_tile_counts(
         times: Returns the number of equal nodes (of equal layers) that a node of the local graph represents.
     """
     losses = [is_scalar_loss(view, region) for region in regions]
+    chunked = [any(is_in_chunks(view.to_local[x]) for x in region.seed_products) for region in regions]
     if memory is None or math.isinf(memory.device):
         return [
-            _max_tiles(region) if is_loss and inner_bytes(region) >= LARGE_BYTES else 0
-            for region, is_loss in zip(regions, losses)
+            _chunk_count(region) if is_chunked else _max_tiles(region) if is_large_loss else 0
+            for region, is_loss, is_chunked in zip(regions, losses, chunked)
+            for is_large_loss in [is_loss and inner_bytes(region) >= LARGE_BYTES]
         ]
     saved_bytes = [_saved_bytes(view, region, is_loss) for region, is_loss in zip(regions, losses)]
     # A region represents those of several equal layers, whose saved values are in memory at the same time.
@@ -91,14 +97,17 @@ def choose_tile_counts(
     if must_tile_rows:  # tiled regions that end in rows save nothing of their inside
         other_bytes -= sum(layer_bytes) - loss_bytes
 
-    def count_tiles(region: TileRegion, peak: int, is_loss: bool) -> int:
+    def count_tiles(region: TileRegion, peak: int, is_loss: bool, is_chunked: bool) -> int:
         """Return the number of tiles of a region; 0 if it is small or the step fits in memory without tiles.
 
         Args:
             region: The region.
             peak: Bytes that the region needs without tiles.
             is_loss: True if the region ends in a number. Others are tiled only if `must_tile_rows`.
+            is_chunked: True if the code of the user computes the region in chunks.
         """
+        if is_chunked:
+            return _chunk_count(region)
         fits = other_bytes + peak <= memory.device and peak <= MEMORY_SHARE * memory.device
         is_needed = not fits if is_loss else must_tile_rows
         max_tiles = _max_tiles(region)
@@ -108,12 +117,18 @@ def choose_tile_counts(
         limit = min(other_bytes, memory.device - other_bytes)
         return min(max_tiles, max(2, math.ceil(peak / limit))) if limit > 0 else max_tiles
 
-    return [count_tiles(*arguments) for arguments in zip(regions, peaks, losses)]
+    return [count_tiles(*arguments) for arguments in zip(regions, peaks, losses, chunked)]
 
 
 def _max_tiles(region: TileRegion) -> int:
     """Return the largest useful number of tiles: with it, the inside of a tile has about TILE_BYTES, the minimum."""
     return -(-inner_bytes(region) // TILE_BYTES)
+
+
+def _chunk_count(region: TileRegion) -> int:
+    """Return the number of tiles of a region that the user's code computes in chunks; 0 if one tile is enough."""
+    tiles = _max_tiles(region)
+    return tiles if tiles > 1 else 0
 
 
 def _saved_bytes(view: TokenView, region: TileRegion, is_loss: bool) -> int:

@@ -264,7 +264,7 @@ class SequenceParallelAccelerator(Accelerator):
         if getattr(model, "is_for_evaluation", False) and not evaluation_mode:
             # accelerate itself would return the model without DDP, as a Trainer that evaluates before it trains does.
             model.is_for_evaluation = model._is_accelerate_prepared = False
-            self._models = [other for other in self._models if other is not model]
+            self._models[:] = [other for other in self._models if other is not model]
             self.unwrap_model(model, keep_fp32_wrapper=False)  # restores the forward without casts
         if not getattr(model, "_is_accelerate_prepared", False):
             self.compile(model)

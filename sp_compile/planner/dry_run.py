@@ -47,6 +47,7 @@ from sp_compile.runtime.compile_failure import shorten_failure
 from sp_compile.runtime.session import CompileSession
 from sp_compile.runtime.sharded_values import simulate_sharded_outputs
 
+from .eager_work import CountEagerWork
 from .graph_steps import graph_step, unroll_step
 from .unroll import Unroll
 
@@ -153,12 +154,15 @@ class DryRun:
     def _trace(self, kwargs: Mapping[str, Any]) -> None:
         """Run the model once under torch.compile with `_backend`, which lowers its graphs in all configurations."""
         torch.compiler.reset()
-        with _restore_buffers(self.model), allow_meta_constants():
+        eager = CountEagerWork(lambda: not self._running and not is_compiling())
+        with _restore_buffers(self.model), allow_meta_constants(), eager:
             try:
                 torch.compile(self.model, backend=self._backend)(*self.args, **kwargs)
             except BackendCompilerFailed as failure:
                 raise shorten_failure(failure.inner_exception, self.entry) from None
         torch.compiler.reset()
+        for result in self.results:
+            result.report.work.merge(eager.work)
 
     def _resume(self, gm: GraphModule, inputs: Sequence[Any], context: Any) -> None:
         """Lower the graph of an earlier dry run and merge the reports, so that the model is not traced again.
@@ -189,11 +193,11 @@ class DryRun:
 
         def call(*inputs: Any) -> Any:
             """Run the graph on a single device, and merge the reports of the programs that it was lowered to."""
+            self._running.append(gm)
             for lowered in all_lowered:
                 if self.compare is not None and lowered.session.split:
                     self.compare(gm, lowered.program, inputs)
                 lowered.result.report.merge(lowered.program.report)
-            self._running.append(gm)
             results = gm.forward(*inputs)
             self._running.pop()
             # The next graph takes the results in shards, as in a run on ranks; all configurations shard the same ones.

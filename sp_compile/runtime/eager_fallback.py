@@ -5,19 +5,27 @@ some ranks run it eagerly, the others wait for them until the group's timeout. D
 limit, under torch.compiler.disable, in torch's own files, and if a graph break is inside of a loop, try or with.
 
 With FSDP (`fully_shard`) on submodules, hooks in Python end the graph at each of them.
+
+Code between two graphs that reads a sharded value and is differentiated, and large parts of a step that compiled
+programs run whole on every rank, are warned about, too.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from types import CodeType
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
+from sp_compile.lowering.base.errors import user_line
 from sp_compile.lowering.base.ranks import process_rank
 from sp_compile.lowering.torch_compat import EagerFallback, EagerReason
+from sp_compile.passes.sharding.output_rules import LARGE_OUTPUT
+from sp_compile.passes.sharding.sharded_work import ShardedWork
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +60,15 @@ FSDP_FIX = (
     "fully_shard to the root module only."
 )
 
+READ_WARNING = (
+    "eager code at %s reads %s, and is differentiated: the value is gathered, and every rank computes all rows from "
+    "there to the next compiled graph, such as a head with its loss. Compile this code with backend='sp', too; "
+    "TORCH_LOGS=graph_breaks shows why torch.compile has ended the graph before it"
+)
+WHOLE_WARNING = "in a step with backend='sp', %s. sp_compile.explain(model, ...) lists the reasons"
+
+_warned_reads: set[str] = set()  # lines that were warned about
+_warned_parts: set[str] = set()  # lines of earlier warnings about large parts of a step
 _warned: set[tuple[str, CodeType]] = set()  # names and code that were warned about
 _warned_fsdp: set[str] = set()  # classes of models that were warned about
 _prepared_fsdp: set[str] = set()  # classes of models whose parts were prepared to run on shards
@@ -105,3 +122,59 @@ def mute_fsdp_warning(model: torch.nn.Module) -> None:
 def name_of_callable(target: Any) -> str:
     """Return the name of a target for warnings: the class of a module, or the name of a function."""
     return type(target).__name__ if isinstance(target, torch.nn.Module) else str(target)
+
+
+def warn_eager_read(value: str, nbytes: int) -> None:
+    """Warn on rank 0, once for each line, that eager code reads a sharded value of which it computes gradients.
+
+    Args:
+        value: The description of the value.
+        nbytes: Its size. A small value has no warning.
+    """
+    if process_rank() > 0 or nbytes < LARGE_OUTPUT:
+        return
+    line = user_line()
+    if line not in _warned_reads:
+        _warned_reads.add(line)
+        log.warning(READ_WARNING, line, value)
+
+
+class StepParts:
+    """Work of all programs from one call of a program to its next one, which is a step or a layer of it.
+
+    It is added up for programs that run a large part of their own work whole on every rank, because such a part may be
+    small in a step: a program may contain nothing but an embedding.
+    """
+
+    def __init__(self) -> None:
+        # a program -> the work of all programs since its first call
+        self.open: WeakKeyDictionary[object, ShardedWork] = WeakKeyDictionary()
+        self.compared: WeakSet[object] = WeakSet()  # programs that were called again
+
+    def count_call(self, program: object, work: ShardedWork, n: int) -> None:
+        """Count a call of a program; warn on rank 0 if large parts of the step run whole on every rank.
+
+        Args:
+            program: Any object that is different for each program.
+            work: The work of the program.
+            n: The number of ranks.
+        """
+        if program in self.open:
+            self.compared.add(program)
+            _warn_whole(self.open.pop(program))
+        if n > 1 and program not in self.compared and work.describe_replicated():
+            self.open[program] = ShardedWork()
+        for step in self.open.values():
+            step.merge(work)
+
+
+STEP_PARTS = StepParts()
+
+
+def _warn_whole(step: ShardedWork) -> None:
+    """Warn on rank 0, once for the same lines, of the large parts of a step that every rank runs whole."""
+    texts = step.describe_replicated()
+    lines = re.sub(r"\d+%", "", " ".join(texts))
+    if texts and process_rank() <= 0 and lines not in _warned_parts:
+        _warned_parts.add(lines)
+        log.warning(WHOLE_WARNING, "; ".join(texts))

@@ -38,6 +38,7 @@ from sp_compile.lowering.collectives.sharded import Sharded, refuse_transforms
 from sp_compile.lowering.torch_compat import FakeTensor, find_backward_nodes, is_wrapper, pytree
 from sp_compile.passes.boundary.graph_boundary import GraphBoundary
 from sp_compile.passes.graph.provenance import ExchangeSource
+from sp_compile.passes.sharding.sharded_work import ShardedWork
 from sp_compile.runtime.control.channel import ControlChannel, channel_of
 from sp_compile.runtime.control.failures import abort_if_connected, announce_failures, mark_agreed
 from sp_compile.runtime.control.message import BACKWARD, CALL_VERB, STOP_VERB, InputRecord, Message, ProgramRecord
@@ -54,6 +55,7 @@ from .agreement import (
     not_compiled,
     wrap_error,
 )
+from .eager_fallback import STEP_PARTS
 from .fingerprint import ProgramDigest
 from .input_checks import FEW_FLOATS, ComparedInputs, is_cheap_to_compare, is_on_accelerator, local_value
 from .input_mismatch import describe_by_rank, find_input_mismatch
@@ -113,6 +115,7 @@ class GuardedProgram:
     gradients: bool = False  # compare gradients of results that are not sharded
     called: set[int] = field(default_factory=set)  # numbers of the models whose ranks agreed on their last call
     parameters: Sequence[bool] | None = None  # flags of the parameters; None before the first call
+    work: ShardedWork | None = None  # its work, to find parts of a step that every rank runs; None if not known
 
     @cached_property
     def _record(self) -> ProgramRecord:
@@ -164,6 +167,8 @@ class GuardedProgram:
         run_args = self._unwrap_for_run(args) if any_sharded(tested_args) else args
         if is_traced:
             return self.run(*run_args)
+        if self.work is not None:
+            STEP_PARTS.count_call(self, self.work, self.ranks.n)
         with self._run_marked(call):
             out = self.run(*run_args)
         if self.backward and torch.is_grad_enabled():

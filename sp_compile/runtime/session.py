@@ -39,6 +39,7 @@ from sp_compile.passes.cost.input_facts import InputFacts
 from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.graph.provenance import exchange_sources, node_lines
 from sp_compile.passes.joint.joint_context import JointContext
+from sp_compile.passes.sharding.sharded_work import ShardedWork
 from sp_compile.runtime.control.channel import HEARTBEAT_INTERVAL, broken_context, channel_of, publish_stop
 from sp_compile.runtime.control.message import MEASURE_VERB, hash_text, register_sendable
 from sp_compile.runtime.control.store import STORE_TIMEOUT
@@ -324,6 +325,7 @@ class CompileSession:
         boundary: GraphBoundary | None = None,
         unsplit_reason: str = "",
         eager: bool = False,
+        work: ShardedWork | None = None,
     ) -> Callable[..., Any]:
         """Return the compiled program with checks that the ranks of each group agree on it and its inputs.
 
@@ -337,6 +339,7 @@ class CompileSession:
             boundary: Arguments and results that are sharded.
             unsplit_reason: Why the program runs unsplit on every rank; "" if it is split.
             eager: True for eager code, where inputs that share memory need no check.
+            work: The FLOPs and bytes of the program, and those that every rank computes.
         """
         info, boundary = self._describe_program(gm, local, unsplit_reason), boundary or GraphBoundary()
         # A program that is not split takes full tensors, so sharded arguments are gathered.
@@ -349,6 +352,7 @@ class CompileSession:
         # The innermost guard is that of the ranks of the sequence, around it are those of the groups.
         if self.split:
             run = self._guard_sequence(run, error, gm, example_inputs, local, boundary, info)
+            run.work = work
             error = None  # the inner guard raises it
         elif error is not None and not self.groups:
             publish_stop(str(error), subject=info.subject)  # with an invalid mesh, the waiting ranks are not known

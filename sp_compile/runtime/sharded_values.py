@@ -47,6 +47,7 @@ from sp_compile.passes.graph.sizes import Size, as_size
 from sp_compile.runtime.control.message import READ_VERB, Message
 
 from .agreement import require_agreement
+from .eager_fallback import warn_eager_read
 
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -232,7 +233,7 @@ class ShardedProgram:
     def _origin(self, result: ShardedOutput) -> Origin:
         """Return the description of a result for errors, with the check that ranks run before a read."""
         text = f"result {result.name!r} of call {self.calls} of {self.subject}, made at {result.where}"
-        return Origin(text, partial(agree_to_read, self.ranks))
+        return Origin(text, partial(agree_to_read, self.ranks), warn_of_read=warn_eager_read)
 
     def _value(self, length: Size, args: Sequence[Any]) -> int | torch.SymInt:
         """Return the value of a symbolic length in a call.

@@ -223,7 +223,15 @@ def test_results_hold_the_nearest_row_and_read_no_padding(case: str) -> None:
 
 def test_all_operators_that_give_shards_declare_their_padding() -> None:
     """`PADDED` contains exactly the operators with sharded results."""
-    gathers = {"all_gather", "all_reduce", "broadcast", "broadcast_grad", "linear_attention_state", "unshard"}
+    gathers = {
+        "all_gather",
+        "all_reduce",
+        "broadcast",
+        "broadcast_grad",
+        "extreme",
+        "linear_attention_state",
+        "unshard",
+    }
     given = {op for op in (*RULES, *TRANSFERS) if getattr(op, "namespace", "") == "sp"}
     names = {op.__name__.split(".")[0] for op in given}
     declared = {op.__name__.split(".")[0] for op in PADDED} - {"toy_attention"}  # of another test

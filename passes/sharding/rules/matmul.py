@@ -17,7 +17,7 @@ from sp_compile.passes.sharding.rule import BoundRule, RuleFunction, register_ru
 
 from ._build import bind_rule
 
-aten = torch.ops.aten
+aten, sp = torch.ops.aten, torch.ops.sp
 
 rule(aten.bmm.default, "b n i, b i m -> b n m", sum="i")
 rule([aten.dot.default, aten.inner.default, aten.vdot.default], "i, i -> ", sum="i")
@@ -57,17 +57,27 @@ register_rule_function(aten.addmv.default)(_with_addend("n i, i -> n", whole="i"
 register_rule_function(aten.baddbmm.default)(_with_addend("b n i, b i m -> b n m", whole="i"))
 
 
-@register_rule_function(aten.linear.default)
+@register_rule_function(aten.linear.default, sp.subclass_linear.default)
 def _linear_rule(call: OpCall) -> BoundRule | None:
     """Return the rule of linear: "... i, o i -> ... o" with sum="i", or "... i, o i, o -> ... o" with a bias.
 
     With a bias, i is gathered, because otherwise each rank would add the bias to its part of the sum. A weight with one
     dim has no output features o.
     """
-    out = "o" if call.ndim("weight") == 2 else ""
+    out = "o" if call.ndim(1) == 2 else ""
     if call["bias"] is None:
         return bind_rule(call, f"... i, {out} i -> ... {out}", sum="i")
     return bind_rule(call, f"... i, {out} i, {out} -> ... {out}", whole="i")
+
+
+@register_rule_function(sp.scaled_linear.default)
+def _scaled_linear_rule(call: OpCall) -> BoundRule | None:
+    """Return the rule of sp::scaled_linear: "... i, i o -> ... o", with a scale of x, or of each i.
+
+    i is gathered, since a cast with one scale by row reads all of it.
+    """
+    scales = "".join(", i" if call.ndim(k) else ", " for k in range(2, len(call.operands)))
+    return bind_rule(call, f"... i, i o{scales} -> ... o", whole="i")
 
 
 @register_rule_function(aten.linalg_matmul.default, aten.matmul.default)

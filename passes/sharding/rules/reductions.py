@@ -12,11 +12,14 @@ from __future__ import annotations
 import torch
 
 from sp_compile.passes.graph.call import OpCall, parse_overloads
+from sp_compile.passes.graph.sizes import exact_quotient, size_product
+from sp_compile.passes.sharding.placement import REPLICATE, Placement, Shard
 from sp_compile.passes.sharding.rule import BoundRule, RuleFunction, register_rule_function
 
 from ._build import along_dims, factor_names, gathered_dims, normalize_dims, replace_dims, resize_dims
+from .exchange_rules import call_frame
 
-aten = torch.ops.aten
+aten, sp = torch.ops.aten, torch.ops.sp
 
 
 def _reduce_rule(kind: str) -> RuleFunction:
@@ -65,3 +68,16 @@ def _diff_rule(call: OpCall) -> BoundRule:
     names, dim = factor_names(call.ndim()), call.dim()
     operands = tuple(replace_dims(names, [dim], f"operand{i}_") for i in range(len(call.operands)))
     return BoundRule(operands, (replace_dims(names, [dim], "new"),), {operand[dim]: "whole" for operand in operands})
+
+
+@register_rule_function(sp.extreme.default)
+def _extreme_rule(call: OpCall) -> BoundRule:
+    """Return the rule of sp::extreme, a maximum over all ranks, whose result is replicated."""
+    names, dims = factor_names(call.ndim()), call["dims"]
+    kept = replace_dims(names, dims, "")
+    result = kept if call["keepdim"] else tuple(f for f in kept if f)
+    (frame, outer), dim = call_frame(call), call["dim"]
+    inner = exact_quotient(call.shape()[dim], size_product((outer, frame.length)))
+    want: tuple[Placement, ...] = (Shard(dim, frame, outer, inner or 1),)
+    kinds = {names[d]: "whole" for d in dims}
+    return BoundRule((names,), (result,), kinds, operand_placements=want, result_placements=REPLICATE)

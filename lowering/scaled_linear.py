@@ -1,0 +1,205 @@
+"""Define ``sp::scaled_linear``, torchao's product in float8, and ``sp::extreme``, a maximum over all ranks.
+
+    matmul_with_hp_or_float8_args.apply(x, w.t(), ...)   ->   scale = extreme(|x|);  scaled_linear(x, w.t(), scale)
+
+torchao divides a tensor by its largest value before it casts it to float8: by that of the complete tensor (tensorwise),
+or of each row or column (axiswise). A maximum over rows is one over the rows of all ranks. Those of x are ops of the
+graph; those of the gradient are in the backward of the product. Padded rows do not change a maximum: they repeat valid
+rows, and those of a gradient are zero.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import torch_compat
+from .base.frames import FrameArg
+from .base.library import composite
+from .comm.communicator import current_communicator
+
+CONFIGS: dict[str, tuple[Any, Any]] = {}  # torchao's LinearMMConfig and Float8LinearConfig, by `register_config`
+
+
+def register_config(products: Any, casts: Any) -> str:
+    """Register the settings of a linear layer, and return their name, which is equal in all processes."""
+    name = hashlib.sha256(f"{products}{casts}".encode()).hexdigest()[:16]
+    CONFIGS[name] = products, casts
+    return name
+
+
+def _max_of_ranks(x: Tensor, n: int, group: str) -> Tensor:
+    """Return the elementwise maximum of the tensors of the ranks."""
+    return x if n == 1 else current_communicator().all_gather(x.unsqueeze(0), n, group).amax(0)
+
+
+@composite(
+    "extreme(Tensor x, int[] dims, bool keepdim, int dim, SymInt[]? frame, int n, str group) -> Tensor",
+    moves=("all_gather", ""),
+)
+def extreme(x: Tensor, dims: list[int], keepdim: bool, dim: int, frame: FrameArg | None, n: int, group: str) -> Tensor:
+    """Return the maximum over some dims, of which `dim` is sharded: Shard(dim) -> replicated.
+
+    Shapes: any -> without the dims, or with size 1. Bytes: (n - 1) * bytes(result). Not differentiable.
+    """
+    with torch.no_grad():
+        return _max_of_ranks(x.amax(dims, keepdim), n, group)
+
+
+@composite(
+    "scaled_linear(Tensor x, Tensor w_t, Tensor? scale, Tensor? grad_scale, str name, int n=1, str group='') -> Tensor",
+    moves=("", "all_gather"),
+    padded="as given",
+)
+def scaled_linear(
+    x: Tensor, w_t: Tensor, scale: Tensor | None, grad_scale: Tensor | None, name: str, n: int = 1, group: str = ""
+) -> Tensor:
+    """Multiply x and w_t after a cast to float8, as torchao's `matmul_with_hp_or_float8_args` does.
+
+    Shapes: x (..., K), w_t (K, N) -> (..., N). Bytes: none. Backward: the products of torchao, whose gradients of w_t
+    are of the rows of a rank; the scales of the gradient are maxima over all ranks.
+
+    Args:
+        x: Rows, of all ranks or of one.
+        w_t: The weight, replicated.
+        scale: Scale of x (); None for scales of rows, or if x is not cast.
+        grad_scale: Scale of x for the gradient of w_t, (), or of each column (K); None if x is not cast.
+        name: Result of `register_config`.
+        n: Number of ranks.
+        group: Name of their group.
+    """
+    return _ScaledLinear.apply(x, w_t, scale, grad_scale, *CONFIGS[name], n, group)
+
+
+@composite("subclass_linear(Tensor x, Tensor w, Tensor? bias=None) -> Tensor", padded="as given")
+def subclass_linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Call a linear layer whose weight is a tensor subclass, such as a quantized one, by the method of its class.
+
+    Shapes: x (..., K), w (N, K) -> (..., N). Bytes: none. Backward: that of the class.
+    """
+    with torch_compat.enable_torch_function():
+        return torch.nn.functional.linear(x, w, bias)
+
+
+class _ScaledLinear(torch.autograd.Function):
+    """torchao's product, with given scales of x, and maxima over the ranks for those of the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w_t: Tensor,
+        scale: Tensor | None,
+        grad_scale: Tensor | None,
+        products: Any,
+        casts: Any,
+        n: int,
+        group: str,
+    ) -> Tensor:
+        """Return the product of x and w_t."""
+        from torchao.float8.float8_training_tensor import GemmInputRole as Role
+
+        if n > 1:  # the rows of a rank are not as aligned as those of the sequence
+            products = type(products)(*(product._replace(pad_inner_dim=True) for product in products))
+        ctx.save_for_backward(x, w_t, grad_scale)
+        ctx.products, ctx.casts, ctx.ranks = products, casts, (n, group)
+        rows = x.reshape(-1, x.shape[-1])
+        left = _cast(rows, casts, casts.cast_config_input, products, Role.INPUT, -1, scale=scale)
+        right = _cast(w_t, casts, casts.cast_config_weight, products, Role.WEIGHT, 0)
+        return torch.mm(left, right).reshape(*x.shape[:-1], w_t.shape[-1])
+
+    @staticmethod
+    @torch.compiler.disable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x and of w_t, of which each rank has a summand."""
+        from torchao.float8.float8_training_tensor import GemmInputRole as Role
+
+        (x, w_t, grad_scale), casts, products = ctx.saved_tensors, ctx.casts, ctx.products
+        rows = grad.reshape(-1, grad.shape[-1])
+        grads = Role.GRAD_OUTPUT, *ctx.ranks
+        for_x = _cast(rows, casts, casts.cast_config_grad_output, products, grads[0], -1, *ctx.ranks)
+        right = _cast(w_t, casts, casts.cast_config_weight_for_grad_input, products, Role.WEIGHT, -1)
+        x_grad = torch.mm(for_x, right.t()).reshape(x.shape)
+        config = casts.cast_config_grad_output_for_grad_weight
+        for_w = _cast(rows, casts, config, products, grads[0], 0, *ctx.ranks)
+        config = casts.cast_config_input_for_grad_weight
+        if grad_scale is not None and grad_scale.ndim:
+            grad_scale = grad_scale.unsqueeze(0)
+        left = _cast(x.reshape(-1, x.shape[-1]), casts, config, products, Role.INPUT, 0, scale=grad_scale)
+        return x_grad, torch.mm(for_w.t(), left).t(), *(None,) * 6
+
+
+def _cast(
+    x: Tensor,
+    casts: Any,
+    config: Any,
+    products: Any,
+    role: Any,
+    axis: int,
+    n: int = 1,
+    group: str = "",
+    scale: Tensor | None = None,
+) -> Any:
+    """Return a matrix in float8 as torchao's tensor subclass, or x itself if its cast is disabled.
+
+    Args:
+        x: Matrix.
+        casts: torchao's Float8LinearConfig.
+        config: torchao's CastConfig of x.
+        products: torchao's LinearMMConfig.
+        role: torchao's GemmInputRole of x.
+        axis: Dim over which axiswise scales take the maximum.
+        n: Number of ranks whose rows x has.
+        group: Name of their group.
+        scale: Scales; None to compute them.
+    """
+    from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim
+    from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
+    from torchao.float8.float8_utils import amax_to_scale
+
+    if _is_disabled(config):
+        return x
+    axiswise_dim = get_maybe_axiswise_dim(axis, config.scaling_granularity)
+    if scale is None:
+        with torch.no_grad():
+            largest = x.abs().amax() if axiswise_dim is None else x.abs().amax(axiswise_dim, keepdim=True)
+            if axiswise_dim != -1:  # over the rows
+                largest = _max_of_ranks(largest, n, group)
+        scale = amax_to_scale(largest, config.target_dtype, casts.round_scales_to_power_of_2)
+    return hp_tensor_and_scale_to_float8(x, scale, config.target_dtype, products, role, axiswise_dim)
+
+
+def _is_disabled(config: Any) -> bool:
+    """Return True if torchao's CastConfig leaves values in their dtype."""
+    return config.scaling_type.name == "DISABLED"
+
+
+def trace_scaled_linear(x: Tensor, w_t: Tensor, products: Any, casts: Any) -> Any:
+    """Compute the scales of x and call ``sp::scaled_linear``, in place of torchao's Function.
+
+    Args:
+        x: (..., K), no tensor subclass.
+        w_t: (K, N), no tensor subclass.
+        products: torchao's LinearMMConfig.
+        casts: torchao's Float8LinearConfig.
+    """
+    from torchao.float8.float8_utils import amax_to_scale
+
+    with torch.no_grad():
+        size = x.detach().abs()
+
+        def compute_scale(config: Any, by_column: bool) -> Tensor | None:
+            """Return the scale of x, or those of its columns; None if they depend on one row, or without a cast."""
+            is_axiswise = config.scaling_granularity.name == "AXISWISE"
+            if _is_disabled(config) or (is_axiswise and not by_column):
+                return None
+            largest = size.amax([*range(x.ndim - 1)]) if is_axiswise else size.amax([*range(x.ndim)])
+            return amax_to_scale(largest, config.target_dtype, casts.round_scales_to_power_of_2)
+
+        config, for_w = casts.cast_config_input, casts.cast_config_input_for_grad_weight
+        scale = compute_scale(config, by_column=False)
+        grad_scale = scale if config == for_w and scale is not None else compute_scale(for_w, by_column=True)
+    return torch.ops.sp.scaled_linear(x, w_t, scale, grad_scale, register_config(products, casts))

@@ -1,0 +1,202 @@
+"""Define what Dynamo traces in place of losses of packages that compute the head and the loss in chunks of rows.
+
+    liger_fused_linear_cross_entropy(h, w, y)  ->  F.cross_entropy(F.linear(h, w), y)
+
+The functions of TRL, Liger-Kernel, flash-linear-attention and cut_cross_entropy compute the same values as a linear
+layer and a loss, without logits of all rows. Their loops write into buffers or call Triton kernels, which Dynamo does
+not trace. The functions of this file are the linear layer and the loss in plain torch, whose rows are sharded. Their
+linear layer is marked, so that tiles="auto" runs it in tiles, as the original runs it in chunks.
+
+Statistics are computed in float32, or float64 for such logits, as in the kernels. Ranks divide the sum over all tokens
+by the number of all tokens that are not ignored; without any, the loss is 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx.traceback import annotate
+
+from sp_compile.lowering.scan.attention_kernels import state_dtype
+from sp_compile.passes.graph.node_info import IN_CHUNKS
+
+from .kernel_stand_ins import STAND_INS, KernelStandIn
+
+IGNORED = -100
+
+
+def _project(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the logits, by a linear layer that runs in tiles; the weight and the bias are cast to the hidden dtype."""
+    with annotate({IN_CHUNKS: True}):
+        return F.linear(hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype))
+
+
+def _cap(logits: Tensor, softcap: float | None) -> Tensor:
+    """Return softcap * tanh(logits / softcap), or the logits if softcap is None."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def _log_prob_statistics(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float = 1.0,
+    final_logit_softcapping: float | None = None,
+    logit_scale: float = 1.0,
+    outputs: tuple[str, ...] = (),
+) -> Any:
+    """Compute TRL's ChunkedLogProbFunction for hidden (N, H), weight (V, H) and targets (N); statistics are float32.
+
+    Returns the log-probabilities of the targets, and entropy, log(sum p^2), the mean logit, and True where the target
+    is the most likely token; each (N), and None if `outputs` does not contain it.
+    """
+    logits = _cap(_project(hidden, weight, bias).float() * logit_scale, final_logit_softcapping) / temperature
+    log_z = logits.logsumexp(-1)
+    log_probs = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - log_z
+    entropy = squares = mean = is_top1 = None
+    if "entropy" in outputs:
+        entropy = log_z - ((logits - log_z.unsqueeze(-1)).exp() * logits).sum(-1)
+    if "log_sum_sq_probs" in outputs:
+        squares = ((2 * logits).logsumexp(-1) - 2 * log_z).detach()
+    if "mean_logits" in outputs:
+        mean = logits.mean(-1).detach()
+    if "is_top1" in outputs:
+        is_top1 = logits.argmax(-1) == targets
+    return log_probs, entropy, squares, mean, is_top1
+
+
+def _cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = IGNORED,
+    lse_square_scale: float = 0.0,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    *,
+    use_token_scaling: bool = False,
+) -> Any:
+    """Compute Liger's cross-entropy of logits (N, V) and targets (N), with a weight for each of V classes.
+
+    Returns the loss, and the part of it that is the z-loss, the accuracy and the predicted tokens, or None for those
+    that are not returned. They are numbers, or (N) with reduction="none".
+    """
+    logits = _cap(logits.to(state_dtype(logits)), softcap)
+    is_valid = target != ignore_index
+    count = is_valid.sum().clamp(min=1)
+    total = count if weight is None else (weight[target.where(is_valid, 0)] * is_valid).sum()
+    losses = F.cross_entropy(
+        logits, target, weight, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
+    )
+    z_losses = lse_square_scale * logits.logsumexp(-1).square() * is_valid if lse_square_scale else None
+    if use_token_scaling:  # by the probability of the target, as a constant
+        scales = (-F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="none")).exp().detach()
+        losses, z_losses = losses * scales, None if z_losses is None else z_losses * scales
+
+    def reduce(rows: Tensor, divisor: Tensor) -> Tensor:
+        """Return the rows, their sum, or their mean."""
+        return rows if reduction == "none" else rows.sum() if reduction == "sum" else rows.sum() / divisor
+
+    loss, z_loss, accuracy, predicted = reduce(losses, total), None, None, None
+    if z_losses is not None:
+        z_loss = reduce(z_losses, count)
+        loss = loss + z_loss
+    if return_z_loss:
+        z_loss = torch.zeros_like(loss) if z_loss is None else z_loss.detach()
+    if return_token_accuracy or return_predicted_tokens:
+        best = logits.argmax(-1)
+        is_right = ((best == target) & is_valid).to(losses.dtype)
+        accuracy = is_right if reduction == "none" else is_right.sum() / count
+        predicted = best.where(is_valid, -1)
+    returned = return_z_loss, return_token_accuracy, return_predicted_tokens
+    others = (value if is_returned else None for value, is_returned in zip((z_loss, accuracy, predicted), returned))
+    return loss, *others
+
+
+def _linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    ce_weight: Tensor | None = None,
+    **options: Any,
+) -> Any:
+    """Compute Liger's fused head and cross-entropy; ce_weight is the weight of each class."""
+    return _cross_entropy(_project(hidden, weight, bias), target, ce_weight, **options)
+
+
+def _cross_entropy_of_logits(logits: Tensor, target: Tensor, **options: Any) -> Any:
+    """Compute Liger's cross-entropy, whose losses have the dtype of the logits."""
+    results = _cross_entropy(logits, target, **options)
+    return tuple(x if x is None or not x.is_floating_point() else x.to(logits.dtype) for x in results)
+
+
+def _linear_cross_entropy_of_fla(
+    hidden: Tensor,
+    target: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    ignore_index: int = IGNORED,
+    label_smoothing: float = 0.0,
+    logit_scale: float = 1.0,
+    logit_softcapping: float | None = None,
+    reduction: str = "mean",
+    use_l2warp: bool = False,
+    l2_penalty_factor: float = 0.0,
+) -> Any:
+    """Compute flash-linear-attention's fused head and cross-entropy; not with a penalty of the gradient only."""
+    if use_l2warp:
+        return NotImplemented
+    logits = _project(hidden, weight, bias)
+    logits = logits.to(state_dtype(logits)) * logit_scale
+    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
+    return _cross_entropy(logits, target, softcap=logit_softcapping, **options)[0]
+
+
+def _cut_cross_entropy(
+    e: Tensor,
+    c: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    ignore_index: int = IGNORED,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    shift: bool | int = 0,
+) -> Any:
+    """Compute cut_cross_entropy's loss for e (..., H), c (V, H) and targets (...); row i has the target i + shift."""
+    distance = int(shift)
+    if distance:
+        e, targets = e[..., :-distance, :], targets[..., distance:]
+    logits = _project(e, c, bias).flatten(0, -2)
+    options: dict[str, Any] = {"ignore_index": ignore_index, "softcap": softcap, "reduction": reduction}
+    loss = _cross_entropy(logits, targets.flatten(), **options)[0]
+    return loss.view(targets.shape) if reduction == "none" else loss
+
+
+def _selects_rows(device: torch.device) -> bool:
+    """Return False in place of TRL's `_use_triton`: all rows are scored, since the number of others is in the data."""
+    return False
+
+
+CROSS_ENTROPY_OPTIONS = frozenset(
+    "ignore_index lse_square_scale label_smoothing reduction softcap return_z_loss return_token_accuracy "
+    "return_predicted_tokens".split()
+)
+
+for _name, _compute, _options in (
+    ("ChunkedLogProbFunction", _log_prob_statistics, frozenset[str]()),
+    ("LigerFusedLinearCrossEntropyFunction", _linear_cross_entropy, CROSS_ENTROPY_OPTIONS | {"use_token_scaling"}),
+    ("LigerCrossEntropyFunction", _cross_entropy_of_logits, CROSS_ENTROPY_OPTIONS | {"weight"}),
+    ("FusedLinearCrossEntropyFunction", _linear_cross_entropy_of_fla, frozenset[str]()),
+    ("linear_cross_entropy", _cut_cross_entropy, frozenset[str]()),
+    ("_use_triton", _selects_rows, frozenset[str]()),
+):
+    STAND_INS.register(_name, KernelStandIn(_compute, _options))

@@ -1,0 +1,147 @@
+"""torchao's float8 and int8 training and quantized frozen weights: loss and gradients equal a single device's."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.parity import Outcome, against_eager, check, outcome
+from support.ranks import Ranks, mesh
+from torch import Tensor, nn
+
+import sp_compile
+
+torchao = pytest.importorskip("torchao")
+
+WIDTH, HEADS = 64, 4
+
+
+class Attention(nn.Module):
+    """A projection, causal attention and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in self.qkv(self.inner(x)).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2)).square().mean()
+
+
+class Adapted(nn.Module):
+    """LoRA beside a frozen NF4 weight, as in QLoRA."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
+
+        super().__init__()
+        self.weight = nn.Parameter(to_nf4(base.weight.detach(), 32, 2), requires_grad=False)
+        self.down = nn.Linear(base.in_features, 4, bias=False)
+        self.up = nn.Linear(4, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4
+
+        return linear_nf4(x, self.weight) + self.up(self.down(x))
+
+
+def quantized(kind: str) -> nn.Module:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.prototype import quantized_training
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    torch.manual_seed(0)
+    model = Attention()
+    if kind == "int8":
+        quantize_(model, quantized_training.int8_weight_only_quantized_training())
+    elif kind == "int8 products":
+        quantize_(model, quantized_training.int8_mixed_precision_training())
+    elif kind == "frozen int8":
+        quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda _, name: name in ("qkv", "out"))
+        for layer in (model.qkv, model.out):
+            layer.weight.requires_grad_(False)
+    elif kind == "nf4":
+        model.qkv, model.out = Adapted(model.qkv), Adapted(model.out)
+    else:
+        config = Float8LinearConfig.from_recipe_name(kind)
+        convert_to_float8_training(model, config=dataclasses.replace(config, emulate=True))
+    return model
+
+
+def rows(length: int) -> Tensor:
+    """(2, length, WIDTH), with the largest values in one row, which is of one rank."""
+    torch.manual_seed(1)
+    x = torch.randn(2, length, WIDTH)
+    x[:, length // 3] *= 8
+    return x
+
+
+FLOAT8 = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
+INT8 = ["int8", "int8 products", "frozen int8"]
+ROUNDING = 2e-6  # float32: another order of sums
+
+
+@pytest.mark.parametrize("kind", [*FLOAT8, *INT8])
+def test_linears_are_on_shards(kind: str) -> None:
+    report = sp_compile.verify(quantized(kind), rows(33), sp=2 if kind in FLOAT8[1:] else 3)
+    assert report.worst < ROUNDING
+    assert not report.fallbacks
+    assert report.work.flops_share == 1
+
+
+def test_scales_are_of_all_ranks() -> None:
+    """The largest values of one rank set the scale of the others: without their exchange the results differ."""
+    report = sp_compile.explain(quantized("tensorwise"), rows(33), sp=2)
+    assert report.count("extreme") == 3
+
+
+def _compare_all(kinds: list[str]) -> list[Outcome]:
+    outcomes = []
+    for kind in kinds:
+        torch.compiler.reset()
+        outcomes.append(_compare(quantized(kind), rows(33)))
+    return outcomes
+
+
+def _compare(model: nn.Module, x: Tensor) -> Outcome:
+    """Compare a step with eager code; NF4 weights are shared, since torchao copies them by another quantization."""
+    memo = {id(p): p for p in model.parameters() if not p.requires_grad}
+    alone = copy.deepcopy(model, memo)
+    expected = alone(x)
+    expected.backward()
+    run = torch.compile(model, backend="sp", options={"compiler": "aot_eager", "cost": {}, "mesh": mesh()})
+    found = run(x)
+    found.backward()
+    grads = [[p.grad for p in one.parameters() if p.requires_grad] for one in (model, alone)]
+    return outcome(found, grads[0], expected, grads[1])
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [["tensorwise", "nf4"], pytest.param(["rowwise", "int8 products", "int8"], marks=pytest.mark.slow)],
+    ids=" and ".join,
+)
+def test_real_ranks(ranks: Ranks, kinds: list[str]) -> None:
+    for outcomes in zip(*ranks.run(2, _compare_all, kinds)):
+        check(outcomes, ROUNDING)
+
+
+class Scaled(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (self.out.weight * 1.0).sum()
+
+
+def test_other_calls_with_a_quantized_weight_run_whole(caplog: pytest.LogCaptureFixture) -> None:
+    """A call that is no linear layer is named, and the program runs as it is written."""
+    model = quantized("int8")
+    model.__class__ = Scaled
+    run = torch.compile(model, backend="sp", options={"compiler": "aot_eager"})
+    check([against_eager(model, rows(32), run=run)], ROUNDING)
+    assert "SP229" in caplog.text
+    assert "Int8QuantizedTrainingLinearWeight" in caplog.text
