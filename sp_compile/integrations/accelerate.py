@@ -36,7 +36,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from sp_compile.lowering.base.errors import SpError
 
-from ._compat import NAME, choose_fsdp_units, register_backend_name, use_fsdp
+from ._compat import NAME, choose_fsdp_units, is_prepared, mark_unprepared, register_backend_name, use_fsdp
 from .ddp import compile_under_ddp
 from .fsdp import compile_under_fsdp
 from .over_replicas import collect_tensors, gather_over_replicas, sum_over_replicas
@@ -263,10 +263,11 @@ class SequenceParallelAccelerator(Accelerator):
             return self.prepare(model)
         if getattr(model, "is_for_evaluation", False) and not evaluation_mode:
             # accelerate itself would return the model without DDP, as a Trainer that evaluates before it trains does.
-            model.is_for_evaluation = model._is_accelerate_prepared = False
+            model.is_for_evaluation = False
+            mark_unprepared(model)
             self._models[:] = [other for other in self._models if other is not model]
             self.unwrap_model(model, keep_fp32_wrapper=False)  # restores the forward without casts
-        if not getattr(model, "_is_accelerate_prepared", False):
+        if not is_prepared(model):
             self.compile(model)
             model.is_for_evaluation = evaluation_mode
         return super().prepare_model(model, device_placement, evaluation_mode)

@@ -250,6 +250,7 @@ def budgeted(attention: str) -> Outcome:
     return against_eager(build(Decoder, layers=2), *text(21), **options)
 
 
+@pytest.mark.as_users_run("slow", attention="ring")
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["ring", "ulysses"])
 def test_within_a_memory_budget_equals_one_device(ranks: Ranks, attention: str) -> None:

@@ -132,3 +132,13 @@ def choose_fsdp_units() -> Iterator[None]:
 
     with mock.patch.object(torch.distributed.fsdp, "fully_shard", shard_unit):
         yield
+
+
+def is_prepared(model: torch.nn.Module) -> bool:
+    """Return True if accelerate has prepared the model, which it does once."""
+    return bool(getattr(model, "_is_accelerate_prepared", False))
+
+
+def mark_unprepared(model: torch.nn.Module) -> None:
+    """Make accelerate prepare the model again at the next call."""
+    model._is_accelerate_prepared = False

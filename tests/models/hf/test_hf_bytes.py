@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models.test_hf import NAMES, OTHERS, TOLERANCE, gpt2, trained, transformers
+from models.hf.test_hf import NAMES, OTHERS, TOLERANCE, gpt2, trained, transformers
 from support import ranks as worker
 from support.parallel.sockets import bytes_sent, counts
 from support.parity import Outcome, check, difference, gradients, outcome, sp

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models.test_hf_scans import mamba, qwen3_moe
+from models.hf.test_hf_scans import mamba, qwen3_moe
 from support import ranks as worker
 from support.parity import VOCAB, Outcome, against_eager, check, difference, gradients, outcome, sp
 from support.ranks import Ranks

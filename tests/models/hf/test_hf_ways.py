@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models.test_hf import COUNTS, SIZES, SMALL, VOCAB, deepseek, gemma3, gpt_oss, qwen3, transformers
+from models.hf.test_hf import COUNTS, SIZES, SMALL, VOCAB, deepseek, gemma3, gpt_oss, qwen3, transformers
 
 import sp_compile
 from sp_compile.passes.context import NoteKind

@@ -32,7 +32,7 @@ Build = Callable[[bool], tuple[torch.nn.Module, Batch]]
 
 
 def tokens(*images: int) -> Batch:
-    """Return a batch of rows with an image of so many tokens each; 0 is a row of text."""
+    """Return a batch of rows with an image of that number of tokens each; 0 is a row of text."""
     rows = []
     for lead, count in enumerate(images, 5):
         image = [START, *[IMAGE] * count, END] if count else []
