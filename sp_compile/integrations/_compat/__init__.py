@@ -135,10 +135,24 @@ def choose_fsdp_units() -> Iterator[None]:
 
 
 def is_prepared(model: torch.nn.Module) -> bool:
-    """Return True if accelerate has prepared the model, which it does once."""
+    """Return whether accelerate has prepared a model, which it does once.
+
+    Args:
+        model: The model.
+
+    Returns:
+        True if `prepare_model` has seen the model.
+    """
     return bool(getattr(model, "_is_accelerate_prepared", False))
 
 
 def mark_unprepared(model: torch.nn.Module) -> None:
-    """Make accelerate prepare the model again at the next call."""
+    """Make accelerate prepare a model again at the next call.
+
+    Args:
+        model: The model.
+
+    Returns:
+        None.
+    """
     model._is_accelerate_prepared = False
