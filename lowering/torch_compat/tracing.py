@@ -34,6 +34,9 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
+# Context manager in which the innermost dispatch mode is not active.
+from torch.utils._python_dispatch import _pop_mode_temporarily as pop_dispatch_mode
+
 from .tensors import is_in_transform
 
 

@@ -29,6 +29,7 @@ from sp_compile.lowering.torch_compat import (
     flex_on_any_device,
     is_compiling,
     partition_joint_graph,
+    pop_dispatch_mode,
     replace_meta_constants,
     resume_trace,
     skip_graph_printing,
@@ -154,7 +155,7 @@ class DryRun:
     def _trace(self, kwargs: Mapping[str, Any]) -> None:
         """Run the model once under torch.compile with `_backend`, which lowers its graphs in all configurations."""
         torch.compiler.reset()
-        eager = CountEagerWork(lambda: not self._running and not is_compiling())
+        eager = CountEagerWork(lambda: not is_compiling())
         with _restore_buffers(self.model), allow_meta_constants(), eager:
             try:
                 torch.compile(self.model, backend=self._backend)(*self.args, **kwargs)
@@ -194,11 +195,12 @@ class DryRun:
         def call(*inputs: Any) -> Any:
             """Run the graph on a single device, and merge the reports of the programs that it was lowered to."""
             self._running.append(gm)
-            for lowered in all_lowered:
-                if self.compare is not None and lowered.session.split:
-                    self.compare(gm, lowered.program, inputs)
-                lowered.result.report.merge(lowered.program.report)
-            results = gm.forward(*inputs)
+            with pop_dispatch_mode():  # `CountEagerWork`, since ops with torch.func inside do not run under a mode
+                for lowered in all_lowered:
+                    if self.compare is not None and lowered.session.split:
+                        self.compare(gm, lowered.program, inputs)
+                    lowered.result.report.merge(lowered.program.report)
+                results = gm.forward(*inputs)
             self._running.pop()
             # The next graph takes the results in shards, as in a run on ranks; all configurations shard the same ones.
             return simulate_sharded_outputs(results, inputs, all_lowered[0].program.boundary, self._note_read)

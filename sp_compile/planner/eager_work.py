@@ -22,7 +22,7 @@ class CountEagerWork(TorchDispatchMode):
     """Mode that adds the work of eager ops to `work`.
 
     Args:
-        is_counted: Returns False while a graph runs or is compiled, whose work is counted elsewhere.
+        is_counted: Returns False while a graph is compiled, whose work is counted elsewhere.
     """
 
     supports_higher_order_operators = True
