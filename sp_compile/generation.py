@@ -11,20 +11,21 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from torch.utils.weak import WeakIdKeyDictionary
 
 GENERATION_MODULE = "transformers.generation.utils"  # imported by every model of transformers that generates
 GENERATE_METHODS = "generate", "generate_batch"  # of GenerationMixin and of the class from which it inherits the second
 # Names of the argument with one row for each query.
 QUERY_ARGUMENTS = "decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds", "hidden_states"
 
-_models: WeakSet[torch.nn.Module] = WeakSet()  # modules whose forward was compiled with this backend
+# Modules whose forward was compiled with this backend, as keys. They are compared by identity, as some have no hash.
+_models = WeakIdKeyDictionary()
 _generate_codes: set[CodeType] = set()  # code of the methods that `_wrap_generate` has replaced
 
 
@@ -41,7 +42,7 @@ def runs_eagerly(code: CodeType, arguments: Mapping[str, Any], caller: FrameType
     """
     module = arguments.get("self")
     if isinstance(module, torch.nn.Module):
-        _models.add(module)
+        _models[module] = True
     wrap_generation()
     while caller is not None and _generate_codes:  # in a method that was read before it was replaced
         if caller.f_code in _generate_codes:
@@ -110,8 +111,8 @@ def _wrap_generate(owner: type, name: str) -> None:
     @functools.wraps(generate)
     def generate_eagerly(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run the method, without torch.compile if the model was compiled with this backend."""
-        modules = {*self.modules()}
-        if torch.compiler.is_compiling() or modules.isdisjoint(_models):
+        modules = list(self.modules())
+        if torch.compiler.is_compiling() or not any(module in _models for module in modules):
             return generate(self, *args, **kwargs)
         if name == "generate" and "synced_gpus" not in kwargs and _gathers_weights(modules):
             kwargs["synced_gpus"] = True  # all ranks gather weights in each step, so none may stop before the others
@@ -122,7 +123,7 @@ def _wrap_generate(owner: type, name: str) -> None:
     setattr(owner, name, generate_eagerly)
 
 
-def _gathers_weights(modules: set[torch.nn.Module]) -> bool:
+def _gathers_weights(modules: Sequence[torch.nn.Module]) -> bool:
     """Return True if a rank gathers weights from others when it calls one of the modules: with `fully_shard`."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     is_sharded = fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in modules)

@@ -186,9 +186,11 @@ def test_freed_weights_are_not_accessed(ranks: Ranks) -> None:
     first, *others = results = ranks.run(2, trained, Way(), 3)
     check(results, 3)
     assert first.cut == 1  # of both layers
-    (warning,) = first.said
+    warning, of_head = first.said
     assert "Decoder was compiled with backend='sp'" in warning
     assert "fully_shard was applied to 2 of its submodules, such as blocks.0" in warning
+    assert "every rank computes all of 10% of the FLOPs: support/parity.py" in of_head
+    assert "self.head(" in of_head
     assert not any(found.said for found in others)
 
 
