@@ -65,7 +65,7 @@ def _train(kernel: str, documents: str) -> tuple[Any, list[str]]:
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.sampled(every=43)
+@pytest.mark.sampled(every=97)
 def test_states_of_documents_are_on_shards(ranks: Ranks, kernel: str, documents: str, n: int) -> None:
     answers = ranks.run(n, _train, kernel, documents)
     check_ranks([answer for answer, _ in answers])

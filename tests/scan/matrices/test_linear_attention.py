@@ -231,7 +231,7 @@ def _train_lengths(kernel: str) -> list[float]:
 
 
 @pytest.mark.parametrize("kernel", ["chunk_simple_gla", "chunk_kda"])
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 def test_lengths_that_change(ranks: Ranks, kernel: str) -> None:
     for errors in ranks.run(2, _train_lengths, kernel):
         assert len(errors) > 6

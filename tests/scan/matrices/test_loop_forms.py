@@ -166,7 +166,7 @@ def tokens(length: int = 9, batch: int = 2) -> Tensor:
 
 
 @pytest.mark.parametrize("step", FORMS, ids=lambda step: step.__name__)
-@pytest.mark.sampled(every=8)
+@pytest.mark.sampled(every=12)
 def test_forms_are_scans(step: Step) -> None:
     report = sp_compile.explain(Loop(step), tokens(), sp=2, seq_dims={"x": 1})
     assert report.count("affine_scan") == 1, report.find_notes(NoteKind.DECLINED, subject="reroll_loops")
@@ -244,6 +244,6 @@ def _train(step: Step) -> object:
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("step", FORMS, ids=lambda step: step.__name__)
-@pytest.mark.sampled(every=25)
+@pytest.mark.sampled(every=33)
 def test_forms_on_real_ranks(ranks: Ranks, step: Step, n: int) -> None:
     check_ranks(ranks.run(n, _train, step))
