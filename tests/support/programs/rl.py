@@ -105,7 +105,9 @@ def train(name: str) -> dict[str, Any]:
     arguments = config(
         f"out-{name.replace(' ', '-')}",
         per_device_train_batch_size=8 * SHARE // RANKS,
-        per_device_eval_batch_size=4 if kind in ("grpo", "rloo") else 2,
+        per_device_eval_batch_size=4
+        if kind in ("grpo", "rloo")
+        else 4 * SHARE // RANKS,  # min_reward is that of all rows
         max_steps=STEPS,
         learning_rate=1e-2,
         logging_steps=1,
