@@ -43,6 +43,7 @@ def runs_eagerly(code: CodeType, arguments: Mapping[str, Any], caller: FrameType
     module = arguments.get("self")
     if isinstance(module, torch.nn.Module):
         _models[module] = True
+        _wrap_own_generation(type(module))
     wrap_generation()
     while caller is not None and _generate_codes:  # in a method that was read before it was replaced
         if caller.f_code in _generate_codes:
@@ -85,7 +86,7 @@ def _cached_length(value: Any) -> int:
     get_length = getattr(type(value), "get_seq_length", None)
     try:
         return int(get_length(value)) if callable(get_length) else 0
-    except TypeError:  # another method of this name, with other arguments or results
+    except Exception:  # another method of this name, or a cache whose construction has not finished
         return 0
 
 
@@ -101,6 +102,15 @@ def wrap_generation() -> None:
             _wrap_generate(module.GenerationMixin, name)
 
 
+def _wrap_own_generation(model_class: type[torch.nn.Module]) -> None:
+    """Replace the `generate` methods that a model of transformers defines itself, as Whisper does."""
+    module = sys.modules.get(GENERATION_MODULE)
+    if module is not None and issubclass(model_class, module.GenerationMixin):
+        for owner in model_class.__mro__:
+            if "generate" in vars(owner):
+                _wrap_generate(owner, "generate")
+
+
 def _wrap_generate(owner: type, name: str) -> None:
     """Replace a method of a class, which it may inherit, such that it runs models of this backend eagerly."""
     generate: Callable[..., Any] | None = getattr(owner, name, None)
@@ -114,8 +124,9 @@ def _wrap_generate(owner: type, name: str) -> None:
         modules = list(self.modules())
         if torch.compiler.is_compiling() or not any(module in _models for module in modules):
             return generate(self, *args, **kwargs)
-        if name == "generate" and "synced_gpus" not in kwargs and _gathers_weights(modules):
-            kwargs["synced_gpus"] = True  # all ranks gather weights in each step, so none may stop before the others
+        if name == "generate" and not kwargs.get("synced_gpus") and _gathers_weights(modules):
+            # All ranks gather weights in each step, so none may stop before the others. Trainers pass False.
+            kwargs["synced_gpus"] = True
         with torch.compiler.set_stance("force_eager"):
             return generate(self, *args, **kwargs)
 

@@ -226,10 +226,10 @@ def on_eager(
         is_own = _backend_of(self) is backend
         if is_own and runs_eagerly(frame.f_code, frame.f_locals, sys._getframe(1)):
             return ConvertFrameReturn(FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP), apply_to_code=False)
+        if not is_own:
+            return convert(self, frame, *args)
         counts_before = dict(counters["unimplemented"])  # number of graph breaks by reason
         result = convert(self, frame, *args)
-        if not is_own:
-            return result
         is_compiled_code, caller = result.guarded_code is not None, sys._getframe(1)
         entered = _entered_model(frame.f_code, caller)  # module or name; None for code inside of it
         if entered is None and is_compiled_code:  # code after a graph break
@@ -421,12 +421,15 @@ def trace_tensor_checks() -> None:
     """Make Dynamo trace `torch._check_tensor_all(cond)` as an assertion in the graph, as it does `assert cond`.
 
     Otherwise the check is a graph break, as it reads the value on the host. transformers checks the number of image
-    tokens in this way.
+    tokens in this way. The substitution is that of the process: Dynamo has none for a backend.
     """
 
     def check_tensor_all(cond: torch.Tensor, message: Any = None) -> None:
-        """Raise RuntimeError when the program runs if an element of `cond` is False; `message` is not shown."""
-        torch._assert_async(cond.all(), "Expected all elements of a condition to be True.")
+        """Raise RuntimeError when the program runs if an element of `cond` is False, with a message that is a str."""
+        if cond.dtype != torch.bool:
+            raise TypeError(f"cond must be a bool tensor, but got dtype {cond.dtype}")
+        text = message if isinstance(message, str) else "Expected all elements of a condition to be True."
+        torch._assert_async(cond.all(), text)
 
     get_torch_obj_rule_map().pop(torch._check_tensor_all, None)  # Dynamo's own rule, which is the graph break
     trace_in_place_of(torch._check_tensor_all, check_tensor_all)

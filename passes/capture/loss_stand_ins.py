@@ -26,6 +26,7 @@ from sp_compile.passes.graph.node_info import IN_CHUNKS
 from .kernel_stand_ins import STAND_INS, KernelStandIn
 
 IGNORED = -100
+LOSS_REDUCTIONS = ("none", "sum", "mean")
 
 
 def _project(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -89,10 +90,13 @@ def _cross_entropy(
     Returns the loss, and the part of it that is the z-loss, the accuracy and the predicted tokens, or None for those
     that are not returned. They are numbers, or (N) with reduction="none".
     """
+    if reduction not in LOSS_REDUCTIONS:
+        return NotImplemented
     logits = _cap(logits.to(state_dtype(logits)), softcap)
     is_valid = target != ignore_index
     count = is_valid.sum().clamp(min=1)
     total = count if weight is None else (weight[target.where(is_valid, 0)] * is_valid).sum()
+    total = torch.where(is_valid.any(), total, 1)  # without a valid target the loss is 0
     losses = F.cross_entropy(
         logits, target, weight, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
     )
@@ -136,6 +140,8 @@ def _linear_cross_entropy(
 def _cross_entropy_of_logits(logits: Tensor, target: Tensor, **options: Any) -> Any:
     """Compute Liger's cross-entropy, whose losses have the dtype of the logits."""
     results = _cross_entropy(logits, target, **options)
+    if results is NotImplemented:
+        return NotImplemented
     return tuple(x if x is None or not x.is_floating_point() else x.to(logits.dtype) for x in results)
 
 
@@ -153,7 +159,7 @@ def _linear_cross_entropy_of_fla(
     l2_penalty_factor: float = 0.0,
 ) -> Any:
     """Compute flash-linear-attention's fused head and cross-entropy; not with a penalty of the gradient only."""
-    if use_l2warp:
+    if use_l2warp or reduction not in LOSS_REDUCTIONS:
         return NotImplemented
     logits = _project(hidden, weight, bias)
     logits = logits.to(state_dtype(logits)) * logit_scale
@@ -173,6 +179,8 @@ def _cut_cross_entropy(
 ) -> Any:
     """Compute cut_cross_entropy's loss for e (..., H), c (V, H) and targets (...); row i has the target i + shift."""
     distance = int(shift)
+    if distance < 0 or reduction not in LOSS_REDUCTIONS:
+        return NotImplemented
     if distance:
         e, targets = e[..., :-distance, :], targets[..., distance:]
     logits = _project(e, c, bias).flatten(0, -2)

@@ -25,7 +25,9 @@ from sp_compile.passes.graph.edit import INHERITED_META
 from .regions import inline_regions
 
 # Functions of packages that compute the values of a torch.autograd.Function which Dynamo does not trace.
-PACKAGE_FUNCTIONS = {"matmul_with_hp_or_float8_args": trace_scaled_linear}
+PACKAGE_FUNCTIONS = {("torchao", "matmul_with_hp_or_float8_args"): trace_scaled_linear}  # (package, class)
+# Classes of weights whose products in int8 have scales of all tokens in the backward, which a rank does not know.
+SCALED_BY_TOKENS = {"Int8MixedPrecisionTrainingLinearWeight"}
 
 
 def trace(gm: GraphModule, fakes: Sequence[Any], fake_mode: FakeTensorMode) -> GraphModule:
@@ -73,7 +75,11 @@ def _call_with_subclass(target: Any, args: tuple[Any, ...], kwargs: dict[str, An
     Raises:
         CaptureError: It is another call, which may depend on how the class stores its values.
     """
-    if target in (torch.nn.functional.linear, torch.ops.sp.subclass_linear, torch.ops.sp.subclass_linear.default):
+    is_linear = target in (
+        torch.nn.functional.linear, torch.ops.sp.subclass_linear, torch.ops.sp.subclass_linear.default
+    )  # fmt: skip
+    is_weight = is_linear and not hasattr(args[0], SUBCLASS) and subclass not in SCALED_BY_TOKENS
+    if is_weight:
         return torch.ops.sp.subclass_linear(*args, **kwargs)
     raise CaptureError(
         "SP229",
@@ -137,16 +143,46 @@ class _TracingInterpreter(Interpreter):
             return self.python_state(target, args, kwargs)
         if target is torch_compat.get_data:  # x.data
             return args[0].detach()
+        subclasses = [x for x in pytree.tree_leaves((args, kwargs)) if hasattr(x, SUBCLASS)]
+        if subclasses:
+            return _call_with_subclass(target, args, kwargs, getattr(subclasses[0], SUBCLASS))
         if target is torch_compat.autograd_function_apply:
             return self.autograd_function(target, args, kwargs)
         if target is torch_compat.register_hook_op:
             return self.register_hook(target, args, kwargs)
+        function = torch_compat.untraced_function(target)
+        if function is not None:
+            return self.untraced_function(function, target, args, kwargs)
+        return super().call_function(target, args, kwargs)
+
+    def call_method(self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a method, for the trace to record its ops; it is refused on a tensor subclass."""
         subclasses = [x for x in pytree.tree_leaves((args, kwargs)) if hasattr(x, SUBCLASS)]
         if subclasses:
             return _call_with_subclass(target, args, kwargs, getattr(subclasses[0], SUBCLASS))
-        function = torch_compat.untraced_function(target)
-        if function is not None and function.__name__ in PACKAGE_FUNCTIONS:
-            return PACKAGE_FUNCTIONS[function.__name__](*args, **kwargs)
+        return super().call_method(target, args, kwargs)
+
+    def untraced_function(
+        self, function: type[torch.autograd.Function], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run an autograd Function with the decorator `allow_in_graph`, whose backward Dynamo has not traced.
+
+        The trace would differentiate the ops of its forward instead of calling its backward.
+
+        Raises:
+            CaptureError: The call is differentiated, and no function replaces it.
+        """
+        package = function.__module__.partition(".")[0]
+        replacement = PACKAGE_FUNCTIONS.get((package, function.__name__))
+        if replacement is not None:
+            return replacement(*args, **kwargs)
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            raise CaptureError(
+                "SP211",
+                f"{function.__name__} could not be captured: torch.compiler.allow_in_graph hides its backward.",
+                "Remove the decorator allow_in_graph from the autograd Function, so that its backward is traced.",
+            )
         return super().call_function(target, args, kwargs)
 
     def python_state(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -260,6 +260,36 @@ def test_reports_say_so(write: Callable[..., Tensor]) -> None:
     assert report.worst == 0
 
 
+@torch.compiler.allow_in_graph
+class StraightThrough(torch.autograd.Function):
+    """Round, with a backward that is not the derivative of the forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 3 * grad
+
+
+def test_a_backward_that_dynamo_does_not_trace_is_called(caplog: pytest.LogCaptureFixture) -> None:
+    """Its forward must not be differentiated in place of it."""
+    weight = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+
+    def program(x: Tensor) -> Tensor:
+        return StraightThrough.apply(x.cumsum(1) @ weight).square().mean()
+
+    x = torch.randn(2, 9, 4, dtype=torch.float64)
+    run = torch.compile(program, backend="sp", options={"compiler": "aot_eager"})
+    expected, found = (torch.autograd.grad(f(x), weight)[0] for f in (program, run))
+    assert expected.abs().max() > 0
+    torch.testing.assert_close(found, expected)
+    assert "SP211: StraightThrough could not be captured" in caplog.text
+    with torch.no_grad():
+        torch.testing.assert_close(run(x), program(x))
+
+
 def test_fallback_error_forbids_it() -> None:
     model, args = made(one_column)
     with pytest.raises(Exception, match=r"SP212.*aten\.nonzero"):

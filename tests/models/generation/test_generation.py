@@ -125,3 +125,29 @@ def test_decoding_steps() -> None:
     assert not is_decoding_step({"input_ids": one, "past_key_values": empty})
     assert not is_decoding_step({"input_ids": one, "past_key_values": None})
     assert not is_decoding_step({"past_key_values": filled})
+    unfinished = transformers.DynamicCache.__new__(transformers.DynamicCache)  # its constructor runs
+    assert not is_decoding_step({"input_ids": one, "self": unfinished})
+
+
+def test_a_class_with_its_own_generate_compiles_nothing() -> None:
+    """Whisper detects the language by a call of the model, before it calls transformers' method."""
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = transformers.WhisperConfig(
+        **sizes, **heads, vocab_size=64, num_mel_bins=8, max_source_positions=20, max_target_positions=16,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=3, suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.WhisperForConditionalGeneration(config).eval()
+    model.generation_config.update(
+        lang_to_id={"<|en|>": 5, "<|de|>": 6}, is_multilingual=True, no_timestamps_token_id=9
+    )
+    model.generation_config.update(task_to_id={"transcribe": 7}, max_length=12)
+    features = torch.randn(1, 8, 40)
+    expected = model.generate(features)
+    model.compile(backend="sp", options={"compiler": "aot_eager"})
+    torch.compiler.reset()
+    counters.clear()
+    assert torch.equal(model.generate(features), expected)
+    assert not counters["stats"]["unique_graphs"]
