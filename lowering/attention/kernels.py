@@ -70,7 +70,8 @@ def _cpu_backward(
     """
     mask, width = _additive_mask(args, q), max(q.shape[-1], v.shape[-1])
     grad, query, key, value, out = pad_last_dim(width, grad, q, k, v, out)
-    query, key, value = _copy_rows(query, key, value)
+    query, key, value = _copy_rows(query, key, value)  # contiguous, where the kernel is faster then
+    # mask_empty: rows without keys get the weights exp(score - inf) = 0, and not NaN
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, query, key, value, out, mask_empty(lse), 0.0, args.causal, attn_mask=mask, scale=args.scale
     )

@@ -44,9 +44,11 @@ def new_token(x: Tensor) -> Tensor:
 
 @opaque("add_stored_grad(Tensor(a!) grad, Tensor number) -> ()", lambda grad, number: None, replays=False)
 def add_stored_grad(grad: Tensor, number: Tensor) -> None:
-    """Remove the stored gradient of this number, (1,) float64, and add it to `grad` in place; do nothing for 0.
+    """Remove a gradient from those that `store_grad` has stored, and add it to `grad` in place.
 
-    The operator is opaque, as the number is known only when the backward runs.
+    The number, (1,) float64, is the gradient of a token: the number under which the gradient was stored for this
+    backward, as a float because autograd adds gradients. It is 0 if none was stored; then this does nothing. The
+    operator is opaque, as the number is known only when the backward runs.
     """
     stored = int(number.item())
     if stored:

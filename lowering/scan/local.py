@@ -109,7 +109,8 @@ def local_linear_scan(
 def local_linear_total(a: Tensor, b: Tensor, dim: int, reverse: bool, lagged: bool, accumulate: torch.dtype) -> Pair:
     """Return the affine map of all rows of ``sp::local_linear_scan``: its factor and its state.
 
-    The last h, or the last s if lagged, is factor * initial + state.
+    The recurrence is h_i = a_i * h_(i-1) + b_i, or if lagged s_i = a_i * (s_(i-1) + b_i). Its last value is
+    factor * initial + state, where initial is the value before the first row.
     Shapes: a and b (..., S, ...) of one shape -> two of that shape without dim, in accumulate.
     Source: the implementation that `scan_table` selects.
     """

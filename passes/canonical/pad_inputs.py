@@ -89,8 +89,9 @@ class FoldPaddings(CanonicalPass):
     def _fold_slices(self, node: Node) -> bool:
         """Replace conv1d(x, w, padding=k)[..., :S] by one window op that computes only the rows of the slice.
 
-        The node is the window op. Its result must be longer than the sequence, and all its readers must be equal
-        slices; otherwise it returns False.
+        The node is the window op. Returns False, and changes nothing, unless its result is longer than its operand
+        along the rows, all its readers are equal slices, and the window op of the slice has constant padding, which
+        sp:: ops take as ints.
         """
         if not isinstance(node.target, OpOverload):
             return False
@@ -100,6 +101,7 @@ class FoldPaddings(CanonicalPass):
             spans = {_slice_span(user, node, dim) for user in slices}
             span = spans.pop() if len(spans) == 1 else None
             # `first`: an op that must be applied along other dims before the window op, which is not emitted here
+            # `is_within`: the result is not longer than the operand, so that there are no rows to omit
             if call.first is not None or sliding.is_within(rows) or span is None:
                 continue
             start, length = span

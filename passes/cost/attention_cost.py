@@ -261,7 +261,8 @@ class Strategy:
 
     def __post_init__(self) -> None:
         if self.op is not None and self.sends is None:
-            raise SpError("SP981", f"sends: expected bytes that a rank sends in {self.op}, got None in {self.name!r}.")
+            expected = f"a function (call, ranks) -> (forward, backward) bytes that a rank sends in {self.op}"
+            raise SpError("SP981", f"sends: expected {expected}, got None in {self.name!r}.")
 
     @property
     def op(self) -> Any:

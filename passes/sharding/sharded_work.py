@@ -249,10 +249,11 @@ class RowWork:
     def flops_of_rows(self, names: Set[int]) -> float:
         """Return the FLOPs that ranks divide if a dim is sharded: those of products that have the dim.
 
-        A product has it in its result, or sums over it.
+        A matrix product divides dims of its result, and those that it sums over; attention and convolutions only dims
+        of their results.
 
         Args:
-            names: The classes of the dim and of its chunks.
+            names: The classes of the dim, and of the two dims if the program splits it in chunks (chunks x chunk).
         """
         total = 0.0
         for product in self.products:

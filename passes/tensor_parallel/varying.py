@@ -234,8 +234,9 @@ def _exchange_ancestors(gm: GraphModule, facts: InputFacts) -> set[Node]:
 def _remains_equal(matrix: Node, facts: InputFacts) -> bool:
     """Return True if a weight is known to be equal on all ranks, also after an optimizer step.
 
-    A weight with one value for all elements, such as zeros, is not, unless the graph has its gradient: shards of such a
-    matrix are equal, too.
+    Equal values prove nothing for a weight with one value for all elements, such as zeros: it may be a shard of a
+    matrix of zeros, whose shards differ after an optimizer step. If the graph has the gradient of the weight, that
+    gradient decides (`_close_over_training`).
     """
     is_equal = facts.equal is not None and matrix.name in facts.equal
     return is_equal and (matrix.name in facts.gradients or matrix.name not in facts.constants)

@@ -436,6 +436,7 @@ class StorageTable(KernelSchedule):
     def _reuse_operands(self, node: Node) -> None:
         """Record that the results of waits, in-place collectives and mutations reuse the storages of operands."""
         bases: list[Node] = []
+        # Only Inductor runs collectives and mutations in place.
         is_in_place = self.fused and node.target in IN_PLACE_COLLECTIVES and len(node.args[0].users) == 1
         if node.target is WAIT_OPS or is_in_place:
             bases = [node.args[0]]
@@ -443,7 +444,7 @@ class StorageTable(KernelSchedule):
             bases = node.kwargs.get("_all_bases", [])
         for base, value in zip(bases, node_tensors(node)[-len(bases) :]):  # a mutation returns its bases last
             base_key, key = self.key(node_tensors(base)[0]), storage_of(value)
-            if key not in self.producer and key != base_key:
+            if key not in self.producer and key != base_key:  # a kernel writes its results to storages of their own
                 self.reused[key] = base_key
 
     def _is_inlined(
