@@ -26,7 +26,8 @@ QUERY_ARGUMENTS = "decoder_input_ids", "decoder_inputs_embeds", "input_ids", "in
 
 # Modules whose forward was compiled with this backend, as keys. They are compared by identity, as some have no hash.
 _models = WeakIdKeyDictionary()
-_generate_codes: set[CodeType] = set()  # code of the methods that `_wrap_generate` has replaced
+# Code of the methods that `_wrap_generate` has replaced, by id: code that Dynamo has made may have no hash.
+_generate_codes: dict[int, CodeType] = {}
 
 
 def runs_eagerly(code: CodeType, arguments: Mapping[str, Any], caller: FrameType | None) -> bool:
@@ -46,7 +47,7 @@ def runs_eagerly(code: CodeType, arguments: Mapping[str, Any], caller: FrameType
         _wrap_own_generation(type(module))
     wrap_generation()
     while caller is not None and _generate_codes:  # in a method that was read before it was replaced
-        if caller.f_code in _generate_codes:
+        if id(caller.f_code) in _generate_codes:
             return True
         caller = caller.f_back
     return is_decoding_step(arguments)
@@ -116,7 +117,8 @@ def _wrap_generate(owner: type, name: str) -> None:
     generate: Callable[..., Any] | None = getattr(owner, name, None)
     if generate is None or hasattr(generate, "runs_eagerly"):
         return
-    _generate_codes.add(inspect.unwrap(generate).__code__)
+    code = inspect.unwrap(generate).__code__
+    _generate_codes[id(code)] = code
 
     @functools.wraps(generate)
     def generate_eagerly(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from support.ranks import Ranks, mesh
 from torch._dynamo.utils import counters
 
-from sp_compile.generation import is_decoding_step
+from sp_compile.generation import is_decoding_step, runs_eagerly, wrap_generation
 
 transformers = pytest.importorskip("transformers")
 
@@ -110,6 +112,16 @@ def test_a_loop_of_ones_own_compiles_no_decoding_step(ranks: Ranks) -> None:
     for is_right, graphs in ranks.run(2, decoded):
         assert is_right
         assert len({*graphs}) == 1
+
+
+def test_callers_whose_code_has_no_hash() -> None:
+    """Such as code that Dynamo has made, with a dict among its constants."""
+    wrap_generation()
+    frame = sys._getframe()
+    caller = SimpleNamespace(f_code=frame.f_code.replace(co_consts=({},)), f_back=None)
+    with pytest.raises(TypeError):
+        hash(caller.f_code)
+    assert not runs_eagerly(frame.f_code, {}, caller)
 
 
 def test_decoding_steps() -> None:
