@@ -13,6 +13,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from .gloo_ranks import joined
+
 ENVIRONMENT = {
     "NCCL_P2P_DISABLE": "1",
     "NCCL_SHM_DISABLE": "1",
@@ -20,7 +22,6 @@ ENVIRONMENT = {
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_CUMEM_ENABLE": "0",
     "NCCL_RAS_ENABLE": "0",
-    "GLOO_SOCKET_IFNAME": "lo",
 }
 
 
@@ -29,8 +30,5 @@ def joined_nccl(rank: int, world: int, folder: str, timeout: timedelta = timedel
     """Be rank `rank` of `world` NCCL ranks on GPU 0, which meet by a file in the folder. Return their store."""
     os.environ.update(ENVIRONMENT, NCCL_HOSTID=f"rank{rank}")
     torch.cuda.set_device(0)
-    store = dist.FileStore(f"{folder}/store", world)
-    dist.init_process_group("nccl", store=store, rank=rank, world_size=world, timeout=timeout)
-    yield store
-    dist.barrier()
-    dist.destroy_process_group()
+    with joined(rank, world, folder, timeout, "nccl") as store:
+        yield store

@@ -94,9 +94,11 @@ def _cross_entropy(
         return NotImplemented
     logits = _cap(logits.to(state_dtype(logits)), softcap)
     is_valid = target != ignore_index
-    count = is_valid.sum().clamp(min=1)
-    total = count if weight is None else (weight[target.where(is_valid, 0)] * is_valid).sum()
-    total = torch.where(is_valid.any(), total, 1)  # without a valid target the loss is 0
+    num_valid = is_valid.sum()
+    count = num_valid.clamp(min=1)  # without a valid target the loss is 0
+    total = count
+    if weight is not None:
+        total = torch.where(num_valid > 0, (weight[target.where(is_valid, 0)] * is_valid).sum(), 1)
     losses = F.cross_entropy(
         logits, target, weight, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
     )

@@ -63,6 +63,12 @@ def mark_subclass(fake: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return fake
 
 
+def _subclass_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Return the name of the tensor subclass of an argument; None without one."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    return next((getattr(x, SUBCLASS) for x in leaves if hasattr(x, SUBCLASS)), None)
+
+
 def _call_with_subclass(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], subclass: str) -> Any:
     """Run a call with an operand of a tensor subclass: a linear layer, whose rows are independent of each other.
 
@@ -143,26 +149,26 @@ class _TracingInterpreter(Interpreter):
             return self.python_state(target, args, kwargs)
         if target is torch_compat.get_data:  # x.data
             return args[0].detach()
-        subclasses = [x for x in pytree.tree_leaves((args, kwargs)) if hasattr(x, SUBCLASS)]
-        if subclasses:
-            return _call_with_subclass(target, args, kwargs, getattr(subclasses[0], SUBCLASS))
+        subclass = _subclass_name(args, kwargs)
+        if subclass is not None:
+            return _call_with_subclass(target, args, kwargs, subclass)
         if target is torch_compat.autograd_function_apply:
             return self.autograd_function(target, args, kwargs)
         if target is torch_compat.register_hook_op:
             return self.register_hook(target, args, kwargs)
         function = torch_compat.untraced_function(target)
         if function is not None:
-            return self.untraced_function(function, target, args, kwargs)
+            return self.call_untraced_function(function, target, args, kwargs)
         return super().call_function(target, args, kwargs)
 
     def call_method(self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a method, for the trace to record its ops; it is refused on a tensor subclass."""
-        subclasses = [x for x in pytree.tree_leaves((args, kwargs)) if hasattr(x, SUBCLASS)]
-        if subclasses:
-            return _call_with_subclass(target, args, kwargs, getattr(subclasses[0], SUBCLASS))
+        subclass = _subclass_name(args, kwargs)
+        if subclass is not None:
+            return _call_with_subclass(target, args, kwargs, subclass)
         return super().call_method(target, args, kwargs)
 
-    def untraced_function(
+    def call_untraced_function(
         self, function: type[torch.autograd.Function], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run an autograd Function with the decorator `allow_in_graph`, whose backward Dynamo has not traced.

@@ -89,7 +89,7 @@ def compare_runs(
         yield _error_row(f"result {i}", expected, actual)
     names = [n.name for n in gm.graph.find_nodes(op="placeholder")]
     for name, x, expected, actual in zip(names, before, single_device.inputs, rank.inputs):
-        if _relative_error(x, expected) or _relative_error(x, actual):
+        if relative_error(x, expected) or relative_error(x, actual):
             yield _error_row(f"mutated input {name}", expected, actual)
     # The error of gradients that are zero up to rounding, such as that of a key's bias, is relative to the largest one.
     rounding_errors = [
@@ -106,16 +106,16 @@ def compare_runs(
 def _error_row(name: str, expected: Any, actual: Any, min_scale: float = 0.0) -> tuple[str, float]:
     """Return a row of `compare_runs`: the name and the relative error.
 
-    If dtypes or shapes differ, the error is inf and the name includes both. See `_relative_error` for `min_scale`.
+    If dtypes or shapes differ, the error is inf and the name includes both. See `relative_error` for `min_scale`.
     """
     if isinstance(expected, Tensor) and isinstance(actual, Tensor):
         types = [(x.dtype, tuple(x.shape)) for x in (expected, actual)]
         if types[0] != types[1]:
             return f"{name}: {types[1]}, on a single device {types[0]}", math.inf
-    return name, _relative_error(expected, actual, min_scale)
+    return name, relative_error(expected, actual, min_scale)
 
 
-def _relative_error(expected: Any, actual: Any, min_scale: float = 0.0) -> float:
+def relative_error(expected: Any, actual: Any, min_scale: float = 0.0) -> float:
     """Return the largest difference relative to the largest expected element, or inf for different types.
 
     Integers and values that are no tensors have an error of 0 or inf. Equal NaN and inf are no error.
@@ -131,7 +131,7 @@ def _relative_error(expected: Any, actual: Any, min_scale: float = 0.0) -> float
         return math.inf
     if is_wrapper(expected) and type(expected) is type(actual):  # such as a quantized weight
         names, _ = expected.__tensor_flatten__()  # type: ignore[attr-defined]
-        return max(_relative_error(getattr(expected, name), getattr(actual, name), min_scale) for name in names)
+        return max(relative_error(getattr(expected, name), getattr(actual, name), min_scale) for name in names)
     if not expected.is_floating_point() and not expected.is_complex():
         return 0.0 if torch.equal(expected, actual) else math.inf
     equal = (expected == actual) | (expected.isnan() & actual.isnan())

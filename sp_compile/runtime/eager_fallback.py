@@ -149,7 +149,8 @@ class StepParts:
     def __init__(self) -> None:
         # a program -> the work of all programs since its first call
         self.open: WeakKeyDictionary[object, ShardedWork] = WeakKeyDictionary()
-        self.compared: WeakSet[object] = WeakSet()  # programs that were called again
+        # programs that were called again, and those without a large part that every rank runs whole
+        self.examined: WeakSet[object] = WeakSet()
 
     def count_call(self, program: object, work: ShardedWork, n: int) -> None:
         """Count a call of a program; warn on rank 0 if large parts of the step run whole on every rank.
@@ -160,10 +161,13 @@ class StepParts:
             n: The number of ranks.
         """
         if program in self.open:
-            self.compared.add(program)
+            self.examined.add(program)
             _warn_whole(self.open.pop(program))
-        if n > 1 and program not in self.compared and work.describe_replicated():
-            self.open[program] = ShardedWork()
+        if n > 1 and program not in self.examined:
+            if work.describe_replicated():
+                self.open[program] = ShardedWork()
+            else:
+                self.examined.add(program)
         for step in self.open.values():
             step.merge(work)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from sp_compile.lowering.base.ranks import STRATEGIES, Ranks
 from sp_compile.passes.cost.measure import machine
+from sp_compile.passes.graph.compare_runs import relative_error
 from sp_compile.planner.explain import explain
 from sp_compile.runtime.agreement import make_exchange
 from sp_compile.runtime.control.message import MEASURE_VERB
@@ -79,7 +81,8 @@ def run_rank(settings: Settings) -> dict[str, Any]:
     device = torch.device(settings.device, torch.cuda.current_device() if settings.device == "cuda" else None)
     ranks = Ranks(settings.ranks, dist.group.WORLD.group_name)
     links = machine(ranks, device, make_exchange(ranks, MEASURE_VERB))
-    truth = _loss_and_gradients(*_eager_step(settings, torch.float64, device))
+    model, ids = make_model(settings.values, torch.float64, device)
+    truth = _loss_and_gradients(model, model, ids)
     single = _test_single_device(settings, truth, device)
     results = [single, *(_test_strategy(settings, name, truth, single, device) for name in strategies_of(ranks.n))]
     return {
@@ -91,12 +94,6 @@ def run_rank(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _eager_step(settings: Settings, dtype: torch.dtype, device: torch.device) -> tuple[SelfTestModel, Any, Tensor]:
-    """Return the model of the values, the function that runs it, here itself, and its ids."""
-    model, ids = make_model(settings.values, dtype, device)
-    return model, model, ids
-
-
 def _loss_and_gradients(model: SelfTestModel, run: Callable[..., Tensor], ids: Tensor) -> dict[str, Tensor]:
     """Run a training step. Return the loss and the gradient of each parameter, in float64, by name."""
     loss = run(ids)
@@ -106,11 +103,13 @@ def _loss_and_gradients(model: SelfTestModel, run: Callable[..., Tensor], ids: T
 
 
 def _largest_error(found: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> float:
-    """Return the largest difference of a value, relative to its largest entry; NaN if one is NaN."""
-    if found.keys() != truth.keys():
-        return float("inf")
-    errors = [(found[name] - truth[name]).abs().max() / truth[name].abs().max() for name in truth]
-    return float(torch.stack(errors).max())
+    """Return the largest difference of a value, relative to its largest entry.
+
+    It is infinite if values are missing or not finite.
+    """
+    if found.keys() != truth.keys() or not all(x.isfinite().all() for x in truth.values()):
+        return math.inf
+    return max(relative_error(truth[name], found[name]) for name in truth)
 
 
 def _test_single_device(settings: Settings, truth: Mapping[str, Tensor], device: torch.device) -> StrategyResult:
@@ -176,11 +175,10 @@ def _largest_of_ranks(result: StrategyResult) -> StrategyResult:
     """Return the result with the largest error, time, bytes and memory of all ranks."""
     all_results: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(all_results, result)
-    errors = [other.error for other in all_results]
     peaks = [other.peak_bytes for other in all_results if other.peak_bytes is not None]
     return replace(
         result,
-        error=float("nan") if any(error != error for error in errors) else max(errors),
+        error=max(other.error for other in all_results),
         milliseconds=max(other.milliseconds for other in all_results),
         sent_bytes=max(other.sent_bytes for other in all_results),
         peak_bytes=max(peaks, default=None),

@@ -17,9 +17,9 @@ import accelerate.utils
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.torch_compat import pytree
 
 SCORING_METHOD = "_generate_and_score_completions"  # which gathers rewards over processes
 
@@ -63,15 +63,13 @@ class SampleSharer:
         if self.accelerator.mesh is None or self.accelerator.sp_size == 1:
             return value
         # A tensor of a GPU would be received on the GPU of its sender, so the values are sent by the CPU.
-        leaves, spec = tree_flatten(value)
-        is_on_device = [isinstance(x, torch.Tensor) and x.device.type != "cpu" for x in leaves]
-        sent = tree_unflatten([x.cpu() if on_device else x for x, on_device in zip(leaves, is_on_device)], spec)
+        is_on_device = pytree.tree_map(lambda x: isinstance(x, torch.Tensor) and x.device.type != "cpu", value)
+        sent = pytree.tree_map(lambda x, on_device: x.cpu() if on_device else x, value, is_on_device)
         shared = [sent, is_on_device, _random_state()]
         dist.broadcast_object_list(shared, group=self.accelerator.sequence_group, group_src=0)
         _set_random_state(shared[2])
-        leaves, spec = tree_flatten(shared[0])
         device = self.accelerator.device
-        return tree_unflatten([x.to(device) if on_device else x for x, on_device in zip(leaves, shared[1])], spec)
+        return pytree.tree_map(lambda x, on_device: x.to(device) if on_device else x, *shared[:2])
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's method on each rank, and return the completions of the first rank of the sequence."""
