@@ -44,7 +44,9 @@ def to_heads(q: Tensor, k: Tensor, v: Tensor, args: ShardArgs, ranks: int) -> li
     results = []
     for xs, frame in zip(exchanges, (args.q_frame, args.k_frame)):
         rows = _neighborhood_frame(frame, xs[0].shape[SEQUENCE] * ranks)
-        head_frame = [1, heads, 0, heads]  # the heads are split without padding
+        # The heads are split without padding. The frame counts key heads, also for q: its H dim is (key heads, query
+        # heads of each), so that a rank gets the query heads of its key heads.
+        head_frame = [1, heads, 0, heads]
         results += torch.ops.sp.all_to_all(xs, HEADS, head_frame, SEQUENCE, rows, ranks, route)
     return results
 

@@ -418,7 +418,7 @@ def to_local(x: Sharded, layout: Layout) -> Tensor:
 def from_local(
     local: Tensor, layout: Layout, length: int, origin: Origin | None = None, grad_token: Tensor | None = None
 ) -> Tensor:
-    """Return the sharded value of which a tensor is this rank's rows, differentiable; padding has no gradient.
+    """Return the sharded value of which a tensor is this rank's rows, differentiable; padded rows have gradient 0.
 
     The runtime wraps the results of a program with it.
 
@@ -426,9 +426,9 @@ def from_local(
         local: Rows of this rank, any dtype.
         layout: Layout of the value.
         length: Length of the sharded dim in the full tensor.
-        origin: Origin of the value.
-        grad_token: Token whose gradient is the number of the stored gradient, see `grad_tokens.py`. If None, the
-            gradient flows to `local`.
+        origin: Description of the value for messages, and what a read of it calls; None: a general text and no calls.
+        grad_token: Second result of ``sp::tap`` of the rows, by whose gradient the program's backward finds that of the
+            rows (`grad_tokens.py`). If None, the gradient flows to `local`.
     """
     shape = [length if dim == layout.dim else extent for dim, extent in enumerate(local.shape)]
     storage = ShardStorage(layout, length, local.detach(), origin or Origin())

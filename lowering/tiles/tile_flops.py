@@ -22,9 +22,9 @@ from . import tile_ops as ops  # noqa: F401  (registers the operators)
 from .tile_program import PROGRAMS, TilePart
 from .tile_sums import TILE_SUMS, TileSum
 
-# Grouped products, and the number of products that each computes. torch has no formula for them; none is registered,
+# The number of grouped products that a call of each op computes. torch has no formula for them; none is registered,
 # because its counters belong to the user.
-GROUPED_PRODUCT_OPS = {
+NUM_GROUPED_PRODUCTS = {
     "aten::_grouped_mm": 1,
     "transformers::grouped_mm_fallback": 1,
     "transformers::grouped_mm_fallback_backward": 2,
@@ -90,7 +90,7 @@ def node_flops(node: Node) -> int:
     All other nodes count as 0.
     """
     if is_grouped_product(node):
-        return GROUPED_PRODUCT_OPS[schema_of(node.target).name] * _grouped_flops(*node.args[:2])
+        return NUM_GROUPED_PRODUCTS[schema_of(node.target).name] * _grouped_flops(*node.args[:2])
     if not isinstance(node.target, OpOverload) or node.target.overloadpacket not in flop_registry:
         return 0
     args, kwargs = map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
@@ -102,7 +102,7 @@ def is_grouped_product(node: Node) -> bool:
 
     Products that reduce each group of rows to a matrix, as gradients of weights do, count, too.
     """
-    return isinstance(node.target, OpOverload) and schema_of(node.target).name in GROUPED_PRODUCT_OPS
+    return isinstance(node.target, OpOverload) and schema_of(node.target).name in NUM_GROUPED_PRODUCTS
 
 
 def _grouped_flops(a: Node, b: Node) -> int:

@@ -97,7 +97,7 @@ class FoldPaddings(CanonicalPass):
             return False
         op_call = OpCall(node)
         for dim, call in sliding_calls(op_call).items():
-            slices, rows, sliding = value_readers(node), op_call.shape()[dim], call.sliding
+            slices, rows, sliding = value_readers(node), op_call.shape(0)[dim], call.sliding  # rows of the operand
             spans = {_slice_span(user, node, dim) for user in slices}
             span = spans.pop() if len(spans) == 1 else None
             # `first`: an op that must be applied along other dims before the window op, which is not emitted here

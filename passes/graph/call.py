@@ -18,7 +18,7 @@ from sp_compile.lowering.torch_compat import pytree, schema_of
 
 from .sizes import Size, as_sizes
 
-WAIT_OPS = torch.ops._c10d_functional.wait_tensor.default
+WAIT_OP = torch.ops._c10d_functional.wait_tensor.default
 
 
 def is_tensor(node: Any) -> bool:

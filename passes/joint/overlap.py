@@ -26,7 +26,7 @@ from sp_compile.passes.context import PassContext
 from sp_compile.passes.cost.group_names import is_pending_exchange
 from sp_compile.passes.cost.walk.kinds import REDUCTIONS
 from sp_compile.passes.cost.walk.liveness import node_flops
-from sp_compile.passes.graph.call import WAIT_OPS, OpCall
+from sp_compile.passes.graph.call import WAIT_OP, OpCall
 from sp_compile.passes.graph.closure import reachable_set
 from sp_compile.passes.graph.mutation import is_pure
 
@@ -38,7 +38,7 @@ class OverlapCollectives(Pass):
 
     def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Reorder the nodes in place, and return the number of moved nodes."""
-        if not gm.graph.find_nodes(op="call_function", target=WAIT_OPS):
+        if not gm.graph.find_nodes(op="call_function", target=WAIT_OP):
             return 0
         return _delay_waits(gm.graph) + _hoist_exchanges(gm.graph)
 
@@ -63,7 +63,7 @@ def _is_waited_value(node: Node) -> bool:
     """Return True if the node is a wait for a collective, or a wait followed by cheap ops such as views and casts."""
     while _is_cheap(node):
         node = node.all_input_nodes[0]
-    return node.target is WAIT_OPS
+    return node.target is WAIT_OP
 
 
 def _is_cheap(node: Node) -> bool:
@@ -133,5 +133,5 @@ def _is_gradient_sum(node: Node) -> bool:
 
     An all_reduce of the gradient of a weight is an example: no node of the graph computes with its result.
     """
-    values = reachable_set([node], lambda n: (u for u in n.users if u.target is WAIT_OPS or _is_cheap(u)))
+    values = reachable_set([node], lambda n: (u for u in n.users if u.target is WAIT_OP or _is_cheap(u)))
     return all(user in values or user.op == "output" for value in values for user in value.users)

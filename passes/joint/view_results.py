@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from sp_compile.lowering.torch_compat import storage_of
 from sp_compile.passes.base import Pass
 from sp_compile.passes.context import PassContext
-from sp_compile.passes.graph.call import WAIT_OPS, is_tensor, node_shape
+from sp_compile.passes.graph.call import WAIT_OP, is_tensor, node_shape
 
 
 class SeparateResultStorage(Pass):
@@ -41,7 +41,7 @@ class SeparateResultStorage(Pass):
         output = gm.graph.output_node()
         results = [node for node in output.all_input_nodes if _is_strided(node)]
         result_storages = {storage_of(node.meta["val"]) for node in results}
-        waits = gm.graph.find_nodes(op="call_function", target=WAIT_OPS)
+        waits = gm.graph.find_nodes(op="call_function", target=WAIT_OP)
         waits = [wait for wait in waits if storage_of(wait.meta["val"]) in result_storages]
         for wait in waits:
             wait.args[0].meta["val"] = wait.meta["val"]

@@ -55,8 +55,9 @@ class HoistMaskTables(Pass):
     def _emit_tables(self, first: Node, readers: list[Node]) -> None:
         """Emit one sp::pieces before `first`, the first of the readers, and pass its tables to all readers.
 
-        The op is emitted directly after the last mask vector, once these are moved before `first`, and returns a table
-        for each. Vectors that are the same computation share one table.
+        sp::pieces copies the mask vectors, such as document ids, to the host, and returns a table of each: its runs of
+        equal or consecutive values, by which attention finds masked blocks. It is emitted directly after the last
+        vector, once these are moved before `first`. Vectors that are the same computation share one table.
         """
         representatives = unique_vectors(v for n in readers for v in mask_vectors(n))
         vectors = list(dict.fromkeys(representatives.values()))

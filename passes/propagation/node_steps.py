@@ -62,7 +62,8 @@ def _transfer_shard(base: Shard, dim: int, extent: Size, n: int) -> Shard | None
     return None
 
 
-SUMMAND_DEMAND = Replicate(partial_grad=True)  # the placement of a replicated operand of a node on shards
+# Placement of a replicated operand of a node on shards: the gradient that each rank computes is a summand.
+SUMMAND_GRAD = Replicate(partial_grad=True)
 SCANNED_DEMAND = "every position needs the reduction of all positions before it"
 NEIGHBORS_DEMAND = "every position needs its neighbors"
 NO_PLACEMENT = "the sequence is not a single dim of the result"
@@ -313,7 +314,7 @@ def _place_window(call: OpCall, rule: BoundRule, have: Sequence[Placement], base
         return NodeStep(None, (REPLICATE,) * len(rule.results), (demand, *other_demands))
     single_rank = n == 1 and base.frame.is_exact(1) and placed.frame.is_exact(1)
     demands = () if single_rank else (Demand(node, 0, "halo", have[0], why=NEIGHBORS_DEMAND),)
-    return NodeStep((base, *[SUMMAND_DEMAND] * (len(have) - 1)), (placed,), (*demands, *other_demands))
+    return NodeStep((base, *[SUMMAND_GRAD] * (len(have) - 1)), (placed,), (*demands, *other_demands))
 
 
 def _leading_operand(call: OpCall, rule: BoundRule, sharded: Mapping[int, str]) -> int | None:
@@ -363,7 +364,7 @@ def shard_factor(
         demands: The demands of the node that are known so far.
     """
     wants: list[Placement] = [
-        shard_of_factor(rule, base, dims, call.shape(i), factor, n) or SUMMAND_DEMAND
+        shard_of_factor(rule, base, dims, call.shape(i), factor, n) or SUMMAND_GRAD
         for i, dims in enumerate(rule.operands)
     ]
     results = [shard_of_factor(rule, base, d, s, factor, n) for d, s in zip(rule.results, call.result_shapes())]

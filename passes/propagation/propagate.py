@@ -41,7 +41,7 @@ from sp_compile.passes.sharding.rules.exchange_rules import has_expected_placeme
 
 from .demanded_shards import shard_demanded
 from .node_steps import (
-    SUMMAND_DEMAND,
+    SUMMAND_GRAD,
     NodeStep,
     place_as_written,
     replicate_operands,
@@ -135,7 +135,7 @@ def _visit_output(plan: PlacementPlan, node: Node, outputs: str | Sequence[str])
         have = plan.of(source)
         if isinstance(have, Partial):
             plan.demands.append(Demand(node, i, "reduce", have, why="a result of the model"))
-        elif have == SUMMAND_DEMAND:
+        elif have == SUMMAND_GRAD:
             plan.demands.append(Demand(node, i, "invariant", have, why=INVARIANT))
         elif isinstance(have, Shard):
             why = gather_reason(source.meta["val"], options[source])
@@ -178,7 +178,7 @@ def _visit(
         return NodeStep(tuple(have), transfer(call), tuple(Demand(node, i, "stale", have[i], why=why) for i in stale))
     # A linear op that `MarkPartialSums` has marked runs on partial sums; others get partial gradients.
     if node_info(node).combines and call is not None and is_partial_sum(call, have):
-        return NodeStep(tuple(p if isinstance(p, Partial) else SUMMAND_DEMAND for p in have), (Partial(),))
+        return NodeStep(tuple(p if isinstance(p, Partial) else SUMMAND_GRAD for p in have), (Partial(),))
     # All others run on reduced sums.
     demands = [Demand(node, i, "reduce", p) for i, p in enumerate(have) if isinstance(p, Partial)]
     have = [REPLICATE if isinstance(p, Partial) else p for p in have]
@@ -195,7 +195,7 @@ def _visit(
         step = varying_result(node, have, forced_result, len(step.results))
     # The step runs on replicated operands: gradients and random draws must then be equal on all ranks.
     if step.wants is None and VARYING not in step.results:
-        demands += [Demand(node, i, "invariant", p, why=INVARIANT) for i, p in enumerate(have) if p == SUMMAND_DEMAND]
+        demands += [Demand(node, i, "invariant", p, why=INVARIANT) for i, p in enumerate(have) if p == SUMMAND_GRAD]
     demands += step.demands
     if step.wants is None and n > 1 and is_random(node) and not _is_broadcast_draw(node):
         why = "a random draw that must be equal on every rank"

@@ -29,7 +29,7 @@ from sp_compile.lowering.torch_compat import OpOverload
 from sp_compile.passes.context import NoteKind
 from sp_compile.passes.graph.call import OpCall, is_tensor
 from sp_compile.passes.graph.node_info import set_node_info
-from sp_compile.passes.propagation.node_steps import SUMMAND_DEMAND
+from sp_compile.passes.propagation.node_steps import SUMMAND_GRAD
 from sp_compile.passes.sharding.placement import Demand, Shard
 
 from .discharge import DemandPass
@@ -59,7 +59,11 @@ class GatherOperands(DemandPass):
         raise SpError("SP305", f"fallback='error': operands of {describe_node(node)} would be gathered: {reasons}.")
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        """Gather each demanded operand."""
+        """Gather each demanded operand.
+
+        An operand with a demand "invariant" is gathered already, by an sp::all_gather, but the node is replicated and
+        has the full gradient on every rank. Then only the backward of the gather is replaced.
+        """
         for demand in demands:
             if demand.kind == "invariant":
                 self._regather(node, demand)
@@ -90,9 +94,11 @@ class GatherOperands(DemandPass):
         """
         source = demanded_operand(node, demand.operand)
         have = self.plan.of(source)
-        set_node_info(node, replicated=True)  # propagation would otherwise shard the replicated node again
+        # With all operands replicated now, no new sequence may start at the node, or it would state the demand again.
+        # For `keeps_sharding` this has no effect while another operand is sharded.
+        set_node_info(node, replicated=True)
         if not isinstance(have, Shard):  # a replicated operand, of a scan or window at which a sequence would start
-            if have == SUMMAND_DEMAND:  # it is an sp::all_gather, which expects a part of the gradient from each rank
+            if have == SUMMAND_GRAD:  # it is an sp::all_gather, which expects a part of the gradient from each rank
                 self._regather(node, demand)
             return
         op = sp.all_gather.default if demand.keeps_sharding else sp.unshard.default

@@ -14,7 +14,7 @@ from support.parity import Checkpointed, Decoder, build, text
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
-from sp_compile.passes.cost.walk.liveness import WAIT_OPS, node_flops
+from sp_compile.passes.cost.walk.liveness import WAIT_OP, node_flops
 from sp_compile.passes.joint.partitioned import PartitionedPasses
 from sp_compile.passes.localize import reduce_gradients as gradients
 
@@ -61,7 +61,7 @@ def test_only_the_order_changes(model: type, strategy: str) -> None:
 def test_every_wait_is_where_its_value_is_read() -> None:
     _, graph = backward(Decoder, "ulysses", layers=1)
     nodes = list(graph.nodes)
-    for wait in graph.find_nodes(op="call_function", target=WAIT_OPS):
+    for wait in graph.find_nodes(op="call_function", target=WAIT_OP):
         between = nodes[nodes.index(wait) : nodes.index(min(wait.users))]
         assert not any(node_flops(node) for node in between), wait
 
@@ -70,7 +70,7 @@ def test_an_exchange_leaves_before_products_that_it_does_not_read() -> None:
     _, graph = backward(Decoder, "ulysses")
     found = words(graph)
     starts = [i for i, word in enumerate(found) if "all_to_all_single" in word]
-    hidden = [any("aten.mm" in word for word in found[i : found.index(str(WAIT_OPS), i)]) for i in starts]
+    hidden = [any("aten.mm" in word for word in found[i : found.index(str(WAIT_OP), i)]) for i in starts]
     assert any(hidden)
 
 

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import sp_compile
 from sp_compile.lowering import torch_compat
 from sp_compile.passes.context import NoteKind
-from sp_compile.passes.graph.call import WAIT_OPS
+from sp_compile.passes.graph.call import WAIT_OP
 
 aten, sp = torch.ops.aten, torch.ops.sp
 FLASH = aten._scaled_dot_product_flash_attention.default
@@ -102,7 +102,7 @@ def test_a_memory_budget_recomputes_cheap_ops_first(attention: str) -> None:
 
 
 def _is_exchange(target: Any) -> bool:
-    return "_c10d_functional" in str(target) and target is not WAIT_OPS
+    return "_c10d_functional" in str(target) and target is not WAIT_OP
 
 
 @pytest.mark.sampled(every=2)

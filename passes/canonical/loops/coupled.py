@@ -193,40 +193,49 @@ class CoupledStates:
         zeroed = _stateless_terms(terms, _leaf_names(node), state_leaves)
         if zeroed is None or node.kwargs.get("rounding_mode") is not None:
             raise error
-        factors = set(range(len(leaves))) - state_leaves - set(zeroed)
-        self._record_dims(column, leaves, rule, dict(zip(tensors, rule.operands)), factors)
+        coefficients = set(range(len(leaves))) - state_leaves - set(zeroed)
+        self._record_dims(column, leaves, rule, dict(zip(tensors, rule.operands)), coefficients)
         return BodyOp(column, leaves, zeroed)
 
     def _record_dims(
-        self, column: StepColumn, leaves: list[Any], rule: BoundRule, operand_dims: dict[int, Dims], factors: set[int]
+        self,
+        column: StepColumn,
+        leaves: list[Any],
+        rule: BoundRule,
+        operand_dims: dict[int, Dims],
+        coefficients: set[int],
     ) -> None:
-        """Record which dims of an op's value are dims of the states, and which of these its factors have.
+        """Record which dims of an op's value are dims of the states, and which of these its coefficients have.
 
         Args:
             column: The nodes of the op.
             leaves: The leaves of its arguments.
             rule: Its sharding rule, which names dims.
             operand_dims: The names of the dims of each tensor, by leaf index.
-            factors: The leaves that multiply a state.
+            coefficients: The indices of the leaves that multiply a state.
         """
         state_leaves = [i for i, x in enumerate(leaves) if isinstance(x, ColumnRef)]
 
         def state_dim(name: str) -> int | None:
-            """Return the dim of the states that a dim of the result is, by its name; None for another dim."""
-            if not name or rule.kind(name) != "pass":
+            """Return the dim of the states from which a dim of the result passes, by its name in the rule.
+
+            None if the elements along it are mixed, or if it is no dim of the states.
+            """
+            if not name or rule.kind(name) != "pass":  # such as a dim along which the op is a cumulative sum
                 return None
             found: set[int | None] = set()
             for i in state_leaves:
                 reference = leaves[i]  # with a lag, to a state itself, which has all dims of the states in order
                 dims = range(len(self.shape)) if reference.lag else self.state_dims[reference.column]
-                found.add(dims[operand_dims[i].index(name)] if name in operand_dims[i] else None)
-            return found.pop() if len(found) == 1 else None
+                names = operand_dims[i]
+                found.add(dims[names.index(name)] if name in names else None)
+            return found.pop() if len(found) == 1 else None  # several in h + h.T, which mixes rows and columns
 
         result_dims = {name: state_dim(name) for name in rule.results[0]}
         self.state_dims[column] = [result_dims[name] for name in rule.results[0]]
-        for i in factors:
-            dims_of_factor = (result_dims.get(name) for name in operand_dims.get(i, ()) if name)
-            self.coefficient_dims |= {dim for dim in dims_of_factor if dim is not None}
+        for i in coefficients:
+            dims_of_coefficient = (result_dims.get(name) for name in operand_dims.get(i, ()) if name)
+            self.coefficient_dims |= {dim for dim in dims_of_coefficient if dim is not None}
 
     def scan(self, reverse: bool) -> dict[StepColumn, BatchedValue]:
         """Emit the scan h' = m @ h + b of the stacked states, and return the values of their columns at all steps.
@@ -317,14 +326,17 @@ class CoupledStates:
             """Return the results of one step for zeros and for the basis."""
             coefficients = dict(zip(operands, values))
             zeros = [torch.zeros(self.shape, **self.options) for _ in self.states]
-            terms = self._run(coefficients, zeros, None)
+            terms = self._run(coefficients, zeros, single_dims=None)
+            # Row i of the identity is vector i of the basis: a 1 in one mixed element of one state, 0 in the others.
             identity = torch.eye(num_rows, **self.options)
-            parts = identity.split(self.rows, 1)  # for each state, its elements in all vectors: (vectors, rows)
+            parts = identity.split(self.rows, 1)  # of each state: (num_rows, mixed elements)
+            # All elements of the other dims have the same vector, as m maps each of them separately:
+            # (num_rows, *mixed_shape), with size 1 in the other dims -> (num_rows, *shape).
             basis = [x.reshape(num_rows, *mixed_shape).expand(num_rows, *shape) for x in parts]
 
             def run_linear(*vectors: torch.Tensor) -> list[torch.Tensor]:
                 """Return the linear part of the body on one vector of the basis."""
-                return self._run(coefficients, vectors, single_dims)
+                return self._run(coefficients, vectors, single_dims=single_dims)
 
             return [*terms, *torch.func.vmap(run_linear)(*basis)]
 

@@ -277,9 +277,10 @@ def _affine_sum(ops: _FoldingArithmetic, x: Value, y: Value, alpha: Value = 1) -
 
 
 def _affine_scale(ops: _FoldingArithmetic, x: Value, y: Value) -> Coefficients | None:
-    """Return the coefficients (a, b, m) of x * y.
+    """Return the coefficients (a * y, b * y, m * y) of x * y, where x is a * state + m @ state + b, or y is.
 
-    None if both operands contain the state, or if y is no factor by which the matrix m can be multiplied.
+    None if both contain the state, or if m is not 0 and the factor y differs between columns of the state (..., K, V):
+    (m @ state) * y is (m * y) @ state only if y has size 1 in the dim V, which m (..., R, K) does not have.
     """
     if isinstance(x, AffineValue) and isinstance(y, AffineValue):
         return None
@@ -292,9 +293,11 @@ def _affine_scale(ops: _FoldingArithmetic, x: Value, y: Value) -> Coefficients |
 
 
 def _affine_divide(ops: _FoldingArithmetic, args: dict[str, Any]) -> Coefficients | None:
-    """Return the coefficients (a, b, m) of args["self"] / args["other"].
+    """Return the coefficients of args["self"] / args["other"], where "self" is a * state + m @ state + b.
 
-    None if the divisor contains the state or cannot divide the matrix m, or if the quotient is rounded to an integer.
+    They are a, b and m, each divided. None if the divisor contains the state, or if the quotient is rounded to an
+    integer. Also None if m is not 0 and the divisor differs between the columns of the state (..., K, V): m (..., R, K)
+    multiplies all columns, so a divisor for each column cannot be moved into it.
     """
     if isinstance(args["other"], AffineValue) or args.get("rounding_mode") is not None:
         return None

@@ -280,7 +280,11 @@ class RerollLoops(CanonicalPass, ScanBuilder):
         self.emitted: list[Node] = []  # nodes of the loop in progress
         self.rolled: set[Node] = set()  # nodes that replaced loops
         lists = [n for n in self.graph.nodes if n.target in (aten.stack.default, aten.cat.default)]
-        lists.sort(key=lambda n: -len(n.args[0]))  # an outer loop before the lists of its body
+        # Longer lists first: an outer loop usually has more steps than a list in its body has values. If a recurrence
+        # in the body were replaced first, each step would have its own scan, and a state that passes through a scan is
+        # not known to be affine in its previous value, so that the outer loop would remain.
+        lists.sort(key=lambda n: -len(n.args[0]))
+        # A list without users is unused, or was erased with the steps of a replaced loop.
         return sum(bool(n.users) and self._roll(n) for n in lists)
 
     def emit(self, *args: Any, **kwargs: Any) -> Node:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from torch.fx import Node
 
 from sp_compile.lowering.torch_compat import OpOverload, schema_of
-from sp_compile.passes.graph.call import WAIT_OPS, OpCall, parse_overloads
+from sp_compile.passes.graph.call import WAIT_OP, OpCall, parse_overloads
 from sp_compile.passes.graph.sizes import Size, as_sizes, exact_quotient, is_same_size, size_product
 from sp_compile.passes.sharding import matchers
 from sp_compile.passes.sharding.factors import dim_factors
@@ -155,7 +155,7 @@ class FactorTable:
         return Arrangement(tuple(dims), tuple(outer_fixed))
 
 
-PASSTHROUGH_MOVES = (operator.getitem, WAIT_OPS)  # they return their operand, or one of its values
+PASSTHROUGH_MOVES = (operator.getitem, WAIT_OP)  # they return their operand, or one of its values
 # Ops that return a view or a copy, depending on the strides.
 MAY_COPY = parse_overloads("contiguous reshape reshape_as flatten.using_ints ravel")
 
@@ -219,7 +219,7 @@ class ArrangementTracker:
         piece = matchers.match_piece(node)
         if piece is not None:
             return self._move_piece(piece)
-        return self.arrangement(node.args[0]) if node.target is WAIT_OPS else None
+        return self.arrangement(node.args[0]) if node.target is WAIT_OP else None
 
     def _move_piece(self, piece: matchers.SlicePiece) -> Arrangement | None:
         """Return the arrangement of a slice or select if it is one of several equal pieces, else None."""

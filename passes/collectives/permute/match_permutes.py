@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 
 from sp_compile.lowering.comm.routes import route_kind
 from sp_compile.passes.cost.group_names import exchange_group
-from sp_compile.passes.graph.call import WAIT_OPS, OpCall, is_tensor, node_packet
+from sp_compile.passes.graph.call import WAIT_OP, OpCall, is_tensor, node_packet
 from sp_compile.passes.graph.closure import iterate_reachable, reachable_set
 from sp_compile.passes.graph.sizes import as_sizes, is_same_size
 
@@ -85,7 +85,7 @@ def match_all_to_all(node: Node) -> AllToAllMatch | str:
     shares = [*as_sizes(received_sizes), *as_sizes(sent_sizes)]
     if not shares or not all(is_same_size(share, shares[0]) for share in shares):
         return "the shares are not equal"
-    waits = [user for user in node.users if user.target is WAIT_OPS]
+    waits = [user for user in node.users if user.target is WAIT_OP]
     if len(waits) != 1 or len(node.users) != 1:
         return "the result does not have exactly one wait_tensor"
     return AllToAllMatch(sent, node, waits[0], len(sent_sizes), group)
@@ -116,7 +116,7 @@ def _upstream_moves(node: Node) -> list[Node]:
 
     def operands(n: Node) -> Sequence[Node]:
         """Return the operands that a move has moved; none for a wait, whose operand is not complete."""
-        return moved_operands(n) if is_move(n) and n.target is not WAIT_OPS else ()
+        return moved_operands(n) if is_move(n) and n.target is not WAIT_OP else ()
 
     nearest = itertools.islice(iterate_reachable([node], operands), 1, MAX_CANDIDATES + 1)  # from 1 on: without `node`
     return [x for x in nearest if is_tensor(x)]

@@ -23,7 +23,7 @@ import torch
 from torch.fx import Graph, Node
 
 from sp_compile.lowering.torch_compat import OpOverload, schema_of, size_hint
-from sp_compile.passes.graph.call import WAIT_OPS, node_tensors
+from sp_compile.passes.graph.call import WAIT_OP, node_tensors
 from sp_compile.passes.graph.closure import iterate_reachable
 from sp_compile.passes.graph.sizes import as_sizes, is_same_size
 from sp_compile.passes.sharding.matchers import move_source
@@ -247,7 +247,7 @@ class KernelSchedule:
         position = {node: i for i, node in enumerate(self.kernel_writes)}
         writers = defaultdict[StorageKey, list[Node]](list)  # storage -> kernels that write it, or end a wait for it
         for node, keys in self.kernel_writes.items():
-            waits = self.kernel_reads[node] if node.target is WAIT_OPS or node.target in ARRIVALS else ()
+            waits = self.kernel_reads[node] if node.target is WAIT_OP or node.target in ARRIVALS else ()
             for key in (*keys, *waits):
                 writers[key].append(kernels[node][0])
         # A depth-first search: a kernel is added to the order after the kernels that write what it reads. A kernel that

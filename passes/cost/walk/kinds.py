@@ -14,7 +14,7 @@ from sp_compile.lowering import offload_ops as offload  # noqa: F401  (registers
 from sp_compile.lowering.tiles import tile_ops as ops  # noqa: F401
 from sp_compile.lowering.tiles.tile_flops import is_grouped_product
 from sp_compile.lowering.torch_compat import auto_functionalized, auto_functionalized_v2
-from sp_compile.passes.graph.call import WAIT_OPS, parse_overloads
+from sp_compile.passes.graph.call import WAIT_OP, parse_overloads
 
 # ops that start a copy to and from host memory; those in `ARRIVALS` wait for it
 TO_HOST, FROM_HOST = torch.ops.sp.offload.default, torch.ops.sp.reload.default
@@ -25,10 +25,10 @@ IN_PLACE_COLLECTIVES = frozenset({torch.ops._c10d_functional.all_reduce.default}
 # ops that mutate their operands in Inductor's code
 MUTATIONS = frozenset({auto_functionalized, auto_functionalized_v2})
 # ops whose operands are not overwritten before the op runs
-LATE_WRITE_OPS = frozenset({WAIT_OPS}) | ARRIVALS | MUTATIONS
+LATE_WRITE_OPS = frozenset({WAIT_OP}) | ARRIVALS | MUTATIONS
 CAT = torch.ops.aten.cat.default
 # results contain the operands or parts of them
-CONCAT_CALLS = frozenset({CAT, WAIT_OPS, operator.getitem, *parse_overloads("split_with_sizes split.Tensor")})
+CONCAT_CALLS = frozenset({CAT, WAIT_OP, operator.getitem, *parse_overloads("split_with_sizes split.Tensor")})
 VIEW_CALLS = frozenset(
     parse_overloads("view _unsafe_view reshape expand permute squeeze.dim squeeze.dims unsqueeze t alias")
 )

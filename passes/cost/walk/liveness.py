@@ -33,7 +33,7 @@ from sp_compile.lowering.torch_compat import (
     size_hint,
     storage_of,
 )
-from sp_compile.passes.graph.call import WAIT_OPS, is_tangent, node_tensors
+from sp_compile.passes.graph.call import WAIT_OP, is_tangent, node_tensors
 from sp_compile.passes.graph.closure import iterate_reachable
 from sp_compile.passes.graph.sizes import current_bytes
 
@@ -374,7 +374,7 @@ class StorageTable(KernelSchedule):
 
     def traffic(self, node: Node) -> int:
         """Return the bytes that a kernel reads and writes, from which its seconds follow; 0 for a wait."""
-        keys = [] if node.target is WAIT_OPS else [*self.kernel_reads[node], *self.kernel_writes[node]]
+        keys = [] if node.target is WAIT_OP else [*self.kernel_reads[node], *self.kernel_writes[node]]
         return sum(self.sizes[key] for key in keys)
 
     def _place(self, node: Node) -> None:
@@ -392,7 +392,7 @@ class StorageTable(KernelSchedule):
         operand_reads = frozenset(key for x in node.all_input_nodes for key in recomputed.get(x, self.value_reads[x]))
         if node.op in ("placeholder", "get_attr"):
             self.value_reads[node] = frozenset(keys)
-        elif node.target is WAIT_OPS:  # a kernel that writes nothing; the collective's operands are alive until then
+        elif node.target is WAIT_OP:  # a kernel that writes nothing; the collective's operands are alive until then
             self.value_reads[node] = frozenset(keys)
             self.kernel_writes[node] = []
             self.kernel_reads[node] = operand_reads | self.kernel_reads.get(node.args[0], frozenset())
@@ -436,15 +436,15 @@ class StorageTable(KernelSchedule):
     def _reuse_operands(self, node: Node) -> None:
         """Record that the results of waits, in-place collectives and mutations reuse the storages of operands."""
         bases: list[Node] = []
-        # Only Inductor runs collectives and mutations in place.
+        # Only Inductor (`fused`) runs collectives and mutations in place.
         is_in_place = self.fused and node.target in IN_PLACE_COLLECTIVES and len(node.args[0].users) == 1
-        if node.target is WAIT_OPS or is_in_place:
+        if node.target is WAIT_OP or is_in_place:
             bases = [node.args[0]]
         elif self.fused and node.target in MUTATIONS:
             bases = node.kwargs.get("_all_bases", [])
         for base, value in zip(bases, node_tensors(node)[-len(bases) :]):  # a mutation returns its bases last
             base_key, key = self.key(node_tensors(base)[0]), storage_of(value)
-            if key not in self.producer and key != base_key:  # a kernel writes its results to storages of their own
+            if key not in self.producer and key != base_key:  # its fake tensor has a storage that no earlier node has
                 self.reused[key] = base_key
 
     def _is_inlined(

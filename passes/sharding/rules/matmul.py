@@ -96,8 +96,8 @@ def _matmul_rule(call: OpCall) -> BoundRule | None:
 def _einsum_rule(call: OpCall) -> BoundRule | None:
     """Return the rule of an einsum, whose factors are the labels of the equation: "bi,io->bo" is "b i, i o -> b o".
 
-    Labels that are not in the result are summed over. None if an operand has a label twice (a diagonal), or if the
-    equation sums over the dims of "...".
+    Labels that are not in the result are summed over. None if an operand has a label twice (a diagonal), if the
+    equation has another number of operands than the call, or if it sums over the dims of "...".
     """
     equation = call["equation"].replace(" ", "")
     left, arrow, right = equation.partition("->")
@@ -112,7 +112,7 @@ def _einsum_rule(call: OpCall) -> BoundRule | None:
     if "..." in contracted:
         return None
     text = ", ".join(map(" ".join, operands)) + " -> " + " ".join(result)
-    only_permutes = len(operands) == 1 and not contracted
+    only_permutes = len(operands) == 1 and not contracted  # `lazy`: it only moves data, so it starts no sequence
     return bind_rule(call, text, sum=" ".join(sorted(contracted)), lazy=only_permutes)
 
 

@@ -458,12 +458,15 @@ def _read_last_stop(group: str) -> StopNotice:
 
 
 _channels: weakref.WeakKeyDictionary[Any, ControlChannel] = weakref.WeakKeyDictionary()
-# number of channels created for each name since initialization; each uses separate keys
+# default group (a new one for each initialization) -> number of channels so far, by group name; each has its own keys
 _created_channels: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
 
 
 def channel_of(ranks: Ranks) -> ControlChannel | None:
-    """Return the channel of a process group, or None without processes."""
+    """Return the channel of a process group; None for simulated ranks, and for a group without other processes.
+
+    The first call creates it. All ranks make their first calls in the same order, so that their keys are the same.
+    """
     group = ranks.process_group
     if group is None or not isinstance(current_communicator(), FunctionalCommunicator):
         return None
@@ -474,16 +477,12 @@ def channel_of(ranks: Ranks) -> ControlChannel | None:
     created[ranks.group] += 1
     store = dist.PrefixStore(f"sp_compile/{ranks.group}/{created[ranks.group]}", group_store(group))
     members = dist.get_process_group_ranks(group)  # holds no reference to the group, which may be destroyed
-    _channels[group] = ControlChannel(ranks.group, members, store, group_timeout(group), ["joined the group"] * ranks.n)
-    return _channels[group]
+    last = ["joined the group"] * ranks.n  # the last operation of each rank, before its first exchange
+    return _channels.setdefault(group, ControlChannel(ranks.group, members, store, group_timeout(group), last))
 
 
 def gather_integers(mine: Sequence[int], ranks: Ranks, dtype: torch.dtype, message: Message) -> list[list[int]]:
-    """Return the integers of every rank; simulated ranks use their communicator.
-
-    Raises:
-        SpError: As `ControlChannel.gather`.
-    """
+    """Return the integers of every rank; simulated ranks use their communicator. Raises as `ControlChannel.gather`."""
     with use_real_tensors():
         channel = channel_of(ranks)
         if channel is not None:

@@ -151,15 +151,17 @@ def append_last_state(  # type: ignore[no-untyped-def]
     p, q, x, second, exists, base, end, length, inner, OP: tl.constexpr, LEAF: tl.constexpr,
     NEUTRAL: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr, GIVEN: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Return states (p, q) combined with the element before ``end``, the last one of a part.
+    """Return states (p, q) after the elements of a part, combined with its last element, at the place ``end`` - 1.
 
-    A shifted scan has not read it, since the state of each place is that of the element one place earlier. In a lagged
-    recurrence only the factor of that element is missing. The mask of the summands, address < 0, is False everywhere,
-    so that none is read.
+    A part is the places that one program scans. A scan with SHIFT combines at each place the element one place earlier,
+    and so has not read the last one. In a lagged recurrence, s_i = a_i * (s_(i-1) + b_i), only the factors a are
+    shifted: the summand b of the last element is in the state already, and only its factor is missing. The state
+    (0, factor) adds it; ``inside`` is False everywhere, so that no summand is read.
     """
     address = base + _time_at(end - 1, length, REVERSE) * inner
     last_p, last_q = _leaf_states(
-        x, second, address, address, exists, exists, address < 0, address, LEAF, NEUTRAL, ACC, INDEX, GIVEN
+        x, second, source=address, address=address, source_mask=exists, state_mask=exists, inside=address < 0,
+        time=address, LEAF=LEAF, NEUTRAL=NEUTRAL, ACC=ACC, INDEX=INDEX, GIVEN=GIVEN,
     )  # fmt: skip
     return combine(p, q, last_p, last_q, OP)
 
