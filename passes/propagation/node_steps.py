@@ -376,6 +376,8 @@ def shard_factor(
         wants[i] = have[i]
     kind = rule.kind(factor)
     without_factor = REPLICATE if kind == "attend" else Partial()  # attention over sharded keys has an open demand
+    # One demand suffices for a pass to replace the op by a sum over the ranks. So replicated operands, of which each
+    # rank reads a slice, have none.
     if kind in ("mean", "total"):
         demands += tuple(
             Demand(call.node, i, kind, want, why="a total over the full sequence")

@@ -289,6 +289,7 @@ def _match_attention(softmax: SoftmaxMatch) -> EagerAttention | str:
     sinks, last = source.head_sinks(), weights.last
     chain = [*scores.chain, *source.chain, *softmax.chain, *weights.chain]
     if lse is not None:
+        # With ops between the scores and the softmax, such as `x - max(x)`, the log-sum-exp is not that of the scores.
         sink_attention = match_lse_sinks(last, lse) if not source.chain else None
         if sink_attention is None:
             return f"its log-sum-exp ({lse.name}) is read, and not only as out * sigmoid(lse - sinks)"
@@ -301,8 +302,10 @@ def _match_attention(softmax: SoftmaxMatch) -> EagerAttention | str:
     if not _has_sink_per_head(sinks, source, scores):
         return "its sinks are not one number per head"
     dtype = operands[0].node.meta["val"].dtype
+    # A 0-dim factor does not change the dtype of the scores.
     if any(node_shape(factor.node) and factor.dtype != dtype for factor, _ in scores.factors):
         return "the scores are scaled in another dtype"
+    # Autocast changes the dtype in which products of float32 operands are computed.
     if dtype not in HALF and not has_same_autocast([*chain, last]):
         return "its parts are in different autocast regions"
     return EagerAttention(scores, weights.product, operands, sinks, weights.dropout, last, chain)

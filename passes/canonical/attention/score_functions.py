@@ -377,6 +377,7 @@ def _adds_fills(graph: Graph) -> bool:
             args = args[:1]  # without the indices
         elif packet is aten.where:
             args = args[1:]  # without the condition
+        # The absolute value, as the function may subtract a large positive constant, or multiply by -1.
         if any(isinstance(x, int | float) and MIN_FILL <= abs(x) < float("inf") for x in args):
             return True
         reaches_result |= {x for x in args if isinstance(x, Node)}

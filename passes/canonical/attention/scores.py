@@ -106,7 +106,7 @@ class ScoreOperand:
         leading = (*[1] * (len(before) + 2 - len(own_shape)), *own_shape)[:-2]  # 1 for missing dims
         if not is_identity(self.order):
             return None
-        if all(is_same_size(extent, 1) for extent in leading):  # it broadcasts: only the number of dims must fit
+        if all(is_same_size(extent, 1) for extent in leading):  # it broadcasts: too many dims are reshaped
             return ScoreOperand(self.node, order, (1,) * len(after) if len(own_shape) > len(order) else ())
         if not is_same_shape(leading, before):
             return None

@@ -85,7 +85,7 @@ def find_cycle(columns: Sequence[StepColumn]) -> list[StepColumn]:
     Raises:
         NotALoop: No state depends on itself.
     """
-    # column -> its references to columns, and -> those of these columns that are among `columns`
+    # For each column: all its references, and the columns among `columns` that it reads by them.
     references = {c: [x for x in map(reference_of, c.operands) if x is not None] for c in columns}
     sources = {c: {x.column for x in read if x.column in references} for c, read in references.items()}
     states = [c for c in columns if any(x.lag and x.column is c for read in references.values() for x in read)]
@@ -126,8 +126,8 @@ class BodyOp:
     """One op of a body."""
 
     column: StepColumn  # its nodes
-    leaves: list[Value | ColumnRef]  # of its arguments; references are to the body
-    zeroed: list[int]  # leaves of the terms without a state
+    leaves: list[Value | ColumnRef]  # of its arguments; a ColumnRef is a column of the body
+    zeroed: list[int]  # indices of the leaves in terms without a state
 
 
 class CoupledStates:
@@ -187,6 +187,7 @@ class CoupledStates:
         error = NotALoop(f"a state that is not affine in the previous state ({node.target})")
         if terms is None or call is None or rule is None or len(rule.results) != 1:
             raise error
+        # `_record_dims` assigns the operands of the rule to the tensor leaves, one by one in this order.
         if [nodes[i] for i in tensors] != call.operands or node.meta["val"].dtype != self.options["dtype"]:
             raise error
         state_leaves = {i for i, x in enumerate(leaves) if isinstance(x, ColumnRef)}
@@ -217,7 +218,7 @@ class CoupledStates:
         state_leaves = [i for i, x in enumerate(leaves) if isinstance(x, ColumnRef)]
 
         def state_dim(name: str) -> int | None:
-            """Return the dim of the states from which a dim of the result passes, by its name in the rule.
+            """Return the dim of the states that passes through the op to the result's dim of this name in the rule.
 
             None if the elements along it are mixed, or if it is no dim of the states.
             """
@@ -273,7 +274,7 @@ class CoupledStates:
         """
         values = {}
         ndim, time = len(self.shape), len(self.batch_dims)
-        position = min(1, ndim)  # of the steps in each value
+        position = min(1, ndim)  # of the steps in each value: after the first dim, which usually is the batch
         scan_order = [*self.batch_dims, None, *self.mixed_dims, *self.repeated_dims]  # None: the dim of the steps
         value_order: list[int | None] = list(range(ndim))
         value_order.insert(position, None)
@@ -295,7 +296,9 @@ class CoupledStates:
         try:
             results = self._evaluate(frozenset(self.repeated_dims))
             return results[:num_states], results[num_states:]
-        except (RuntimeError, ValueError, NotALoop):  # an op with the sizes of all columns: compute all, and keep one
+        except (RuntimeError, ValueError, NotALoop):
+            # An op of the body, such as an expand, has the sizes of repeated dims as arguments, so that it fails for
+            # size 1: compute all columns, and keep one.
             results = self._evaluate(frozenset())
         terms, maps = results[:num_states], results[num_states:]
         for d in self.repeated_dims:  # the dims of the states follow steps and basis
@@ -308,7 +311,8 @@ class CoupledStates:
         These are b and the columns of m in h' = m @ h + b.
 
         Args:
-            single_dims: The dims of the states that have size 1 in the linear part.
+            single_dims: The repeated dims if the linear part is evaluated with size 1 in these, as m is the same for
+                all their elements; empty if it is evaluated with all sizes.
 
         Returns:
             The results for each state: those for zeros, (steps, ...), then those for the basis, (steps, basis, ...).
@@ -358,7 +362,7 @@ class CoupledStates:
         Args:
             coefficients: The operands that are no states, by identity of the leaf.
             states: The previous states.
-            single_dims: For the linear part, the dims of the states that have size 1; None for the body itself.
+            single_dims: For the linear part, the dims of the states that have size 1 in `states`; None for the body.
         """
         values: dict[StepColumn, torch.Tensor] = {}
         previous = dict(zip(self.states, states))
@@ -383,7 +387,8 @@ class CoupledStates:
         Args:
             op: The op.
             leaf: The index of the leaf of its arguments that is the term.
-            single_dims: The dims of the states that have size 1, here too.
+            single_dims: The dims of the states along which m is the same (repeated dims). The states of the linear part
+                have size 1 in these, so that the zeros must have size 1 in the dims that these pass to.
 
         Returns:
             A tensor, the number 0 in place of a number, or None in place of None.

@@ -166,7 +166,7 @@ class ScanBuilder(BatchedOps):
             raise NotALoop("a recurrence of integers")
         elif _is_constant(b, 0):  # a * state
             out = self._emit_cumulative("prod", expand_steps(a), time, reverse, like)
-            if not _is_constant(seed, 1):
+            if not _is_constant(seed, 1):  # also for zeros, for which `initial` is None
                 initial = self.expand_to(seed, shape, like)
                 out = self.compute(aten.mul.Tensor, (out, self.unsqueeze(initial, time)), like)
         else:
