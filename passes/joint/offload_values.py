@@ -114,7 +114,7 @@ class OffloadValues(Pass):
             constant_bytes = sum(storage_bytes(forward.find_nodes(op="placeholder")).values())
         forward_nodes, backward_nodes = ({node.name: node for node in graph.nodes} for graph in (forward, backward))
         excess = dict[Node, float]()
-        for point in step.points():  # the predicted memory while each node runs
+        for point in step.points():  # predicted memory while a kernel (`point.moment`) runs, which has a node's name
             live_bytes = step.sharded_bytes(point, n) if state is not None else point.nbytes
             excess_bytes = constant_bytes + live_bytes - self.machine.memory
             if excess_bytes > 0:

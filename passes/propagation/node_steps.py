@@ -1,8 +1,8 @@
 """Compute the step of one node: its placements and demands, from those of its operands.
 
 Names: `have` are the placements of a node's operands, `wants` those with which it runs on shards; n is the number of
-ranks. A factor is a named index of a rule ("b s d, d e -> b s e"), of kind "pass" if the op runs row by row along it. A
-step is the `wants`, results and demands of one node.
+ranks. A factor is a named index of a rule ("b s d, d e -> b s e"), of kind "pass" if the op runs row by row along it;
+`passes/sharding/rule.py` lists the other kinds. A step is the `wants`, results and demands of one node.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def start_sharding(axes: Axes, call: OpCall, rule: BoundRule, n: int, window: Fr
         return None
     if rule.kind(factor) == "halo":  # windows: the sequence starts with the rows of the operand
         operand_shard = axes.shard(call.operands[0])
-        if operand_shard is None or node_info(node).replicated:
+        if operand_shard is None or node_info(node).replicated:  # no sequence starts at a gathered value
             return None
         step = _place_window(call, rule, replicated, operand_shard, n)
         return step if step.wants is not None else None
@@ -214,7 +214,7 @@ def through_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], n:
     shards = {i: p for i, p in enumerate(have) if isinstance(p, Shard) and i not in rule.lenders}
     # The sharded factor of each sharded operand, or "" if no factor describes the sharded dim, and its shard.
     factors = {i: rule.local_part(rule.operands[i], p) for i, p in shards.items()}
-    # Windows over the rows of the first operand, such as convolutions and slices.
+    # Windows over the rows of the first operand: convolutions (kind "halo") and slices (kind "window").
     first_kind = rule.kind(factors[0][0]) if 0 in factors else ""
     if first_kind == "halo":
         return _place_window(call, rule, have, shards[0], n)

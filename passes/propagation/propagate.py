@@ -6,6 +6,7 @@ of floats starts there (an embedding, the first pointwise op on an input): then 
 is a local slice. Propagation never inserts a collective. It follows Shardy's factor propagation.
 
     x: S(1), linear(x, w) -> S(1); mean(x, 1) -> Partial(), with a demand of kind "mean" for a later pass
+
 `node_steps.py` computes the placements of one node. In the end, `demanded_shards.py` shards some replicated values.
 """
 

@@ -170,7 +170,9 @@ class BiasReader:
         if op in (aten.add, aten.sub, aten.rsub):
             x, y = operand("self"), operand("other")
             alpha = _parse_number(call["alpha"]) * (1 if op is aten.add else -1)
-            return self._sum(y, x, alpha, node) if op is aten.rsub else self._sum(x, y, alpha, node)
+            if op is aten.rsub:  # other - alpha * self
+                return self._sum(y, x, alpha, node)
+            return self._sum(x, y, alpha, node)
         if op is aten.where and "self" in call.args:
             return self._select(call["condition"], coords, operand("self"), operand("other"), node)
         if op is aten.masked_fill:

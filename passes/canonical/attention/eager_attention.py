@@ -205,7 +205,8 @@ class FuseEagerAttention(CanonicalPass):
     ) -> tuple[Node | None, Node | None, bool]:
         """Emit the biases of the scores as one sum and one condition; arguments as in `_emit_mask`.
 
-        A bias in another dtype than q must consist of zeros and fills, and becomes the condition that it is 0.
+        A bias in another dtype than q must consist of zeros and fills, since a cast could round others. It becomes the
+        condition that it is 0.
 
         Returns:
             The sum of the other biases, and the conjunction of the conditions (each None if there is none); and whether
@@ -217,6 +218,7 @@ class FuseEagerAttention(CanonicalPass):
         for operand, factor in scores.biases:
             node = operand.materialize(self, like)
             if operand.dtype != dtype:
+                # With a negative factor, fills would be positive.
                 is_equivalent &= factor > 0 and try_parse_mask(node, shape, absorbs_fills) is not None
                 allowed = self._intersect(allowed, self.compute(aten.eq.Scalar, (node, 0), like), like)
                 continue
@@ -338,7 +340,7 @@ def _match_weights(softmax: Node, source: SoftmaxSource, order: tuple[int, ...])
         if sinks is not None and is_identity(order) and source.drops_sinks(user):
             sinks, matched_ops = None, [user]
         elif user.target is aten.dropout.default and not weights.dropout:
-            weights.dropout = user.args[1] if user.args[2] else 0.0
+            weights.dropout = user.args[1] if user.args[2] else 0.0  # dropout(x, p, train)
         elif not canceling_ops and not is_cast_op(user) and not _keeps_weights(user, node):
             permuted_order = order_after(user, order)
             if permuted_order is None:

@@ -95,6 +95,8 @@ class ScoreOperand:
     def regroup(self, before: tuple[Size, ...], after: tuple[Size, ...]) -> ScoreOperand | None:
         """Return the operand for scores whose leading dims are reshaped, such as (B * H,) to (B, H).
 
+        A mask (B * H, 1, K), for example, is then read as (B, H, 1, K).
+
         Args:
             before: The leading dims of the scores that the operand fits.
             after: The leading dims to which it is adapted.
@@ -110,6 +112,7 @@ class ScoreOperand:
             return ScoreOperand(self.node, order, (1,) * len(after) if len(own_shape) > len(order) else ())
         if not is_same_shape(leading, before):
             return None
+        # The tensor before the program merged its leading dims if it did, else this one, which `leading` reshapes.
         source = _undo_batch_repeat(self.node, after)
         return ScoreOperand(source, order) if source is not None else ScoreOperand(self.node, order, after)
 

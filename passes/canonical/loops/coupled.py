@@ -242,7 +242,8 @@ class CoupledStates:
         """Emit the scan h' = m @ h + b of the stacked states, and return the values of their columns at all steps.
 
         The operands have the dims m (batch, steps, rows, rows), b (batch, steps, rows, columns) and h (batch, rows,
-        columns), where the rows are the mixed elements of all states, one state after the other.
+        columns), where the rows are the mixed elements of all states, one state after the other. The columns are the
+        elements of the repeated dims, as the V columns of h (B, K, V) in h' = m @ h + b with m (B, K, K).
         """
         num_rows = self.rows * len(self.states)
         terms, maps = self._terms_and_maps()
@@ -308,7 +309,7 @@ class CoupledStates:
     def _evaluate(self, single_dims: frozenset[int]) -> list[Node]:
         """Emit the body of all steps on states of zeros, and its linear part on the vectors of a basis.
 
-        These are b and the columns of m in h' = m @ h + b.
+        These are b and the columns of m in h' = m @ h + b: for the body w @ (h + x), w @ x and w @ each basis vector.
 
         Args:
             single_dims: The repeated dims if the linear part is evaluated with size 1 in these, as m is the same for

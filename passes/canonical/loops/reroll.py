@@ -188,6 +188,9 @@ class LoopBuilder:
 
         It is the operand's value at all steps of the column if it is known, or else an AffineValue, a * state + b,
         where the state is that of the same step or the previous one (lag 1). PENDING if neither is known yet.
+
+        For h = c * h + x, the leaf of the product that reads the previous h is 1 * state + 0, and the leaf of the sum
+        that reads the product is the product's form, c * state + 0.
         """
         reference = reference_of(x)
         if reference is None or reference.column in self.values:
