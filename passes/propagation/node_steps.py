@@ -182,9 +182,14 @@ def start_sharding(axes: Axes, call: OpCall, rule: BoundRule, n: int, window: Fr
     if rule.kind(factor) == "scan":
         if node_info(node).replicated or not (is_same_size(shard.outer, 1) and is_same_size(shard.inner, 1)):
             return None
-        single_rank = n == 1 and shard.frame.is_exact(1)
-        demands = () if single_rank else (Demand(node, 0, "scan", REPLICATE, why=SCANNED_DEMAND),)
+        needs_ranks = not _has_all_positions(n, shard)
+        demands = (Demand(node, 0, "scan", REPLICATE, why=SCANNED_DEMAND),) if needs_ranks else ()
     return shard_factor(call, rule, replicated, factor, shard, n, demands)
+
+
+def _has_all_positions(n: int, *shards: Shard) -> bool:
+    """Return True if the only rank has all positions, without padding, so that an op along the dim needs no demand."""
+    return n == 1 and all(shard.frame.is_exact(1) for shard in shards)
 
 
 MIN_BROADCAST = 8  # minimum ratio of elements, results to operands: an index per token becomes a row of a vocabulary
@@ -211,6 +216,7 @@ def through_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], n:
         n: The number of ranks.
     """
     node, demands = call.node, []
+    # The sharded operands, without the `lenders`, of which the op reads the shape only.
     shards = {i: p for i, p in enumerate(have) if isinstance(p, Shard) and i not in rule.lenders}
     # The sharded factor of each sharded operand, or "" if no factor describes the sharded dim, and its shard.
     factors = {i: rule.local_part(rule.operands[i], p) for i, p in shards.items()}
@@ -231,7 +237,7 @@ def through_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], n:
         if not factor or rule.kind(factor) == "whole":
             why = f"needs all of {factor!r}" if factor and not rule.reshapes else NO_PLACEMENT
             demands.append(Demand(node, i, "whole", shards[i], keeps_sharding, why))
-        elif rule.kind(factor) == "scan" and not (n == 1 and shard.frame.is_exact(1)):
+        elif rule.kind(factor) == "scan" and not _has_all_positions(n, shard):
             demands.append(Demand(node, i, "scan", shards[i], keeps_sharding, SCANNED_DEMAND))
         elif rule.kind(factor) == "attend":
             demands.append(Demand(node, i, "attend", shards[i], keeps_sharding, "attention mixes the sequence"))
@@ -242,7 +248,7 @@ def through_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], n:
             demands.append(Demand(node, i, kind, shards[i], keeps_sharding, why))
     if base is not None:
         return shard_factor(call, rule, have, main_factor, base, n, tuple(demands))
-    # If only operands are sharded of which the op reads the shape (`lenders`), it reads the local shape.
+    # If only lenders are sharded, the op runs on shards and reads the local shape.
     only_lenders = not demands and any(isinstance(have[i], Shard) for i in rule.lenders)
     return NodeStep(tuple(have) if only_lenders else None, (REPLICATE,) * len(rule.results), tuple(demands))
 
@@ -312,8 +318,8 @@ def _place_window(call: OpCall, rule: BoundRule, have: Sequence[Placement], base
         why = f"every position needs its neighbors, and {placed}"
         demand = Demand(node, 0, "halo", have[0], why=why)
         return NodeStep(None, (REPLICATE,) * len(rule.results), (demand, *other_demands))
-    single_rank = n == 1 and base.frame.is_exact(1) and placed.frame.is_exact(1)
-    demands = () if single_rank else (Demand(node, 0, "halo", have[0], why=NEIGHBORS_DEMAND),)
+    needs_ranks = not _has_all_positions(n, base, placed)
+    demands = (Demand(node, 0, "halo", have[0], why=NEIGHBORS_DEMAND),) if needs_ranks else ()
     return NodeStep((base, *[SUMMAND_GRAD] * (len(have) - 1)), (placed,), (*demands, *other_demands))
 
 
