@@ -73,11 +73,11 @@ class ReplaceMaskedWrites(CanonicalPass):
         puts = [n for op in SCATTER_OPS for n in gm.graph.find_nodes(op="call_function", target=op)]
         puts = [n for n in puts if _is_masked_put(n)]
         scatters = gm.graph.find_nodes(op="call_function", target=aten.masked_scatter.default)
-        scatters = [n for n in scatters if n.meta["val"].ndim]
+        scatters = [n for n in scatters if n.meta["val"].ndim]  # a value without dims has no positions
         for node in puts:
             self._replace_write(node, _read_put(node))
         for node in scatters:
-            with self.graph.inserting_before(node):
+            with self.graph.inserting_before(node):  # it emits views of the operands
                 write = self._read_scatter(node)
             self._replace_write(node, write)
         return len(puts) + len(scatters)

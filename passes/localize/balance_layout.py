@@ -156,7 +156,8 @@ class BalanceLayout(Pass):
         outside_windows = {(frame.start, as_size(frame.size - frame.start - frame.length)) for frame in frames}
         fixed = sorted(outside_windows | {(self.fixed_ends, self.fixed_ends)}, key=str)
         front, back = (self.sizes.list(dict.fromkeys(numbers)) for numbers in zip(*fixed))  # without duplicates
-        # Neighboring ranks that split the heads of an attention read the same rows, so the op counts them as one rank.
+        # Neighboring ranks that split the heads of an attention read the same rows, so the op counts them (`stride` of
+        # them) as one rank.
         strategies = ((op_strategy(call.node.target), call) for call in attentions)
         stride = min((strategy.neighbors(call) if strategy else 1 for strategy, call in strategies), default=1)
         return self.vectors, *work, self.sizes(length), front, back, n, stride, device

@@ -104,7 +104,7 @@ class _Localizer(GraphEditor):
         for node in sources:
             if node.op == "placeholder":
                 self._copy(node)
-        self.edit(self.graph)
+        self.edit(self.graph)  # from here on, nodes of sizes can be computed from the inputs
         self._localize_symbols(sources)
         for node in sources:
             if node.op == "get_attr" and is_tensor(node):

@@ -75,7 +75,7 @@ class EagerAttention:
     sinks: SinkValue | None  # sinks of the softmax, if any
     dropout: float  # probability of the dropout of the weights
     last: Node  # the result
-    chain: list[Node]  # all other nodes
+    chain: list[Node]  # all other nodes, which are erased
 
 
 @register_pass
@@ -105,7 +105,7 @@ class FuseEagerAttention(CanonicalPass):
             return attention
         with self.graph.inserting_before(attention.last), restore_autocast(attention.last):
             out = self._emit_attention(attention)
-        if out is None:
+        if out is None:  # no attention mask is equivalent to the masks of the scores
             if attention.scores.gate is not None:
                 return "it is multiplied by a value that is no mask, or not filled: use masked_fill(mask, -inf)"
             return "a mask of finite fills under which a query may attend to nothing, or a bias that may contain fills"

@@ -326,18 +326,18 @@ def _match_fill(call: OpCall, x: Node, keys_dim: int) -> ScoreChain | None:
     None if the number is no fill: -inf or a large negative number. `keys_dim` is the dim of keys in x.
     """
     dtype = x.meta["val"].dtype
+    # `filled_value`: the value of the condition, True or False, where scores are filled
     if "mask" in call.args:
         scores, condition, number, filled_value = call["self"], call["mask"], call["value"], True
     else:
         condition, filled_value = call["condition"], scalar_value(call["self"], dtype) is not None
         scores, number = (call["other"], call["self"]) if filled_value else (call["self"], call["other"])
     fill = scalar_value(number, dtype)
-    if fill is None or (fill > MAX_FILL and fill != torch.finfo(dtype).min):
+    if fill is None or (fill > MAX_FILL and fill != torch.finfo(dtype).min):  # that of float16 is -65504
         return None
     inner = match_scores(scores, keys_dim, x)
     if inner is None:
         return None
-    # `filled_value` is the value of the condition where scores are filled.
     return _add_operand(inner, x, condition, fills=((ScoreOperand(condition, inner.order), filled_value, fill),))
 
 

@@ -237,7 +237,7 @@ class BatchedOps(GraphEditor):
 
         values = [fake_leaves[i].detach() for i in tensors]
         dims = tuple(0 if isinstance(leaves[i], BatchedValue) else None for i in tensors)
-        if not values:
+        if not values:  # the operands are lists, the results of ops with several results
             raise NotALoop("lists of values")
         try:
             body = trace_function(torch.func.vmap(run_step, in_dims=dims), values)
