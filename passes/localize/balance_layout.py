@@ -293,6 +293,7 @@ class BalanceLayout(Pass):
         if is_same_size(frame.start, 0):
             return self.positions
         aten = torch.ops.aten
+        # The rows before the window keep their place (`_balance_arguments`), so that those of the window are a slice.
         bounds = self.sizes.list((frame.start, as_size(frame.start + frame.length)))
         rows = self.compute(aten.slice.Tensor, (self.order, 0, *bounds), like)
         positions = self.compute(aten.sub.Tensor, (rows, self.sizes(frame.start)), like)

@@ -308,7 +308,8 @@ class _ScoreWriter:
     def _is_head_vector(self, x: _TableElement) -> bool:
         """Return True for vector[h], an element of a vector (H,) at the head of the query.
 
-        Such vectors are passed separately from tables, as a rank with a share of the heads needs only its elements.
+        Such vectors are passed separately from tables, as a rank with a share of the heads needs only its elements. A
+        vector with a gradient is a table: only tables get gradients.
         """
         if x.indices != (_HEAD,) or carries_gradient(x.table):
             return False

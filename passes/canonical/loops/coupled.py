@@ -182,7 +182,7 @@ class CoupledStates:
         node = column.node
         terms = TERMS.get(getattr(node.target, "overloadpacket", None))
         call, rule = lookup_rule(node) or (None, None)
-        nodes = pytree.tree_leaves((node.args, node.kwargs))  # the arguments of the first step, in the order of leaves
+        nodes = pytree.tree_leaves((node.args, node.kwargs))  # the arguments of one step, in the order of leaves
         tensors = [i for i, x in enumerate(nodes) if is_tensor(x)]
         error = NotALoop(f"a state that is not affine in the previous state ({node.target})")
         if terms is None or call is None or rule is None or len(rule.results) != 1:
@@ -375,7 +375,7 @@ class CoupledStates:
                 elif single_dims is not None and i in op.zeroed:
                     leaves.append(self._zeros(op, i, single_dims))
                 else:
-                    leaves.append(coefficients.get(id(x), x))
+                    leaves.append(coefficients.get(id(x), x))  # x itself if it is a constant
             node = op.column.node
             args, kwargs = pytree.tree_unflatten(leaves, pytree.tree_flatten((node.args, node.kwargs))[1])
             values[op.column] = node.target(*args, **kwargs)

@@ -126,7 +126,7 @@ class ScanBuilder(BatchedOps):
         if step_ndim(x) < 2:
             return x
         if isinstance(x, BatchedValue):
-            x = BatchedValue(self.align(x, 2), x.ndim - 2)
+            x = BatchedValue(self.align(x, 2), x.ndim - 2)  # the steps before the last two dims
             return BatchedValue(self.compute(aten.transpose.int, (x.node, -1, -2), x.node), x.time)
         return self.compute(aten.transpose.int, (x, -1, -2), x)
 

@@ -93,6 +93,7 @@ class LoopBuilder:
         while waiting:
             still_waiting = [c for c in waiting if not self._compute_column(c)]
             if len(still_waiting) == len(waiting):  # no column can be computed alone: states depend on each other
+                # Its columns remain in the list, as those that are no states are computed from the states.
                 self._scan_together(waiting)
             waiting = still_waiting
         result = self.value(self.loop.root, 0, self.loop.length)
