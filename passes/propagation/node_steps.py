@@ -114,6 +114,7 @@ def varying_result(node: Node, have: Sequence[Placement], result: Placement, num
         result: The placement of its results.
         num_results: The number of its results.
     """
+    # `keeps_sharding`: the gradient of a gathered operand is partial, since the ranks compute different summands of it.
     demands = _make_demands(node, have, "varying", DIFFERENT_PLACEMENT, keeps_sharding=True)
     return NodeStep(None, (result,) * num_results, demands)
 

@@ -157,7 +157,7 @@ def _visit(
 
     Args:
         plan: The plan so far.
-        axes: The axes of the graph.
+        axes: The dims of the graph's values, and which of them are sequences.
         node: A node that is no input or output.
         n: The number of ranks.
         keep_replicated: If True, no sequence starts at the node.

@@ -183,7 +183,7 @@ class FuseEagerAttention(CanonicalPass):
         if scores.gate is not None:
             return self._emit_gated_mask(scores, scores.gate.materialize(self, like), shape, like)
         bias, allowed, is_equivalent = self._emit_biases(scores, shape, dtype, absorbs_fills, like)
-        for condition, filled_value, _ in scores.fills:  # `filled_value`: the condition where scores are filled
+        for condition, filled_value, _ in scores.fills:  # `filled_value`: True if they are filled where it is True
             node = condition.materialize(self, like)
             if condition.dtype != torch.bool:
                 node = self.compute(aten.ne.Scalar, (node, 0), like)
