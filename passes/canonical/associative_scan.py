@@ -314,6 +314,7 @@ class ExpandAssociativeScans(Pass):
             function, leaves, captured_values = node.args[:3]
             run = _build_tree(self.gm.get_submodule(function.target), len(leaves))
             operands = [*leaves, *captured_values]
+            # Traced as the graph itself: ops before dispatch, with autograd enabled.
             with self.graph.inserting_before(node):
                 self.replace(node, self.inline_function(run, operands, node, pre_dispatch=True, gradients=True))
         return len(calls)
