@@ -324,7 +324,6 @@ class CoupledStates:
         nodes = [self.editor.move_steps(x, 0).node if isinstance(x, BatchedValue) else x for x in operands.values()]
         dims = tuple(0 if isinstance(x, BatchedValue) else None for x in operands.values())
         shape = [1 if d in single_dims else size for d, size in enumerate(self.shape)]
-        mixed_shape = [shape[d] if d in self.mixed_dims else 1 for d in range(len(shape))]
         num_rows = self.rows * len(self.states)
 
         def run_step(*values: torch.Tensor) -> list[torch.Tensor]:
@@ -332,12 +331,7 @@ class CoupledStates:
             coefficients = dict(zip(operands, values))
             zeros = [torch.zeros(self.shape, **self.options) for _ in self.states]
             terms = self._run(coefficients, zeros, single_dims=None)
-            # Row i of the identity is vector i of the basis: a 1 in one mixed element of one state, 0 in the others.
-            identity = torch.eye(num_rows, **self.options)
-            parts = identity.split(self.rows, 1)  # of each state: (num_rows, mixed elements)
-            # All elements of the other dims have the same vector, as m maps each of them separately:
-            # (num_rows, *mixed_shape), with size 1 in the other dims -> (num_rows, *shape).
-            basis = [x.reshape(num_rows, *mixed_shape).expand(num_rows, *shape) for x in parts]
+            basis = self._basis_vectors(shape)
 
             def run_linear(*vectors: torch.Tensor) -> list[torch.Tensor]:
                 """Return the linear part of the body on one vector of the basis."""
@@ -354,6 +348,22 @@ class CoupledStates:
         if any(node_shape(x)[1:] != tuple(y) for x, y in zip(results, expected, strict=True)):
             raise NotALoop("a body with other shapes")
         return results
+
+    def _basis_vectors(self, shape: Sequence[Any]) -> list[torch.Tensor]:
+        """Return the part of each state in the vectors of a basis, (number of vectors, *shape).
+
+        Vector i has a 1 in one mixed element of one state, and 0 in all others: for two states p and q of shape (B, 1)
+        with mixed dim 1, vector 0 is p = 1, q = 0 and vector 1 is p = 0, q = 1. All elements of the other dims have the
+        same vector, as m maps each of them separately.
+
+        Args:
+            shape: The shape of a state in the linear part of the body.
+        """
+        num_rows = self.rows * len(self.states)
+        mixed_shape = [size if d in self.mixed_dims else 1 for d, size in enumerate(shape)]
+        identity = torch.eye(num_rows, **self.options)  # row i is vector i
+        parts = identity.split(self.rows, 1)  # of each state: (num_rows, mixed elements)
+        return [x.reshape(num_rows, *mixed_shape).expand(num_rows, *shape) for x in parts]
 
     def _run(
         self, coefficients: dict[int, torch.Tensor], states: Sequence[torch.Tensor], single_dims: frozenset[int] | None
