@@ -192,7 +192,10 @@ def _cut_cross_entropy(
 
 
 def _selects_rows(device: torch.device) -> bool:
-    """Return False in place of TRL's `_use_triton`: all rows are scored, since the number of others is in the data."""
+    """Return False in place of TRL's `_use_triton`, so that TRL scores all rows and masks those without a target.
+
+    If it is True, TRL selects the rows with a target first, whose number depends on the data.
+    """
     return False
 
 

@@ -216,6 +216,8 @@ def _refusal(view: TokenView, region: TileRegion) -> str | None:
         return "a size is a symbol, which requires torch 2.13: compile with dynamic=False"
     inner_width = sum(row_width(view, x) for x in region.seed_products)
     result_width = sum(row_width(view, x) for x in region.results)
+    # A region ends where its values are narrow again. If it returns about as much as it computes, nodes outside read
+    # values before that, and tiles would save no memory.
     if inner_width < MIN_WIDENING * result_width or not (region.results and region.rows):
         return "its result has other readers"
     if region.shared and not has_thin_results(view, region):
