@@ -160,7 +160,10 @@ def _linear_cross_entropy_of_fla(
     use_l2warp: bool = False,
     l2_penalty_factor: float = 0.0,
 ) -> Any:
-    """Compute flash-linear-attention's fused head and cross-entropy; not with a penalty of the gradient only."""
+    """Compute flash-linear-attention's fused head and cross-entropy.
+
+    NotImplemented with `use_l2warp`, a penalty that changes only the gradient.
+    """
     if use_l2warp or reduction not in LOSS_REDUCTIONS:
         return NotImplemented
     logits = _project(hidden, weight, bias)

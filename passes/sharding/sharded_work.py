@@ -292,6 +292,7 @@ def contraction_flops(node: Node) -> float:
         return _matrix_flops(call)
     if call.get("weight") is not None and "stride" in call.args:
         return _convolution_flops(call)
+    # Ops with fixed placements are the sp:: ops on shards; those with FLOPs are counted above.
     if rule is None or not rule.is_contraction or rule.operand_placements is not None:
         return 0.0
     size_of_factor = dict(_sized_factors(call, rule))  # for "n i, i m -> n m" those of n, i and m, whose product counts

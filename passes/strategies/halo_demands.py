@@ -113,7 +113,10 @@ class ExchangeHalos(DemandPass):
     # A row and a slice.
 
     def _match_cat(self, node: Node) -> CatOfRow | None:
-        """Match cat([row, x]) or cat([x, row]) along the sharded dim of x, with a replicated row; else return None."""
+        """Match cat([row, x]) or cat([x, row]) along the sharded dim of x; else return None.
+
+        The row is replicated, or partial; a later pass then reduces it.
+        """
         if node.target is not aten.cat.default:
             return None
         call = OpCall(node)

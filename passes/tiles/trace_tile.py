@@ -299,8 +299,9 @@ def _trace_bodies(
     """Trace the tiles of each length; return the bodies (their graphs) by length, and the form of each gradient.
 
     A gradient that is a sum over the tiles (`sums`) may be returned as summands, such as the operands of a product that
-    the loop adds; its form is how the loop adds them. Tiles of all lengths add to the same accumulator, so a gradient
-    whose form differs between lengths is traced again, and returned unchanged. Arguments: as of `_trace_body`.
+    the loop adds; its form is how the loop adds them. Tiles of all lengths add to the same accumulator: if the form of
+    a gradient differs between lengths, all are traced again, with this gradient unchanged. Arguments: as of
+    `_trace_body`.
     """
     traced = {n: _trace_body(tile, trained, differentiable, at_once, sums) for n, tile in functions.items()}
     forms_by_length = [forms for _, forms in traced.values()]

@@ -159,6 +159,7 @@ def ring_candidate(shape: AttentionShape, machine: Machine, layout: str, ulysses
     memory: float = 2 * kv_bytes + shape.heads * shape.out_bytes * (1 + shape.widening)
     if shape.training:
         workspace = shape.workspace(ulysses, ulysses * shape.kv_rows)
+        # The same of the gradient of queries; and the sum of the gradients of keys, its shift, and those of a step.
         memory = max(memory, 2 * kv_bytes + 2 * shape.gradient_bytes + 3 * grad_bytes + workspace)
     last_hop = 1 if hops else 0  # from the last rank to the owner; none if no rank needs keys of another one
     travel_step = machine.together(compute_backward, hop_seconds + grad_hop_seconds) + machine.copy(3 * grad_bytes)
