@@ -54,11 +54,11 @@ def all_gather_messages(ranks: Ranks, mine: Message) -> list[Message] | None:
         if channel.raised:  # an exception since the last exchange, which the other ranks have not received
             mine, channel.raised = replace(mine, raised=channel.raised), None
     # Compare digests first. Ranks with equal digests and without an error exchange nothing more.
-    if are_messages_equal(mine, ranks):
+    if are_messages_equal(mine, ranks, channel):
         if channel is not None:  # the last operation of each rank, which the error of a later timeout shows
             channel.last_fields = [str(mine)] * ranks.n
         return None
-    messages = [Message.read(body) for body in gather_bodies(mine, ranks)]
+    messages = [Message.read(body) for body in gather_bodies(mine, ranks, channel)]
     if channel is not None:
         channel.last_fields = [str(m) if m.error is None else f"{m} and failed" for m in messages]
         if describe_operation_mismatch(messages):  # the ranks may have counted different numbers of calls

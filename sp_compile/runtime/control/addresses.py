@@ -51,7 +51,7 @@ def _interface_address(name: str) -> str:
             if interface == name and scope == "00":  # an address that other hosts can use without the interface's name
                 return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
     known = ", ".join(name for _, name in socket.if_nameindex())
-    raise OSError(f"{INTERFACE_VARIABLE}: expected a network interface with an address, one of {known}; got {name!r}")
+    raise OSError(f"{INTERFACE_VARIABLE}: expected a network interface with an address, one of {known}, got {name!r}.")
 
 
 def _source_address(host: str) -> str:

@@ -150,7 +150,12 @@ class ControlChannel:
         """
         counted: list[bool] = []  # not empty if this rank is in the count
         me, size = self.ranks.index(dist.get_rank()), len(self.last_fields)
-        listener = PeerListener(store_host(self.store))
+        try:
+            listener = PeerListener(store_host(self.store))
+        except OSError as error:
+            self.broken = str(error)
+            publish_stop(f"it cannot connect: {error}", within=self.name)
+            raise SpError("SP625", self.broken) from error
 
         def arrived() -> int:
             """Publish the address of this rank and count it once, and return the number of ranks that have arrived."""
@@ -454,21 +459,24 @@ def channel_of(ranks: Ranks) -> ControlChannel | None:
     return _channels.setdefault(group, ControlChannel(ranks.group, members, store, group_timeout(group), last))
 
 
-def are_messages_equal(mine: Message, ranks: Ranks) -> bool:
+def are_messages_equal(mine: Message, ranks: Ranks, channel: ControlChannel | None) -> bool:
     """Return True if the messages of all ranks are equal and none requires the complete messages.
 
-    Simulated ranks use their communicator. Raises as `ControlChannel.all_equal`.
+    Raises as `ControlChannel.all_equal`.
+
+    Args:
+        mine: The message of this rank.
+        ranks: The ranks that run the operation.
+        channel: Their channel; None for simulated ranks, which use their communicator.
     """
-    channel = channel_of(ranks)
     if channel is not None:
         return channel.all_equal(mine)
     votes = _simulate_gather([mine.digest, mine.requires_body], ranks, torch.int64)
     return not mine.requires_body and all(vote == votes[0] for vote in votes)
 
 
-def gather_bodies(mine: Message, ranks: Ranks) -> list[bytes]:
-    """Return the complete messages of all ranks, encoded. Raises as `ControlChannel.all_equal`."""
-    channel = channel_of(ranks)
+def gather_bodies(mine: Message, ranks: Ranks, channel: ControlChannel | None) -> list[bytes]:
+    """Return the complete messages of all ranks, encoded; arguments and errors are those of `are_messages_equal`."""
     if channel is not None:
         return channel.all_gather(mine.body, mine)
     lengths = [length for (length,) in _simulate_gather([len(mine.body)], ranks, torch.int64)]
