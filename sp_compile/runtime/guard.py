@@ -231,8 +231,17 @@ class GuardedProgram:
         mine = Message(CALL_VERB, subject, number, model=model)
         with self._announce_failure(mine):
             inputs = self._describe_inputs(args, compares_all, channel, mine)
-        contents = {"mode": mode_fields(), "program": self._record, "inputs": inputs, "earlier": earlier}
-        return Message(CALL_VERB, subject, number, model=model, error=error, **contents)
+        return Message(
+            CALL_VERB,
+            subject,
+            number,
+            model=model,
+            mode=mode_fields(),
+            program=self._record,
+            inputs=inputs,
+            earlier=earlier,
+            error=error,
+        )
 
     def _stop_inner_guards(self) -> None:
         """Notify the groups of the inner guards, whose other ranks wait for this call, that it raises."""
