@@ -36,8 +36,6 @@ class DelayModel:
 
 def ring_distances(n: int) -> list[int]:
     """Return the distance of the sender in each step of an all-gather along a ring, as Gloo runs it."""
-
-    """
     return [1] * (n - 1)
 
 
