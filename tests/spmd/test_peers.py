@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from measuring.exchange_model import DelayModel, exposed_microseconds, ring_distances, round_distances
 
 from sp_compile import SpError
 from sp_compile.lowering.torch_compat import store_host
@@ -184,3 +185,23 @@ def test_a_wrong_interface_is_an_error_of_its_own(monkeypatch: pytest.MonkeyPatc
     assert len(notices) == 1
     with pytest.raises(SpError, match=r"SP623.*(\n.*)*'nothing0'"):
         one.all_equal(Message(CALL_VERB, "Floats", 1))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8, 9, 512])
+def test_the_simulated_exchanges_without_random_delays(n: int) -> None:
+    """Each step costs sending, the latency and receiving, and after all steps a rank has heard of every other one."""
+    model = DelayModel(latency=20.0, cpu=5.0, jitter=0.0, skew=0.0)
+    for distances in (ring_distances(n), round_distances(n)):
+        median, _ = exposed_microseconds(n, distances, model, trials=3)
+        assert median == pytest.approx(30.0 * len(distances))
+        heard = {0}
+        for distance in distances:
+            heard |= {rank + distance for rank in heard}
+        assert len({rank % n for rank in heard}) == n
+
+
+def test_512_simulated_ranks_agree_in_less_than_a_millisecond() -> None:
+    model = DelayModel(latency=25.0, cpu=10.0)
+    _, high = exposed_microseconds(512, round_distances(512), model)
+    low, _ = exposed_microseconds(512, ring_distances(512), model)
+    assert high < 1000 < low
