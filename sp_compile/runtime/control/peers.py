@@ -1,8 +1,8 @@
 """Exchange bytes between the ranks of a group in ceil(log2 n) rounds, over TCP connections of this package.
 
 In round k each rank sends to the rank 2**k places after it, and receives from the rank 2**k places before it (Bruck et
-al., 1997). After the last round it has heard of every rank, for any number of ranks. The time grows with log n; a ring
-takes n - 1 steps, and 20 ms for 512 ranks. A rank has at most 2 log2 n connections, and no threads.
+al., 1997). After the last round it has received from every rank, directly or through others, for any n. The time grows
+with log n; a ring takes n - 1 steps, and 20 ms for 512 ranks. A rank has at most 2 log2 n connections, and no threads.
 
 Waits are slices of a second, between which the caller checks whether the other ranks still come.
 """

@@ -61,7 +61,7 @@ def test_a_rank_that_differs_is_known_to_all(n: int) -> None:
 
 @pytest.mark.parametrize("n", range(1, 10))
 def test_every_rank_gets_the_bytes_of_all(n: int) -> None:
-    """Of different lengths, also none, and more than the buffers of a connection have room for."""
+    """Of different lengths, also none, and larger than the buffers of a connection."""
     bodies = [bytes([rank]) * length for rank, length in zip(range(n), [0, 70_000, 3, 5_000_000, 1, 16_384, 9, 0, 100])]
 
     def act(links: PeerLinks) -> list[list[bytes]]:
@@ -189,15 +189,15 @@ def test_a_wrong_interface_is_an_error_of_its_own(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8, 9, 512])
 def test_the_simulated_exchanges_without_random_delays(n: int) -> None:
-    """Each step costs sending, the latency and receiving, and after all steps a rank has heard of every other one."""
+    """Each step costs sending, the latency and receiving, and after all steps a rank knows the values of all."""
     model = DelayModel(latency=20.0, cpu=5.0, jitter=0.0, skew=0.0)
     for distances in (ring_distances(n), round_distances(n)):
         median, _ = exposed_microseconds(n, distances, model, trials=3)
         assert median == pytest.approx(30.0 * len(distances))
-        heard = {0}
+        known = {0}
         for distance in distances:
-            heard |= {rank + distance for rank in heard}
-        assert len({rank % n for rank in heard}) == n
+            known |= {rank + distance for rank in known}
+        assert len({rank % n for rank in known}) == n
 
 
 def test_512_simulated_ranks_agree_in_less_than_a_millisecond() -> None:
