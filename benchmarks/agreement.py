@@ -142,7 +142,7 @@ def cpu_seconds(act: Callable[[], object]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--calls", type=int, default=50)
     parser.add_argument("--output", type=Path, default=RESULTS)
     given = parser.parse_args()
