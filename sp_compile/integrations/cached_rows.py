@@ -71,10 +71,10 @@ class PromptLayer(CacheLayerMixin):
 
     is_croppable = False
 
-    def __init__(self, is_sliding: bool, window: int) -> None:
-        """Create an empty layer of the same kind as one of transformers."""
+    def __init__(self, is_sliding: bool) -> None:
+        """Create an empty layer, in place of one with a window if `is_sliding`."""
         super().__init__()
-        self.is_sliding, self.window = is_sliding, window
+        self.is_sliding = is_sliding
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Store the keys and values."""
@@ -94,8 +94,8 @@ class PromptLayer(CacheLayerMixin):
         return 0
 
     def get_max_length(self) -> int:
-        """Return the window, or -1 without one."""
-        return self.window if self.is_sliding else -1
+        """Return -1: the prompt may have any length."""
+        return -1
 
 
 class RowsLayer(CacheLayerMixin):
@@ -158,7 +158,6 @@ class RowsLayer(CacheLayerMixin):
         """Store this rank's share of new keys and values, and return its rows for `attend_to_rows`."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None and self.values is not None
         first, n, start = self.length, self.ranks.n, self._window_start(self.length)
         self.length += key_states.shape[2]
         offset = (self.index - first) % n  # of the rank's first new row
@@ -182,7 +181,6 @@ class RowsLayer(CacheLayerMixin):
         """Keep some rows, in memory of their own."""
         if isinstance(rows, slice) and rows.start == 0:
             return
-        assert self.keys is not None and self.values is not None
         self.keys, self.values = (x[:, :, rows].clone() for x in (self.keys, self.values))
         self.positions = self.positions[rows].clone()
 
@@ -224,13 +222,11 @@ class RowsLayer(CacheLayerMixin):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Select sequences of the batch."""
         if self.is_initialized:
-            assert self.keys is not None and self.values is not None
             self.keys, self.values = (x[indices.to(x.device)] for x in (self.keys, self.values))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence of the batch."""
         if self.is_initialized:
-            assert self.keys is not None and self.values is not None
             self.keys, self.values = (x.repeat_interleave(repeats, 0) for x in (self.keys, self.values))
 
 

@@ -31,11 +31,12 @@ from sp_compile.runtime.control.message import CALL_VERB, Message
 __all__ = ["shard_cache"]
 
 CACHE_NAMES = "cache", "past_key_values"  # of the argument and the output of a model, new and old
+TOKEN_NAMES = "input_ids", "inputs_embeds"  # of the argument with the tokens
 # Arguments of generate() that need another cache, or a second model whose cache would be complete on every rank.
-UNSUPPORTED = "assistant_model", "prompt_lookup_num_tokens", "cache_implementation"
+REFUSED = "assistant_model", "prompt_lookup_num_tokens", "cache_implementation"
 
-# Compiled forward of each model, by the options with which it was compiled.
-_prompts: weakref.WeakKeyDictionary[nn.Module, dict[str, Callable[..., Any]]] = weakref.WeakKeyDictionary()
+_active = weakref.WeakSet[nn.Module]()  # models whose cache is sharded now
+_tried = weakref.WeakSet[nn.Module]()  # models whose attention was found to support it
 
 
 @contextmanager
@@ -68,12 +69,16 @@ def shard_cache(model: nn.Module, mesh: DeviceMesh | None = None, **options: Any
         yield model
         return
     generating = _find_generating(model)
-    sharing = CacheSharing(generating, ranks, options)
-    with (
-        mock.patch.object(generating, "forward", sharing.wrap(generating.forward)),
-        mock.patch.object(generating, "generate", sharing.wrap_generate(generating.generate)),
-    ):
+    if generating in _active:  # a context in another one
         yield model
+        return
+    sharing = CacheSharing(generating, ranks, options)
+    _active.add(generating)
+    try:
+        with mock.patch.multiple(generating, forward=sharing.wrap(generating.forward), generate=sharing.generate()):
+            yield model
+    finally:
+        _active.discard(generating)
 
 
 def _find_generating(model: nn.Module) -> Any:
@@ -98,10 +103,10 @@ def _find_generating(model: nn.Module) -> Any:
 
 
 class CacheSharing:
-    """State of `shard_cache` for one model: it replaces the model's methods in the context."""
+    """Methods in place of those of a model in `shard_cache`."""
 
     def __init__(self, model: Any, ranks: Ranks, options: Mapping[str, Any]) -> None:
-        """Create the state, and register the attention function.
+        """Register the attention function.
 
         Args:
             model: The model that generates.
@@ -115,16 +120,17 @@ class CacheSharing:
         self.model, self.ranks, self.options = model, ranks, options
         self.name = type(model).__name__
 
-    def wrap_generate(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+    def generate(self) -> Callable[..., Any]:
         """Return a function in place of `generate()` that first refuses what is not supported."""
+        generate = self.model.generate
 
         @functools.wraps(generate)
         def generate_sharded(*args: Any, **kwargs: Any) -> Any:
             """Run `generate()` with a sharded cache."""
             config = kwargs.get("generation_config") or self.model.generation_config
-            values = {name: kwargs.get(name, getattr(config, name, None)) for name in (*UNSUPPORTED, "do_sample")}
-            refused = [name for name in UNSUPPORTED if values[name] is not None]
-            error = SpError("SP842", f"{refused[0]}: expected None, got a value.") if refused else None
+            values = {name: kwargs.get(name, getattr(config, name, None)) for name in (*REFUSED, "do_sample")}
+            refused = [name for name in REFUSED if values[name] not in (None, False)]
+            error = SpError("SP842", f"{refused[0]}: expected None with shard_cache, got a value.") if refused else None
             seed = _digest(torch.get_rng_state()) if values["do_sample"] else ""
             self._agree("generate", error, seed=seed)
             return generate(*args, **kwargs)
@@ -138,28 +144,33 @@ class CacheSharing:
         @torch.compiler.disable
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            """Run the model."""
-            arguments = signature.bind_partial(*args, **kwargs)
-            arguments = {**arguments.arguments, **arguments.arguments.get("kwargs", {})}
-            arguments.pop("kwargs", None)
-            cache = next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
-            if cache is None:  # generate(use_cache=False), or a call that is no part of generation
-                return forward(*args, **kwargs)
-            return self._run(forward, cache, arguments)
+            """Run the model; without a cache, as in `generate(use_cache=False)`, as it is."""
+            arguments = dict(signature.bind_partial(*args, **kwargs).arguments)
+            arguments |= arguments.pop("kwargs", {})
+            name = next((name for name in CACHE_NAMES if arguments.get(name) is not None), None)
+            return forward(*args, **kwargs) if name is None else self._run(forward, arguments, name)
 
         return run
 
-    def _run(self, forward: Callable[..., Any], cache: Any, arguments: dict[str, Any]) -> Any:
+    def _run(self, forward: Callable[..., Any], arguments: dict[str, Any], cache_name: str) -> Any:
         """Run a prompt if the cache is empty, else a step."""
         from .cached_rows import RowsLayer
 
-        tokens = next(arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None)
-        is_new = not any(isinstance(layer, RowsLayer) for layer in cache.layers)
-        error = self._cache_error(cache) if is_new else None
-        self._agree("a step", error, tokens=_digest(tokens), length=str(cache.get_seq_length()))
-        if not is_new:
+        cache = arguments[cache_name]
+        tokens = next(arguments[name] for name in TOKEN_NAMES if arguments.get(name) is not None)
+        is_step = any(isinstance(layer, RowsLayer) for layer in getattr(cache, "layers", ()))
+        error = None if is_step else _find_cache_error(cache, self.name)
+        self._agree("a step", error, tokens=_digest(tokens), cache="" if error else str(cache.get_seq_length()))
+        if is_step:
             return self._step(forward, arguments)
-        return self._prompt(forward, cache, arguments, tokens.shape[1])
+        if not cache.layers:  # a cache that creates its layers at the first use
+            cache.layers, cache.layer_class_to_replicate = self._new_cache().layers, None
+        if self.model not in _tried:
+            self._try_step(forward, tokens, cache_name)
+        if tokens.shape[1] <= self.ranks.n:  # at most one position a rank
+            cache.layers = self._rows_layers(cache)
+            return self._step(forward, arguments)
+        return self._prompt(forward, arguments, cache_name)
 
     def _agree(self, subject: str, error: SpError | None, **fields: str) -> None:
         """Raise on all ranks if one has an error, or if fields differ (SP844)."""
@@ -167,21 +178,27 @@ class CacheSharing:
         message = Message(CALL_VERB, f"{self.name}: {subject}", fields=fields, error=error)
         require_agreement(self.ranks, message, mismatch)
 
-    def _cache_error(self, cache: Any) -> SpError | None:
-        """Return the error for a cache that cannot be sharded, or None."""
-        from transformers.cache_utils import DummyLayer, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+    def _new_cache(self) -> Any:
+        """Return an empty cache, as `generate()` creates it."""
+        from transformers import DynamicCache
 
-        if not isinstance(cache, DynamicCache):
-            return SpError("SP842", f"cache: expected a DynamicCache, got {type(cache).__name__}.")
-        kinds = {type(layer) for layer in cache.layers} - {DummyLayer, DynamicLayer, DynamicSlidingWindowLayer}
-        if kinds:
-            names = ", ".join(sorted(kind.__name__ for kind in kinds))
-            return SpError("SP841", f"model: expected layers with keys and values only, got {names} in {self.name}.")
-        if cache.offloading:
-            return SpError("SP842", "cache: expected one that is not offloaded, got offloading=True.")
-        if cache.get_seq_length() > 0:
-            return SpError("SP842", f"cache: expected an empty cache, got one of {cache.get_seq_length()} positions.")
-        return None
+        return DynamicCache(config=self.model.config)
+
+    def _rows_layers(self, cache: Any) -> list[Any]:
+        """Return layers with rows of the rank in place of those of an empty cache. Layers without keys are kept."""
+        from .cached_rows import RowsLayer
+
+        pairs = zip(cache.layers, cache.is_dummy)
+        return [old if dummy else RowsLayer(self.ranks, getattr(old, "sliding_window", None)) for old, dummy in pairs]
+
+    def _try_step(self, forward: Callable[..., Any], tokens: torch.Tensor, cache_name: str) -> None:
+        """Run a step of one token with a cache of its own, so that unsupported attention raises before any work."""
+        cache = self._new_cache()
+        cache.layers = self._rows_layers(cache)
+        name = TOKEN_NAMES[tokens.is_floating_point()]
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            self._step(forward, {name: tokens[:1, :1], cache_name: cache, "use_cache": True})
+        _tried.add(self.model)
 
     def _step(self, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Run the model eagerly, with the attention function that merges the ranks."""
@@ -191,45 +208,46 @@ class CacheSharing:
         with select_attention(self.model, ROWS_ATTENTION), torch.compiler.set_stance("force_eager"):
             return forward(**arguments)
 
-    def _prompt(self, forward: Callable[..., Any], cache: Any, arguments: dict[str, Any], length: int) -> Any:
+    def _prompt(self, forward: Callable[..., Any], arguments: dict[str, Any], cache_name: str) -> Any:
         """Run the model compiled, and replace the layers of the cache by ones with this rank's rows."""
+        from sp_compile.backend import sp
         from sp_compile.generation import compile_prompt
 
-        from .cached_rows import PromptLayer, RowsLayer
+        from .cached_rows import PromptLayer
 
-        windows = [getattr(layer, "sliding_window", None) for layer in cache.layers]
-        new = [RowsLayer(self.ranks, window) for window in windows]
-        is_dummy = cache.is_dummy
-        if length <= self.ranks.n:  # fewer than two positions a rank
-            cache.layers = [old if dummy else layer for old, layer, dummy in zip(cache.layers, new, is_dummy)]
-            return self._step(forward, arguments)
-        prompt = type(cache)(config=self.model.config)
-        prompt.layers = [
-            old if dummy else PromptLayer(old.is_sliding, window or 0)
-            for old, window, dummy in zip(cache.layers, windows, is_dummy)
-        ]
-        name = next(name for name in CACHE_NAMES if arguments.get(name) is not None)
+        cache, prompt = arguments[cache_name], self._new_cache()
+        is_dummy, layers = cache.is_dummy, self._rows_layers(cache)
+        prompt.layers = [old if dummy else PromptLayer(old.is_sliding) for old, dummy in zip(cache.layers, is_dummy)]
+        # Of an equal function, backend and options torch finds the compiled code of an earlier prompt.
+        compiled = torch.compile(forward, backend=sp, options=dict(self.options))
         with compile_prompt():
-            out = self._compiled(forward)(**{**arguments, name: prompt})
-        for i, layer in enumerate(prompt.layers):
-            if not is_dummy[i]:
-                new[i].fill(layer.keys, layer.values)
-                layer.keys = layer.values = None
-                cache.layers[i] = new[i]
+            out = compiled(**{**arguments, cache_name: prompt})
+        for new, layer, dummy in zip(layers, prompt.layers, is_dummy):
+            if not dummy:
+                new.fill(layer.keys, layer.values)
+                layer.keys = layer.values = None  # frees the rows that the new layer has not kept
+        cache.layers = layers
         for name in CACHE_NAMES:
             if getattr(out, name, None) is prompt:
                 out[name] = cache
         return out
 
-    def _compiled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the compiled forward, that of an earlier context with the same options if there is one."""
-        from sp_compile.backend import sp
 
-        of_model = _prompts.setdefault(self.model, {})
-        key = repr([self.ranks, *sorted((name, repr(value)) for name, value in self.options.items())])
-        if key not in of_model:
-            of_model[key] = torch.compile(forward, backend=sp, options=self.options)
-        return of_model[key]
+def _find_cache_error(cache: Any, name: str) -> SpError | None:
+    """Return the error for a cache that cannot be sharded, of a model with this name, or None."""
+    from transformers.cache_utils import DummyLayer, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+    if type(cache) is not DynamicCache:
+        return SpError("SP842", f"cache: expected a DynamicCache, got {type(cache).__name__}.")
+    unknown = {type(layer) for layer in cache.layers} - {DummyLayer, DynamicLayer, DynamicSlidingWindowLayer}
+    if unknown:
+        kinds = ", ".join(sorted(kind.__name__ for kind in unknown))
+        return SpError("SP841", f"model: expected layers with keys and values only, got {kinds} in {name}.")
+    if cache.offloading:
+        return SpError("SP842", "cache: expected one that is not offloaded, got offloading=True.")
+    if cache.get_seq_length() > 0:
+        return SpError("SP842", f"cache: expected an empty cache, got one of {cache.get_seq_length()} positions.")
+    return None
 
 
 def _digest(x: torch.Tensor) -> str:
