@@ -143,7 +143,7 @@ class RowsLayer(CacheLayerMixin):
     def _window_positions(self, device: torch.device) -> Tensor:
         """Return the positions in the window of the next query that this rank stores if they are dealt in turn."""
         start, n = self._window_start(self.length), self.ranks.n
-        return torch.arange(start + (self.index - start) % n, self.length, n, device=device)
+        return torch.arange(start, self.length, device=device)[(self.index - start) % n :: n].clone()
 
     def _deal(self, rows: Tensor) -> Tensor:
         """Return the rows of the window that this rank stores if they are dealt in turn. Collective."""
