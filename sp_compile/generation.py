@@ -145,7 +145,7 @@ def _wrap_generate(owner: type, name: str) -> None:
         modules = list(self.modules())
         if torch.compiler.is_compiling() or not any(module in _models for module in modules):
             return generate(self, *args, **kwargs)
-        if name == "generate" and not kwargs.get("synced_gpus") and _gathers_weights(modules):
+        if name == "generate" and not kwargs.get("synced_gpus") and gathers_weights(modules):
             # All ranks gather weights in each step, so none may stop before the others. Trainers pass False.
             kwargs["synced_gpus"] = True
         with torch.compiler.set_stance("force_eager"):
@@ -155,8 +155,15 @@ def _wrap_generate(owner: type, name: str) -> None:
     setattr(owner, name, generate_eagerly)
 
 
-def _gathers_weights(modules: Sequence[torch.nn.Module]) -> bool:
-    """Return True if a rank gathers weights from others when it calls one of the modules: with `fully_shard`."""
+def gathers_weights(modules: Sequence[torch.nn.Module]) -> bool:
+    """Return True if a rank gathers weights from others when it calls one of the modules: with `fully_shard`.
+
+    Args:
+        modules: The modules of a model.
+
+    Returns:
+        False without other processes.
+    """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     is_sharded = fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in modules)
     return is_sharded and dist.is_initialized() and dist.get_world_size() > 1

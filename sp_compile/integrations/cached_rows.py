@@ -305,7 +305,9 @@ def attend_to_rows(
         kwargs |= {"softcap": softcap, "s_aux": s_aux}
         return plain(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
     kind = type(module).__name__
-    unknown = sorted(name for name, x in kwargs.items() if name not in WITHOUT_EFFECT and x not in (None, False))
+    unknown = sorted(
+        name for name, x in kwargs.items() if name not in WITHOUT_EFFECT and x is not None and x is not False
+    )
     if unknown or dropout:
         raise SpError("SP843", f"{kind} passes {', '.join(unknown or ['dropout'])} to its attention function.")
     if not isinstance(key, CachedRows) or not isinstance(value, CachedRows):

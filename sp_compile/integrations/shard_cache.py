@@ -22,11 +22,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from sp_compile.generation import compile_prompt, gathers_weights
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.options import SPConfig
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.runtime.agreement import require_agreement
 from sp_compile.runtime.control.message import CALL_VERB, Message
+from sp_compile.runtime.eager_fallback import mute_fsdp_warning
 
 __all__ = ["shard_cache"]
 
@@ -73,6 +75,7 @@ def shard_cache(model: nn.Module, mesh: DeviceMesh | None = None, **options: Any
         yield model
         return
     sharing = CacheSharing(generating, ranks, options)
+    mute_fsdp_warning(generating)  # the results between the graphs stay sharded
     _active.add(generating)
     try:
         with mock.patch.multiple(generating, forward=sharing.wrap(generating.forward), generate=sharing.generate()):
@@ -127,12 +130,18 @@ class CacheSharing:
         @functools.wraps(generate)
         def generate_sharded(*args: Any, **kwargs: Any) -> Any:
             """Run `generate()` with a sharded cache."""
-            config = kwargs.get("generation_config") or self.model.generation_config
-            values = {name: kwargs.get(name, getattr(config, name, None)) for name in (*REFUSED, "do_sample")}
-            refused = [name for name in REFUSED if values[name] not in (None, False)]
+            own = self.model.generation_config
+            given = kwargs.get("generation_config") or own
+            refused = [
+                name for name in REFUSED if kwargs.get(name) or (given is not own and getattr(given, name, None))
+            ]
             error = SpError("SP842", f"{refused[0]}: expected None with shard_cache, got a value.") if refused else None
-            seed = _digest(torch.get_rng_state()) if values["do_sample"] else ""
-            self._agree("generate", error, seed=seed)
+            is_sampled = kwargs.get("do_sample", given.do_sample)
+            self._agree("generate", error, seed=_digest(_random_state(self.model.device)) if is_sampled else "")
+            if own.cache_implementation is not None:  # the model's default, such as "hybrid"
+                kwargs["cache_implementation"] = "dynamic"
+            if gathers_weights([*self.model.modules()]):  # replicas may stop at other steps
+                kwargs.setdefault("synced_gpus", True)
             return generate(*args, **kwargs)
 
         return generate_sharded
@@ -140,13 +149,14 @@ class CacheSharing:
     def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function in place of the model's forward that runs prompts and steps with the sharded cache."""
         signature = inspect.signature(forward)
+        others = next((p.name for p in signature.parameters.values() if p.kind == p.VAR_KEYWORD), "")
 
         @torch.compiler.disable
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
             """Run the model; without a cache, as in `generate(use_cache=False)`, as it is."""
             arguments = dict(signature.bind_partial(*args, **kwargs).arguments)
-            arguments |= arguments.pop("kwargs", {})
+            arguments |= arguments.pop(others, {})
             name = next((name for name in CACHE_NAMES if arguments.get(name) is not None), None)
             return forward(*args, **kwargs) if name is None else self._run(forward, arguments, name)
 
@@ -211,7 +221,6 @@ class CacheSharing:
     def _prompt(self, forward: Callable[..., Any], arguments: dict[str, Any], cache_name: str) -> Any:
         """Run the model compiled, and replace the layers of the cache by ones with this rank's rows."""
         from sp_compile.backend import sp
-        from sp_compile.generation import compile_prompt
 
         from .cached_rows import PromptLayer
 
@@ -248,6 +257,11 @@ def _find_cache_error(cache: Any, name: str) -> SpError | None:
     if cache.get_seq_length() > 0:
         return SpError("SP842", f"cache: expected an empty cache, got one of {cache.get_seq_length()} positions.")
     return None
+
+
+def _random_state(device: torch.device) -> torch.Tensor:
+    """Return the state of the generator of a device, from which tokens are sampled."""
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
 
 def _digest(x: torch.Tensor) -> str:

@@ -113,7 +113,8 @@ def test_tokens_and_bytes(ranks: Ranks) -> None:
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(ranks: Ranks, family: str, n: int) -> None:
-    check_bytes(ranks.run(n, run_family, family, 2, 11, 3, {}))
+    """In float64 the eager attention of Gemma 2 itself is NaN for padded queries."""
+    check_bytes(ranks.run(n, run_family, family, 2, 11, 0 if family == "Gemma2" else 3, {}))
 
 
 @pytest.mark.slow
@@ -240,6 +241,58 @@ def test_refusals(ranks: Ranks) -> None:
     }  # fmt: skip
     for found in ranks.run(2, run_refusals):
         assert {name: message[:5] for name, message in found.items()} == expected
+
+
+def run_with_images() -> None:
+    """The images, whose tokens attend to each other, are a part of the prompt."""
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    text = FAMILIES["Gemma3Text"] | {"num_hidden_layers": 2}
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    tokens = {"mm_tokens_per_image": 4, "image_token_id": 60, "boi_token_id": 61, "eoi_token_id": 62}
+    vision |= {"image_size": 28, "patch_size": 7}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, **tokens)
+    model, inputs = transformers.Gemma3ForConditionalGeneration(config).eval().double(), prompt(13)
+    ids = inputs["input_ids"].clamp(max=59)
+    ids[:, 3:7] = 60
+    pixels = torch.randn(2, 3, 28, 28, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    inputs |= {"input_ids": ids, "pixel_values": pixels, "token_type_ids": (ids == 60).long()}
+    expected = generate(model, inputs)
+    with shared(model):
+        check(generate(model, inputs), expected)
+
+
+def run_with_shared_keys() -> None:
+    """Two of four layers attend to the keys of others, and have none in the cache."""
+    sizes = {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8, "laurel_rank": 4}
+    layers = {"layer_types": ["sliding_attention", "full_attention"] * 2, "activation_sparsity_pattern": [0.0] * 4}
+    config = transformers.Gemma3nTextConfig(
+        num_hidden_layers=4, num_kv_shared_layers=2, **(SIZES | WINDOW | sizes | layers)
+    )
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    model, inputs = transformers.AutoModelForCausalLM.from_config(config).eval().double(), prompt(11, padding=3)
+    expected = generate(model, inputs)
+    with shared(model):
+        check(generate(model, inputs), expected)
+
+
+def run_with_sharded_weights() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model, inputs = make(layers=2), prompt(11, padding=3)
+    expected = generate(model, inputs)
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh())
+    for _ in range(2):
+        with shared(model):
+            check(generate(model, inputs), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [run_with_images, run_with_shared_keys, run_with_sharded_weights])
+def test_other_models(ranks: Ranks, run: Any) -> None:
+    ranks.run(2, run)
 
 
 def run_wrapped(way: str) -> None:
