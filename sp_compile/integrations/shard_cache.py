@@ -27,12 +27,16 @@ from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.options import SPConfig
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.runtime.agreement import require_agreement
+from sp_compile.runtime.control.channel import channel_of
+from sp_compile.runtime.control.failures import announce_failures, mark_agreed
 from sp_compile.runtime.control.message import CALL_VERB, Message
+from sp_compile.runtime.control.watch import mark_running
 from sp_compile.runtime.eager_fallback import mute_fsdp_warning
 
 __all__ = ["shard_cache"]
 
 CACHE_NAMES = "cache", "past_key_values"  # of the argument and the output of a model, new and old
+STEP = "a step of generation"  # of a prompt or of one token, in messages
 TOKEN_NAMES = "input_ids", "inputs_embeds"  # of the argument with the tokens
 # Arguments of generate() that need another cache, or a second model whose cache would be complete on every rank.
 REFUSED = "assistant_model", "prompt_lookup_num_tokens", "cache_implementation"
@@ -170,7 +174,7 @@ class CacheSharing:
         tokens = next(arguments[name] for name in TOKEN_NAMES if arguments.get(name) is not None)
         is_step = any(isinstance(layer, RowsLayer) for layer in getattr(cache, "layers", ()))
         error = None if is_step else _find_cache_error(cache, self.name)
-        self._agree("a step", error, tokens=_digest(tokens), cache="" if error else str(cache.get_seq_length()))
+        self._agree(STEP, error, tokens=_digest(tokens), cache="" if error else str(cache.get_seq_length()))
         if is_step:
             return self._step(forward, arguments)
         if not cache.layers:  # a cache that creates its layers at the first use
@@ -215,7 +219,14 @@ class CacheSharing:
         from ._compat.attention_names import select_attention
         from .cached_rows import ROWS_ATTENTION
 
-        with select_attention(self.model, ROWS_ATTENTION), torch.compiler.set_stance("force_eager"):
+        message = Message(CALL_VERB, f"{self.name}: {STEP}")
+        with (
+            announce_failures(channel_of(self.ranks), message, {}, {}),  # to ranks that wait in the attention
+            mark_running([self.ranks]),
+            mark_agreed(),  # every rank refuses an attention that is not supported
+            select_attention(self.model, ROWS_ATTENTION),
+            torch.compiler.set_stance("force_eager"),
+        ):
             return forward(**arguments)
 
     def _prompt(self, forward: Callable[..., Any], arguments: dict[str, Any], cache_name: str) -> Any:
