@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import Ranks, mesh
+from support.ranks import Ranks, mesh, mesh2d
 from torch._dynamo.utils import counters
 
 import sp_compile
@@ -145,7 +145,7 @@ def run_calls() -> list[int]:
     calls = [
         (prompt(7), {}),
         (prompt(7), {}),
-        (prompt(12, padding=2), {}),
+        (prompt(11, padding=2), {}),
         (prompt(13), {"do_sample": True, "temperature": 2.0}),
         (prompt(7, rows=4), {}),
         (prompt(12), {"num_beams": 2, "num_return_sequences": 2}),
@@ -174,9 +174,7 @@ def run_calls() -> list[int]:
 def test_several_calls(ranks: Ranks) -> None:
     """The first two lengths and the number of sequences compile; the second context uses the graphs of the first."""
     for graphs in ranks.run(3, run_calls):
-        assert graphs[0] == graphs[1] == 1
-        assert graphs[2] == graphs[3] == 2
-        assert graphs[-1] <= 5
+        assert (graphs[0], graphs[1], graphs[2], graphs[3], graphs[-1] <= 6) == (1, 1, 2, 2, True), graphs
 
 
 def message_of(call: Any) -> str:
@@ -277,22 +275,29 @@ def run_with_shared_keys() -> None:
         check(generate(model, inputs), expected)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [run_with_images, run_with_shared_keys])
+def test_other_models(ranks: Ranks, run: Any) -> None:
+    ranks.run(2, run)
+
+
 def run_with_sharded_weights() -> None:
+    """Two replicas with other prompts and numbers of tokens, and FSDP2 over all ranks, which run until the last stops."""
     from torch.distributed.fsdp import fully_shard
 
-    model, inputs = make(layers=2), prompt(11, padding=3)
-    expected = generate(model, inputs)
+    model, replica = make(layers=2), torch.distributed.get_rank() // 2
+    inputs, options = prompt(11 + replica, padding=3), {"max_new_tokens": TOKENS + 3 * replica}
+    expected = generate(model, inputs, **options)
     for module in (*model.model.layers, model):
         fully_shard(module, mesh=mesh())
     for _ in range(2):
-        with shared(model):
-            check(generate(model, inputs), expected)
+        with sp_compile.shard_cache(model, mesh2d(2, 2)["sp"], compiler="aot_eager"):
+            check(generate(model, inputs, **options), expected)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", [run_with_images, run_with_shared_keys, run_with_sharded_weights])
-def test_other_models(ranks: Ranks, run: Any) -> None:
-    ranks.run(2, run)
+def test_sharded_weights(ranks: Ranks) -> None:
+    ranks.run(4, run_with_sharded_weights)
 
 
 def run_wrapped(way: str) -> None:
@@ -327,7 +332,7 @@ def run_long_prompt() -> list[list[int]]:
     with shared(model), torch.no_grad():
         out = model(**inputs, cache=transformers.DynamicCache(), use_cache=True, logits_to_keep=1)
     gc.collect()
-    tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.ndim == 4]
+    tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.ndim == 4]  # not those of a trace
     assert sum(x.shape[2] in (15, 16) for x in tensors) >= len(tensors_of(cache_of(out)))
     return [[*x.shape] for x in tensors if x.shape[1] in (HEADS, 2 * HEADS) and x.shape[2] > 16]
 
