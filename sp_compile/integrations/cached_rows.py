@@ -42,27 +42,33 @@ class CachedRows(Tensor):
     layer: RowsLayer  # the layer that stores them
     positions: Tensor  # int64 (rows,), position of each row
     start: int  # first position that a mask describes
+    plain: Tensor  # the rows as a regular tensor
 
     @classmethod
     def of(cls, rows: Tensor, layer: RowsLayer, positions: Tensor, start: int) -> CachedRows:
-        """Return rows (B, H, rows, D) as such a tensor."""
-        found = rows.as_subclass(cls)
-        found.layer, found.positions, found.start = layer, positions, start
-        return found
+        """Return rows (B, H, rows, D) as such a tensor.
 
-    @property
-    def plain(self) -> Tensor:
-        """Return the rows as a regular tensor."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor)
+        Args:
+            rows: The rows.
+            layer: The layer that stores them.
+            positions: int64 (rows,), position of each row.
+            start: The first position that a mask describes.
+
+        Returns:
+            A view of the rows.
+        """
+        found = rows.as_subclass(cls)
+        found.layer, found.positions, found.start, found.plain = layer, positions, start, rows
+        return found
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return an attribute; raise SpError for an operation, whose result would be that of some positions."""
-        if getattr(func, "__name__", "") == "__get__":
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+        """Return a size or another property; raise SpError for an operation, whose result would be incomplete."""
         name = getattr(func, "__name__", str(func))
+        if name == "__get__":
+            found = func(args[0].plain)
+            if not isinstance(found, Tensor):  # x.mT is one
+                return found
         raise SpError("SP843", f"the model applies {name} to cached keys or values before its attention function.")
 
 
@@ -77,24 +83,54 @@ class PromptLayer(CacheLayerMixin):
         self.is_sliding = is_sliding
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Store the keys and values."""
+        """Store the keys and values.
+
+        Args:
+            key_states: (B, H, Q, D), new keys.
+            value_states: (B, H, Q, E), new values.
+        """
         self.keys, self.values, self.is_initialized = key_states, value_states, True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store the keys and values of the prompt, and return them."""
+        """Store the keys and values of the prompt, and return them.
+
+        Args:
+            key_states: (B, H, Q, D), new keys.
+            value_states: (B, H, Q, E), new values.
+            *args: Not used.
+            **kwargs: Not used.
+
+        Returns:
+            The keys and values.
+        """
         self.keys, self.values, self.is_initialized = key_states, value_states, True
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of keys and the first position, for masks."""
+        """Return the number of keys and the first position, for masks.
+
+        Args:
+            query_length: The number of queries.
+
+        Returns:
+            The two numbers.
+        """
         return query_length, 0
 
     def get_seq_length(self) -> int:
-        """Return 0, the number of positions before the prompt."""
+        """Return 0, the number of positions before the prompt.
+
+        Returns:
+            0.
+        """
         return 0
 
     def get_max_length(self) -> int:
-        """Return -1: the prompt may have any length."""
+        """Return -1: the prompt may have any length.
+
+        Returns:
+            -1.
+        """
         return -1
 
 
@@ -121,19 +157,32 @@ class RowsLayer(CacheLayerMixin):
         self.positions = torch.empty(0, dtype=torch.int64)  # of the rank's rows
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Create keys and values without rows."""
+        """Create keys and values without rows.
+
+        Args:
+            key_states: (B, H, Q, D), new keys.
+            value_states: (B, H, Q, E), new values.
+        """
         self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
         self.positions, self.is_initialized = self.positions.to(key_states.device), True
 
     def fill(self, keys: Tensor, values: Tensor) -> None:
-        """Store this rank's rows of the keys and values of a prompt (B, H, S, D): sharded or full tensors."""
+        """Store this rank's rows of the keys and values of a prompt (B, H, S, D): sharded or full tensors.
+
+        Args:
+            keys: The keys of all positions.
+            values: The values of all positions.
+
+        Raises:
+            SpError: They are sharded in different ways (SP843).
+        """
         self.length = keys.shape[2]
-        (self.keys, positions), (self.values, other) = own_rows(keys, self.ranks), own_rows(values, self.ranks)
         if not _has_same_layout(keys, values):
-            raise SpError("SP843", f"keys and values have different layouts: {positions} and {other}.")
-        self.positions, self.is_initialized = positions, True
+            raise SpError("SP843", "the keys and the values of a layer are not sharded in the same way.")
+        (self.keys, self.positions), (self.values, _) = own_rows(keys, self.ranks), own_rows(values, self.ranks)
+        self.is_initialized = True
         if self.window is not None:
-            self.keys, self.values = self._deal(self.keys), self._deal(self.values)
+            self.keys, self.values = self._distribute(self.keys), self._distribute(self.values)
             self.positions = self._window_positions(self.keys.device)
 
     def _window_start(self, length: int) -> int:
@@ -141,12 +190,12 @@ class RowsLayer(CacheLayerMixin):
         return 0 if self.window is None else max(length - self.window + 1, 0)
 
     def _window_positions(self, device: torch.device) -> Tensor:
-        """Return the positions in the window of the next query that this rank stores if they are dealt in turn."""
+        """Return this rank's positions in the window of the next query, if all go to the ranks in turn."""
         start, n = self._window_start(self.length), self.ranks.n
         return torch.arange(start, self.length, device=device)[(self.index - start) % n :: n].clone()
 
-    def _deal(self, rows: Tensor) -> Tensor:
-        """Return the rows of the window that this rank stores if they are dealt in turn. Collective."""
+    def _distribute(self, rows: Tensor) -> Tensor:
+        """Return the rows of the window that this rank stores if positions go to the ranks in turn. Collective."""
         start = self._window_start(self.length)
         shared = rows.new_zeros((*rows.shape[:2], self.length - start, rows.shape[3]))
         used = self.positions >= start
@@ -155,7 +204,17 @@ class RowsLayer(CacheLayerMixin):
         return shared[:, :, (self.index - start) % self.ranks.n :: self.ranks.n].contiguous()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store this rank's share of new keys and values, and return its rows for `attend_to_rows`."""
+        """Store this rank's share of new keys and values, and return its rows for `attend_to_rows`.
+
+        Args:
+            key_states: (B, H, Q, D), new keys.
+            value_states: (B, H, Q, E), new values.
+            *args: Not used.
+            **kwargs: Not used.
+
+        Returns:
+            All rows of this rank that the new queries attend to.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         first, n, start = self.length, self.ranks.n, self._window_start(self.length)
@@ -172,7 +231,7 @@ class RowsLayer(CacheLayerMixin):
         return rows  # type: ignore[return-value]
 
     def _drop_before_window(self) -> None:
-        """Drop the rows that later queries do not attend to. They are the first ones, as rows are dealt in turn."""
+        """Drop the rows that later queries do not attend to: the first ones, in a layer with a window."""
         if self.window is not None:
             count = len(self._window_positions(torch.device("cpu")))
             self._keep(slice(len(self.positions) - count, None))
@@ -185,16 +244,31 @@ class RowsLayer(CacheLayerMixin):
         self.positions = self.positions[rows].clone()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of keys of all ranks and their first position, for masks."""
+        """Return the number of keys of all ranks and their first position, for masks.
+
+        Args:
+            query_length: The number of new queries.
+
+        Returns:
+            The two numbers.
+        """
         start = self._window_start(self.length)
         return self.length - start + query_length, start
 
     def get_seq_length(self) -> int:
-        """Return the number of positions of all ranks."""
+        """Return the number of positions of all ranks.
+
+        Returns:
+            Also those before the window.
+        """
         return self.length
 
     def get_max_length(self) -> int:
-        """Return the window, or -1 without one."""
+        """Return the window, or -1 without one.
+
+        Returns:
+            A number of positions.
+        """
         return -1 if self.window is None else self.window
 
     def activate_past_recording(self) -> None:
@@ -202,7 +276,14 @@ class RowsLayer(CacheLayerMixin):
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last positions."""
+        """Drop the last positions.
+
+        Args:
+            tokens_to_remove: The number of positions; its sign is not used.
+
+        Raises:
+            SpError: The layer has a window and does not record the past (SP842).
+        """
         if self.window is not None and self.length >= self.window and not self.record_past:
             raise SpError("SP842", "cache: positions before the window are not stored, so that it cannot be cropped.")
         if self.is_initialized:
@@ -216,16 +297,28 @@ class RowsLayer(CacheLayerMixin):
         self.is_initialized, self.length, self.positions = False, 0, self.positions[:0]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Select sequences of the batch, for beam search."""
+        """Select sequences of the batch, for beam search.
+
+        Args:
+            beam_idx: int64 (B,), indices of sequences.
+        """
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Select sequences of the batch."""
+        """Select sequences of the batch.
+
+        Args:
+            indices: int64, indices of sequences.
+        """
         if self.is_initialized:
             self.keys, self.values = (x[indices.to(x.device)] for x in (self.keys, self.values))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence of the batch."""
+        """Repeat each sequence of the batch.
+
+        Args:
+            repeats: The number of copies.
+        """
         if self.is_initialized:
             self.keys, self.values = (x.repeat_interleave(repeats, 0) for x in (self.keys, self.values))
 

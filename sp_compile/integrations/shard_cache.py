@@ -41,7 +41,7 @@ TOKEN_NAMES = "input_ids", "inputs_embeds"  # of the argument with the tokens
 # Arguments of generate() that need another cache, or a second model whose cache would be complete on every rank.
 REFUSED = "assistant_model", "prompt_lookup_num_tokens", "cache_implementation"
 
-_active = weakref.WeakSet[nn.Module]()  # models whose cache is sharded now
+_sharing_models = weakref.WeakSet[nn.Module]()  # models whose cache is sharded now
 _tried = weakref.WeakSet[nn.Module]()  # models whose attention was found to support it
 
 
@@ -50,7 +50,7 @@ def shard_cache(model: nn.Module, mesh: DeviceMesh | None = None, **options: Any
     """Shard the cache of keys and values in calls of a model's `generate()` in the context.
 
     Each rank stores `1 / n` of the positions of every layer, of prompts and of new tokens. The prompt runs compiled, on
-    shards of the sequence. The tokens are those of one device.
+    shards of the sequence. The tokens are those of a single device.
 
     All ranks call `generate()` together, with the same inputs and, if they sample, the same seed. The model is one of
     transformers that generates with a `DynamicCache` and calls the attention function that its configuration selects,
@@ -75,17 +75,17 @@ def shard_cache(model: nn.Module, mesh: DeviceMesh | None = None, **options: Any
         yield model
         return
     generating = _find_generating(model)
-    if generating in _active:  # a context in another one
+    if generating in _sharing_models:  # a context in another one
         yield model
         return
     sharing = CacheSharing(generating, ranks, options)
     mute_fsdp_warning(generating)  # the results between the graphs stay sharded
-    _active.add(generating)
+    _sharing_models.add(generating)
     try:
         with mock.patch.multiple(generating, forward=sharing.wrap(generating.forward), generate=sharing.generate()):
             yield model
     finally:
-        _active.discard(generating)
+        _sharing_models.discard(generating)
 
 
 def _find_generating(model: nn.Module) -> Any:
@@ -128,7 +128,11 @@ class CacheSharing:
         self.name = type(model).__name__
 
     def generate(self) -> Callable[..., Any]:
-        """Return a function in place of `generate()` that first refuses what is not supported."""
+        """Return a function in place of `generate()` that first refuses what is not supported.
+
+        Returns:
+            The function, with the arguments of `generate()`.
+        """
         generate = self.model.generate
 
         @functools.wraps(generate)
@@ -141,7 +145,7 @@ class CacheSharing:
             ]
             error = SpError("SP842", f"{refused[0]}: expected None with shard_cache, got a value.") if refused else None
             is_sampled = kwargs.get("do_sample", given.do_sample)
-            self._agree("generate", error, seed=_digest(_random_state(self.model.device)) if is_sampled else "")
+            self._agree("generate", error, seed=_digest(_generator_state(self.model.device)) if is_sampled else "")
             if own.cache_implementation is not None:  # the model's default, such as "hybrid"
                 kwargs["cache_implementation"] = "dynamic"
             if gathers_weights([*self.model.modules()]):  # replicas may stop at other steps
@@ -151,7 +155,14 @@ class CacheSharing:
         return generate_sharded
 
     def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function in place of the model's forward that runs prompts and steps with the sharded cache."""
+        """Return a function in place of the model's forward that runs prompts and steps with the sharded cache.
+
+        Args:
+            forward: The model's forward.
+
+        Returns:
+            The function, with the arguments of the forward.
+        """
         signature = inspect.signature(forward)
         others = next((p.name for p in signature.parameters.values() if p.kind == p.VAR_KEYWORD), "")
 
@@ -270,7 +281,7 @@ def _find_cache_error(cache: Any, name: str) -> SpError | None:
     return None
 
 
-def _random_state(device: torch.device) -> torch.Tensor:
+def _generator_state(device: torch.device) -> torch.Tensor:
     """Return the state of the generator of a device, from which tokens are sampled."""
     return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 

@@ -185,7 +185,14 @@ def test_rows_are_read_by_attention_only() -> None:
     key, value = layer_of(1).update(draw(3), draw(3, seed=1))
     assert isinstance(key, CachedRows)
     assert (key.shape, key.dtype) == (draw(3).shape, torch.float64)
-    for use in (lambda: key * 2, lambda: torch.cat([key, value]), lambda: key.transpose(1, 2), lambda: key[:, :, 0]):
+    for use in (
+        lambda: key * 2,
+        lambda: torch.cat([key, value]),
+        lambda: key.transpose(1, 2),
+        lambda: key[:, :, 0],
+        lambda: key.mT,
+        lambda: key.tolist(),
+    ):
         with pytest.raises(SpError, match="SP843"):
             use()
 

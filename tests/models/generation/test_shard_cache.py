@@ -1,4 +1,4 @@
-"""generate() with a cache whose positions are sharded: tokens and logits of one device, and 1 / n of the bytes on each rank."""
+"""generate() with a cache whose positions are sharded: tokens and logits of a single device, and 1 / n of the bytes on each rank."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def count_graphs() -> int:
 
 
 def run_family(family: str, layers: int, length: int, padding: int, options: dict[str, Any]) -> tuple[Any, Any, int]:
-    """Return the bytes of each tensor of the cache on this rank and on one device, and the number of graphs."""
+    """Return the bytes of each tensor of the cache on this rank and on a single device, and the number of graphs."""
     model, inputs, graphs = make(family, layers), prompt(length, padding=padding), count_graphs()
     expected = generate(model, inputs)
     with shared(model, **options):
@@ -145,7 +145,7 @@ def run_calls() -> list[int]:
     calls = [
         (prompt(7), {}),
         (prompt(7), {}),
-        (prompt(11, padding=2), {}),
+        (prompt(11), {}),
         (prompt(13), {"do_sample": True, "temperature": 2.0}),
         (prompt(7, rows=4), {}),
         (prompt(12), {"num_beams": 2, "num_return_sequences": 2}),
