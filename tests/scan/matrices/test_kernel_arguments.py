@@ -10,7 +10,7 @@ import torch
 from support.scans.kernel_package import attend
 from torch import Tensor
 
-from sp_compile.passes.capture.kernel_stand_ins import make_stand_in
+from sp_compile.passes.capture.stand_ins.kernel_stand_ins import make_stand_in
 
 
 def torch_delta_rule(
