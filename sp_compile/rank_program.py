@@ -153,7 +153,10 @@ def compile_local(lowered: RankProgram, mode: str | None = None) -> Callable[...
     # torch caches compiled code by graph; code from another version of the operators must not be loaded.
     tag = f"{torch.compiler.config.cache_key_tag} sp_compile {sources_digest()}"
     budget = torch_compat.memory_budget(options.activation_memory_budget)
-    with budget, torch.compiler.config.patch(cache_key_tag=tag), policies:
+    pass_keys = joint.key(), partitioned.key if partitioned is not None else ""
+    settings = str((tag, sorted(patches.items()), pass_keys, options.activation_memory_budget))
+    turn = _shares_compilation(lowered) and torch_compat.compile_once(local, lowered.inputs, settings)
+    with budget, torch.compiler.config.patch(cache_key_tag=tag), policies, turn or nullcontext():
         set_step(f"compiler {name}" if isinstance(name, str) else "compiler")
         # Regions that run in tiles are separate graphs, which operators of the local graph call.
         tile_compiler = torch_compat.nested_compiler(torch_compat.get_compiler(name, patches))
@@ -164,6 +167,12 @@ def compile_local(lowered: RankProgram, mode: str | None = None) -> Callable[...
         log.info("%s", joint.report)
     draws_on_shards = lowered.ranks.n > 1 and has_random_ops(local)
     return with_rank_rng(run, lowered.ranks) if draws_on_shards else run  # each rank draws other numbers for its rows
+
+
+def _shares_compilation(lowered: RankProgram) -> bool:
+    """Return True if other ranks can load this program from torch's cache, and need no messages while it compiles."""
+    sends_nothing = lowered.joint.key() is not None
+    return lowered.options.compiler == "inductor" and lowered.ranks.has_other_processes and sends_nothing
 
 
 def _mode_options(mode: str | None, compiler: str | Callable[..., Any]) -> Mapping[str, Any]:

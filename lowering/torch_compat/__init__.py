@@ -5,6 +5,7 @@ more; imported on 2.11 to 2.15.
 """
 
 from .checkpoints import *
+from .compile_once import *
 from .compiled_backwards import *
 from .compilers import *
 from .dynamo import *
