@@ -18,8 +18,8 @@ from sp_compile.lowering.base.options import SPConfig
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.comm.simulate import SIMULATED_GROUP
 from sp_compile.passes.base import Pass, Passes, check_pass_order, iterate_passes
-from sp_compile.passes.canonical.associative_scan import ExpandAssociativeScans
 from sp_compile.passes.canonical.canonicalize import Canonicalize
+from sp_compile.passes.canonical.scan_forms.associative_scan import ExpandAssociativeScans
 from sp_compile.passes.capture.capture import capture_export
 from sp_compile.passes.context import Note, NoteKind, PassContext, Refusal
 from sp_compile.passes.cost.decision import merge_decisions
