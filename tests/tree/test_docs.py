@@ -34,6 +34,12 @@ def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 100
 
 
+def test_changelog_is_short() -> None:
+    """The first release has at most 40 lines."""
+    release = (ROOT / "CHANGELOG.md").read_text().partition("## 0.1.0")[2].partition("\n## ")[0]
+    assert 0 < len(release.splitlines()) <= 40
+
+
 def test_navigation_has_every_page() -> None:
     trees = [body for kind, body in blocks(DOCS / "index.md") if kind == "{toctree}"]
     named = [line for body in trees for line in body.splitlines() if line and not line.startswith(":")]
