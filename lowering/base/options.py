@@ -200,7 +200,11 @@ class SPConfig:
     compiler: str | Callable[..., Any] = "inductor"
 
     def __post_init__(self) -> None:
-        """Validate each option, then the options that depend on the compiler or on the attention strategy."""
+        """Validate each option, then the options that depend on the compiler or on the attention strategy.
+
+        Raises:
+            SpError: A value is invalid (SP103, SP104), or the compiler (SP105) or strategy (SP106) excludes it.
+        """
         for name, rule in OPTION_RULES.items():
             rule.check(name, getattr(self, name))
         for name, (supported, purpose) in JOINT_GRAPH_OPTIONS.items():

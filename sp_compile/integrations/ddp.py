@@ -64,7 +64,11 @@ def compile_under_ddp(
     SPConfig.of(merged)  # raises here, not at the first call
 
     def check_ddp() -> None:
-        """Raise SpError for a training call outside DDP."""
+        """Raise SpError for a training call outside DDP.
+
+        Raises:
+            SpError: The ranks' gradients would not be summed (SP832).
+        """
         computes_gradients = model.training and torch.is_grad_enabled()
         if computes_gradients and not is_under_ddp() and resolve(mesh, None).n > 1:
             raise SpError("SP832", WITHOUT_DDP)

@@ -197,7 +197,7 @@ def _trace_forward(layer: nn.Module) -> None:
 
     @functools.wraps(forward)
     def run_layer(*args: Any, **kwargs: Any) -> Any:
-        """Run the layer."""
+        """Return the result of the layer's forward."""
         return forward(*args, **kwargs)
 
     layer.forward = run_layer  # type: ignore[method-assign]

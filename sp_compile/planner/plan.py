@@ -330,7 +330,7 @@ def _plan_first(planner: StepPlanner, result: StepPlan, all_ranks: Sequence[int]
     more_tiles = TILE_COUNTS if user_tiles is None else None
 
     def examine(checkpoint: bool, tiles: int | str) -> list[PlannedStep]:
-        """Add the variants of all numbers of ranks that are not settled, and return their steps."""
+        """Return the steps of the variants that are added, of all numbers of ranks that are not settled."""
         unsettled = [n for n, attentions in choices.items() if attentions and not _is_settled(result, n)]
         if tiles == more_tiles:  # not where the memory has already required at least this number
             unsettled = [n for n in unsettled if num_tiles.get(n, 0) < TILE_COUNTS]
