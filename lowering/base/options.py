@@ -128,7 +128,7 @@ JOINT_GRAPH_OPTIONS = {
 class SPConfig:
     """Options of the backend. Every field has a working default.
 
-    `docs/options.md` describes each option in detail.
+    `docs/reference/options.md` describes each option in detail.
 
     Args:
         mesh: DeviceMesh whose ranks share the sequence. None selects the default process group, or a single rank

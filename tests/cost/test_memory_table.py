@@ -34,7 +34,7 @@ SHARDS = [
 
 
 TOO_HIGH = {"Llama, the same in 4 tiles", "decoder, checkpointed blocks, a ring, 4 tiles, all that is kept on the host"}
-"""By Inductor, by a bucket of gradients that it makes later than predicted: docs/limits.md says why."""
+"""By Inductor, by a bucket of gradients that it makes later than predicted: docs/reference/limits.md says why."""
 
 
 def rows(names: list[str], quick: set[str]) -> list[Any]:

@@ -1,11 +1,10 @@
 """Report what `sp_compile.explain` finds in small models of the families of transformers and diffusers.
 
     python -m support.docs.families [--only Llama Wan ...] [--tables named causal masked images translation diffusion]
-        [--limit 300] [--missing] [--notes FILE] [--output docs/families.md]
+        [--limit 300] [--missing] [--notes FILE] [--output docs/reference/families.md]
 
-Each model is examined in its own process, with a time limit. The tables are written after each model, CPU seconds to
-benchmarks/results/families.md; rows of models that
-do not run again are kept.
+Each model is examined in its own process, with a time limit. The table is written after each model, and CPU seconds to
+benchmarks/results/families.md; rows of models that do not run again are kept.
 """
 
 import argparse
@@ -24,7 +23,7 @@ from typing import Any
 from measuring.tables import commit
 
 ROOT = Path(__file__).parents[3]
-RESULTS = ROOT / "docs" / "families.md"
+RESULTS = ROOT / "docs" / "reference" / "families.md"
 SECONDS = ROOT / "benchmarks" / "results" / "families.md"  # CPU seconds of `explain`, and the commit
 SECONDS_TITLE = "Seconds"
 SECONDS_INTRODUCTION = "# Seconds to examine families of models\n\nCPU seconds of `explain(model, sp=2)` on one core."
