@@ -1,4 +1,4 @@
-"""Reproduced rows of `benchmarks/results/memory_plan.md`: measured bytes of a step equal `explain`'s to 10 %."""
+"""Reproduced rows of `benchmarks/results/memory/memory_plan.md`: measured bytes of a step equal `explain`'s to 10 %."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
         [--limit 300] [--missing] [--notes FILE] [--output docs/reference/families.md]
 
 Each model is examined in its own process, with a time limit. The table is written after each model, and CPU seconds to
-benchmarks/results/families.md; rows of models that do not run again are kept.
+benchmarks/results/checks/families.md; rows of models that do not run again are kept.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from measuring.tables import commit
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "docs" / "reference" / "families.md"
-SECONDS = ROOT / "benchmarks" / "results" / "families.md"  # CPU seconds of `explain`, and the commit
+SECONDS = ROOT / "benchmarks" / "results" / "checks" / "families.md"  # CPU seconds of `explain`, and the commit
 SECONDS_TITLE = "Seconds"
 SECONDS_INTRODUCTION = "# Seconds to examine families of models\n\nCPU seconds of `explain(model, sp=2)` on one core."
 HEADERS = ("family", "library", "on shards", "sequence", "attention", "gathered inside", "refused")
