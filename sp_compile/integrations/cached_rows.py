@@ -63,7 +63,11 @@ class CachedRows(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return a size or another property; raise SpError for an operation, whose result would be incomplete."""
+        """Return a size or another property; raise SpError for an operation, whose result would be incomplete.
+
+        Raises:
+            SpError: The model applies an operation (SP843).
+        """
         name = getattr(func, "__name__", str(func))
         if name == "__get__":
             found = func(args[0].plain)
@@ -414,7 +418,11 @@ def attend_to_rows(
 
 
 def _own_mask(mask: Tensor | None, key: CachedRows, queries: int, kind: str) -> Tensor:
-    """Return the columns of a mask for the positions of this rank's rows, as bool or additive mask."""
+    """Return the columns of a mask for the positions of this rank's rows, as bool or additive mask.
+
+    Raises:
+        SpError: The mask does not have a row of each query and a column of each key (SP843).
+    """
     width = key.layer.length - key.start
     if mask is None or mask.shape[-1] != width or mask.shape[-2] != queries:
         got = "None" if mask is None else f"one of shape {tuple(mask.shape)}"

@@ -137,7 +137,7 @@ class CacheSharing:
 
         @functools.wraps(generate)
         def generate_sharded(*args: Any, **kwargs: Any) -> Any:
-            """Run `generate()` with a sharded cache."""
+            """Return the result of `generate()` with a sharded cache."""
             own = self.model.generation_config
             given = kwargs.get("generation_config") or own
             refused = [
@@ -169,7 +169,7 @@ class CacheSharing:
         @torch.compiler.disable
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            """Run the model; without a cache, as in `generate(use_cache=False)`, as it is."""
+            """Return the model's result; without a cache, as in `generate(use_cache=False)`, it runs as it is."""
             arguments = dict(signature.bind_partial(*args, **kwargs).arguments)
             arguments |= arguments.pop(others, {})
             name = next((name for name in CACHE_NAMES if arguments.get(name) is not None), None)
@@ -178,7 +178,7 @@ class CacheSharing:
         return run
 
     def _run(self, forward: Callable[..., Any], arguments: dict[str, Any], cache_name: str) -> Any:
-        """Run a prompt if the cache is empty, else a step."""
+        """Return the model's result for a prompt if the cache is empty, else for a step."""
         from .cached_rows import RowsLayer
 
         cache = arguments[cache_name]
@@ -226,7 +226,7 @@ class CacheSharing:
         _tried.add(self.model)
 
     def _step(self, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Run the model eagerly, with the attention function that merges the ranks."""
+        """Return the result of the eager model, with the attention function that merges the ranks."""
         from ._compat.attention_names import select_attention
         from .cached_rows import ROWS_ATTENTION
 
@@ -241,7 +241,7 @@ class CacheSharing:
             return forward(**arguments)
 
     def _prompt(self, forward: Callable[..., Any], arguments: dict[str, Any], cache_name: str) -> Any:
-        """Run the model compiled, and replace the layers of the cache by ones with this rank's rows."""
+        """Return the compiled model's result, and replace the cache's layers by ones with this rank's rows."""
         from sp_compile.backend import sp
 
         from .cached_rows import PromptLayer
