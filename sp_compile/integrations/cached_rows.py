@@ -73,7 +73,7 @@ class CachedRows(Tensor):
             found = func(args[0].plain)
             if not isinstance(found, Tensor):  # x.mT is one
                 return found
-        raise SpError("SP843", f"the model applies {name} to cached keys or values before its attention function.")
+        raise SpError("SP843", f"the model applies {name} to cached keys or values, of which a rank has a part.")
 
 
 class PromptLayer(CacheLayerMixin):
