@@ -73,7 +73,7 @@ class CachedRows(Tensor):
             found = func(args[0].plain)
             if not isinstance(found, Tensor):  # x.mT is one
                 return found
-        raise SpError("SP843", f"the model applies {name} to cached keys or values, of which a rank has a part.")
+        raise SpError("SP843", f"{name} is called on cached keys or values, of which this rank has only a part.")
 
 
 class PromptLayer(CacheLayerMixin):
@@ -154,11 +154,36 @@ class RowsLayer(CacheLayerMixin):
             window: Number of positions that a query attends to, including its own; None for all.
         """
         super().__init__()
+        self._keys: Any = None  # (B, H, rows, D), or None before the first positions
+        self._values: Any = None  # (B, H, rows, E)
         self.ranks, self.window, self.is_sliding = ranks, window, window is not None
         self.index = current_communicator().rank(ranks.group)
         self.length = 0  # positions of all ranks since the start
         self.record_past = False  # whether positions before the window are stored until the next `crop`
         self.positions = torch.empty(0, dtype=torch.int64)  # of the rank's rows
+
+    @property
+    def keys(self) -> CachedRows | None:  # type: ignore[override]
+        """The keys of the rank's rows, which raise an error if they are read, or None without any."""
+        return self._as_cached(self._keys)
+
+    @keys.setter
+    def keys(self, rows: Tensor | None) -> None:
+        self._keys = rows
+
+    @property
+    def values(self) -> CachedRows | None:  # type: ignore[override]
+        """The values of the rank's rows, as `keys`."""
+        return self._as_cached(self._values)
+
+    @values.setter
+    def values(self, rows: Tensor | None) -> None:
+        self._values = rows
+
+    def _as_cached(self, rows: Tensor | None) -> CachedRows | None:
+        """Return rows as a tensor that only `attend_to_rows` may read."""
+        start = self._window_start(self.length)
+        return None if rows is None else CachedRows.of(rows, self, self.positions, start)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Create keys and values without rows.
@@ -167,7 +192,7 @@ class RowsLayer(CacheLayerMixin):
             key_states: (B, H, Q, D), new keys.
             value_states: (B, H, Q, E), new values.
         """
-        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        self._keys, self._values = key_states[:, :, :0], value_states[:, :, :0]
         self.positions, self.is_initialized = self.positions.to(key_states.device), True
 
     def fill(self, keys: Tensor, values: Tensor) -> None:
@@ -183,11 +208,11 @@ class RowsLayer(CacheLayerMixin):
         self.length = keys.shape[2]
         if not _has_same_layout(keys, values):
             raise SpError("SP843", "the keys and the values of a layer are not sharded in the same way.")
-        (self.keys, self.positions), (self.values, _) = own_rows(keys, self.ranks), own_rows(values, self.ranks)
+        (self._keys, self.positions), (self._values, _) = own_rows(keys, self.ranks), own_rows(values, self.ranks)
         self.is_initialized = True
         if self.window is not None:
-            self.keys, self.values = self._distribute(self.keys), self._distribute(self.values)
-            self.positions = self._window_positions(self.keys.device)
+            self._keys, self._values = self._distribute(self._keys), self._distribute(self._values)
+            self.positions = self._window_positions(self._keys.device)
 
     def _window_start(self, length: int) -> int:
         """Return the first position that the query at position `length` attends to."""
@@ -225,11 +250,11 @@ class RowsLayer(CacheLayerMixin):
         self.length += key_states.shape[2]
         offset = (self.index - first) % n  # of the rank's first new row
         if offset < key_states.shape[2]:
-            self.keys = torch.cat([self.keys, key_states[:, :, offset::n]], 2)
-            self.values = torch.cat([self.values, value_states[:, :, offset::n]], 2)
+            self._keys = torch.cat([self._keys, key_states[:, :, offset::n]], 2)
+            self._values = torch.cat([self._values, value_states[:, :, offset::n]], 2)
             new = torch.arange(first + offset, self.length, n, device=self.positions.device)
             self.positions = torch.cat([self.positions, new])
-        rows = tuple(CachedRows.of(x, self, self.positions, start) for x in (self.keys, self.values))
+        rows = tuple(CachedRows.of(x, self, self.positions, start) for x in (self._keys, self._values))
         if not self.record_past:
             self._drop_before_window()
         return rows  # type: ignore[return-value]
@@ -244,7 +269,7 @@ class RowsLayer(CacheLayerMixin):
         """Keep some rows, in memory of their own."""
         if isinstance(rows, slice) and rows.start == 0:
             return
-        self.keys, self.values = (x[:, :, rows].clone() for x in (self.keys, self.values))
+        self._keys, self._values = (x[:, :, rows].clone() for x in (self._keys, self._values))
         self.positions = self.positions[rows].clone()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -297,7 +322,7 @@ class RowsLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Drop all positions."""
-        self.keys = self.values = None
+        self._keys = self._values = None
         self.is_initialized, self.length, self.positions = False, 0, self.positions[:0]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -315,7 +340,7 @@ class RowsLayer(CacheLayerMixin):
             indices: int64, indices of sequences.
         """
         if self.is_initialized:
-            self.keys, self.values = (x[indices.to(x.device)] for x in (self.keys, self.values))
+            self._keys, self._values = (x[indices.to(x.device)] for x in (self._keys, self._values))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence of the batch.
@@ -324,7 +349,7 @@ class RowsLayer(CacheLayerMixin):
             repeats: The number of copies.
         """
         if self.is_initialized:
-            self.keys, self.values = (x.repeat_interleave(repeats, 0) for x in (self.keys, self.values))
+            self._keys, self._values = (x.repeat_interleave(repeats, 0) for x in (self._keys, self._values))
 
 
 def _has_same_layout(a: Tensor, b: Tensor) -> bool:
