@@ -138,6 +138,20 @@ class PromptLayer(CacheLayerMixin):
         return -1
 
 
+class _GuardedRows:
+    """Attribute of a `RowsLayer`, whose rows (B, H, rows, D) or None other code gets as `CachedRows`."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = f"_{name}"  # attribute with the plain rows
+
+    def __get__(self, layer: RowsLayer, owner: type) -> Any:
+        rows = getattr(layer, self.name)
+        return None if rows is None else CachedRows.of(rows, layer, layer.positions, start=0)
+
+    def __set__(self, layer: RowsLayer, rows: Tensor | None) -> None:
+        setattr(layer, self.name, rows)
+
+
 class RowsLayer(CacheLayerMixin):
     """Layer of a cache that stores the keys and values of some positions on each rank.
 
@@ -145,6 +159,9 @@ class RowsLayer(CacheLayerMixin):
     """
 
     is_croppable = True
+    _keys: Any  # plain rows
+    _values: Any
+    keys, values = _GuardedRows(), _GuardedRows()  # type: ignore[assignment]
 
     def __init__(self, ranks: Ranks, window: int | None = None) -> None:
         """Create an empty layer.
@@ -154,36 +171,11 @@ class RowsLayer(CacheLayerMixin):
             window: Number of positions that a query attends to, including its own; None for all.
         """
         super().__init__()
-        self._keys: Any = None  # (B, H, rows, D), or None before the first positions
-        self._values: Any = None  # (B, H, rows, E)
         self.ranks, self.window, self.is_sliding = ranks, window, window is not None
         self.index = current_communicator().rank(ranks.group)
         self.length = 0  # positions of all ranks since the start
         self.record_past = False  # whether positions before the window are stored until the next `crop`
         self.positions = torch.empty(0, dtype=torch.int64)  # of the rank's rows
-
-    @property
-    def keys(self) -> CachedRows | None:  # type: ignore[override]
-        """The keys of the rank's rows, which raise an error if they are read, or None without any."""
-        return self._as_cached(self._keys)
-
-    @keys.setter
-    def keys(self, rows: Tensor | None) -> None:
-        self._keys = rows
-
-    @property
-    def values(self) -> CachedRows | None:  # type: ignore[override]
-        """The values of the rank's rows, as `keys`."""
-        return self._as_cached(self._values)
-
-    @values.setter
-    def values(self, rows: Tensor | None) -> None:
-        self._values = rows
-
-    def _as_cached(self, rows: Tensor | None) -> CachedRows | None:
-        """Return rows as a tensor that only `attend_to_rows` may read."""
-        start = self._window_start(self.length)
-        return None if rows is None else CachedRows.of(rows, self, self.positions, start)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Create keys and values without rows.
