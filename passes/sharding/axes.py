@@ -30,6 +30,7 @@ from sp_compile.passes.graph.sizes import (
     assume_large,
     ceil_div,
     divides,
+    exact_quotient,
     is_most_of,
     is_same_size,
     size_product,
@@ -221,19 +222,39 @@ class Axes:
         """
         if not self.granules or not isinstance(placement, Shard) or (node, index) not in self.dims:
             return placement
-        frame = placement.frame
         dim = self.dims[node, index][placement.dim]
         for i, atom in enumerate(dim):
             name = self.find(atom.name)
-            if not is_same_size(placement.outer, size_product(a.size for a in dim[:i])):
-                continue
-            if not is_same_size(frame.length, atom.size):  # the shard splits several factors, such as rows of windows
-                continue
             granule, block = self.granules.get(name, 1), self.blocks.get(name, 1)
+            if max(granule, block) == 1 or not is_same_size(placement.outer, size_product(a.size for a in dim[:i])):
+                continue
+            counted = self._count_rows(placement, atom, size_product(a.size for a in dim[i + 1 :]))
             # In a frame whose size is no multiple of (granule * ranks * chunks of a rank), a chunk may be on two ranks.
-            if max(granule, block) > 1 and divides(granule * self.n * frame.order.chunks, frame.size):
-                return replace(placement, frame=replace(frame, granule=granule, block=block))
+            if counted is not None and divides(granule * self.n * counted.frame.order.chunks, counted.frame.size):
+                return replace(counted, frame=replace(counted.frame, granule=granule, block=block))
         return placement
+
+    def _count_rows(self, shard: Shard, atom: Atom, inner: Size) -> Shard | None:
+        """Return a shard whose frame counts the rows of an atom, or None if its frame is not in units of them.
+
+        A frame of 2 windows of 4 rows with w columns (`shard.inner` is 4 w) is one of 8 rows, whose `inner` is w, since
+        each rank has complete windows. The outer factor of both is the same.
+
+        Args:
+            shard: The placement.
+            atom: A factor of its dim.
+            inner: The size of the factors of the dim after the atom.
+        """
+        frame, times = shard.frame, exact_quotient(shard.inner, inner)
+        if is_same_size(frame.length, atom.size) and is_same_size(shard.inner, inner):
+            return shard
+        if times is None or not divides(self.n * frame.order.chunks, frame.size):
+            return None
+        if not is_same_size(frame.length * times, atom.size):
+            return None
+        return replace(
+            shard, frame=replace(frame, size=frame.size * times, start=frame.start * times, length=atom.size), inner=inner
+        )
 
     def _frame(self, atom: Atom) -> Frame:
         """Return the frame in which a sequence with the rows of an atom is sharded.
