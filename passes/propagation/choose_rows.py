@@ -53,12 +53,12 @@ def choose_rows(gm: GraphModule, axes: Axes) -> Axes:
         return axes
     work = RowWork(gm, rows_axes)
     flops = [_rank_flops(work, {rows_axes.find(c.rows.name), *c.blocks}, _share_of_rank(c, axes.n)) for c in candidates]
-    least = min(flops)
-    if least * (1 + LARGE_SHARE) >= _least_flops_with(gm, axes):
+    chosen = candidates[flops.index(min(flops))]
+    if min(flops) > _tolerated_flops(gm, axes, chosen):
         return axes
-    chosen = candidates[flops.index(least)]
     name = rows_axes.find(chosen.rows.name)
     rows_axes.folds, rows_axes.n, rows_axes.sequences = axes.folds, axes.n, {name}
+    rows_axes.flat = _products_of(gm, rows_axes, name)
     rows_axes.windowed = {name: chosen.attentions}
     rows_axes.lost = dict.fromkeys(attentions, f"each rank has less work with complete windows of the {chosen.rows.size}")
     complete_sequences(gm, rows_axes, picks=True)
@@ -82,6 +82,12 @@ def _attentions_by_class(gm: GraphModule, axes: Axes) -> dict[int, set[Node]]:
                 if not is_same_size(atom.size, 1):
                     attentions.setdefault(axes.find(atom.name), set()).add(node)
     return attentions
+
+
+def _products_of(gm: GraphModule, axes: Axes, name: int) -> set[tuple[int, ...]]:
+    """Return the products that attention reads and whose slowest factor is a class, as the classes of their factors."""
+    dims = [axes.canonical(dim) for find in (attended_dims, softmax_attended_dims) for _, dim in find(gm, axes)]
+    return {tuple(a.name for a in dim) for dim in dims if len(dim) > 1 and dim[0].name == name}
 
 
 def _find_windowed_rows(gm: GraphModule, axes: Axes, attentions: dict[int, set[Node]]) -> list[WindowedRows]:
@@ -120,9 +126,16 @@ def _rank_flops(work: RowWork, classes: Set[int], share: float) -> float:
     return work.total - (1 - share) * work.flops_of_rows(classes)
 
 
-def _least_flops_with(gm: GraphModule, axes: Axes) -> float:
-    """Return the FLOPs of a rank with the sequences of `axes`."""
+def _tolerated_flops(gm: GraphModule, axes: Axes, windowed: WindowedRows) -> float:
+    """Return the FLOPs of a rank up to which the rows of windows replace the sequences of `axes`.
+
+    They are clearly less than those with the sequences; slightly more are accepted if the positions of windows are a
+    sequence, because these are exchanged before and after each attention.
+    """
     sizes = [a.size for dims in axes.dims.values() for dim in dims for a in dim if axes.is_sequence(a)]
     share = min((largest_share(size, axes.n) for size in sizes if not is_same_size(size, 1)), default=1.0)
     chunks = {axes.find(s.factors[0].name) for s in axes.all_splits() if axes.is_sequence(s.source)}
-    return _rank_flops(RowWork(gm, axes), axes.sequences | chunks, share)
+    flops = _rank_flops(RowWork(gm, axes), axes.sequences | chunks, share)
+    attentions = _attentions_by_class(gm, axes)
+    exchanges_positions = any(not windowed.attentions.isdisjoint(attentions.get(x, ())) for x in axes.sequences)
+    return flops * (1 + LARGE_SHARE) if exchanges_positions else flops / (1 + LARGE_SHARE)

@@ -93,6 +93,7 @@ class Axes:
     joined: list[tuple[Atom, Size]] = field(default_factory=list)  # parts of concatenations, and their first positions
     n: int = 1  # number of ranks, of which each has complete chunks
     keeps_strided: bool = True  # False: the rows of windows with strides are no rows of the operand's class
+    flat: set[tuple[int, ...]] = field(default_factory=set)  # products that attention reads, if their rows are sharded
     windowed: dict[int, set[Node]] = field(default_factory=dict)  # attentions in windows of a class of rows
 
     def find(self, name: int) -> int:
@@ -231,7 +232,8 @@ class Axes:
             counted = self._count_rows(placement, atom, size_product(a.size for a in dim[i + 1 :]))
             # In a frame whose size is no multiple of (granule * ranks * chunks of a rank), a chunk may be on two ranks.
             if counted is not None and divides(granule * self.n * counted.frame.order.chunks, counted.frame.size):
-                return replace(counted, frame=replace(counted.frame, granule=granule, block=block))
+                counted = replace(counted, frame=replace(counted.frame, granule=granule, block=block))
+                return self._flatten_rows(counted, dim[i:])
         return placement
 
     def _count_rows(self, shard: Shard, atom: Atom, inner: Size) -> Shard | None:
@@ -245,16 +247,34 @@ class Axes:
             atom: A factor of its dim.
             inner: The size of the factors of the dim after the atom.
         """
-        frame, times = shard.frame, exact_quotient(shard.inner, inner)
+        frame = shard.frame
         if is_same_size(frame.length, atom.size) and is_same_size(shard.inner, inner):
             return shard
-        if times is None or not divides(self.n * frame.order.chunks, frame.size):
+        if not is_same_size(frame.length * shard.inner, atom.size * inner):
             return None
-        if not is_same_size(frame.length * times, atom.size):
+        size, start = (exact_quotient(rows * shard.inner, inner) for rows in (frame.size, frame.start))
+        is_complete = size is not None and all(divides(self.n * frame.order.chunks, x) for x in (frame.size, size))
+        if not is_complete or start is None:
             return None
-        return replace(
-            shard, frame=replace(frame, size=frame.size * times, start=frame.start * times, length=atom.size), inner=inner
-        )
+        return replace(shard, frame=replace(frame, size=size, start=start, length=atom.size), inner=inner)
+
+    def _flatten_rows(self, shard: Shard, dim: Dim) -> Shard:
+        """Return a shard whose frame counts the positions of a product that attention reads, if it has the rows.
+
+        For rows of an image, attention over H * W positions needs a frame of these. Each rank has complete rows.
+
+        Args:
+            shard: The placement, whose frame counts the first atom of `dim`.
+            dim: The factors of its dim, from the rows on.
+        """
+        names, frame = tuple(self.find(a.name) for a in dim), shard.frame
+        for run in self.flat:
+            if names[: len(run)] == run:
+                columns = size_product(a.size for a in dim[1 : len(run)])
+                sizes = (frame.size * columns, frame.start * columns, frame.length * columns)
+                flat = Frame(*sizes, frame.folds, frame.granule * columns)
+                return replace(shard, frame=flat, inner=size_product(a.size for a in dim[len(run) :]))
+        return shard
 
     def _frame(self, atom: Atom) -> Frame:
         """Return the frame in which a sequence with the rows of an atom is sharded.
