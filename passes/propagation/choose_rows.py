@@ -60,7 +60,9 @@ def choose_rows(gm: GraphModule, axes: Axes) -> Axes:
     rows_axes.folds, rows_axes.n, rows_axes.sequences = axes.folds, axes.n, {name}
     rows_axes.flat = _products_of(gm, rows_axes, name)
     rows_axes.windowed = {name: chosen.attentions}
-    rows_axes.lost = dict.fromkeys(attentions, f"each rank has less work with complete windows of the {chosen.rows.size}")
+    rows_axes.lost = dict.fromkeys(
+        attentions, f"each rank has less work with complete windows of the {chosen.rows.size}"
+    )
     complete_sequences(gm, rows_axes, picks=True)
     return rows_axes
 

@@ -30,7 +30,6 @@ from sp_compile.passes.graph.sizes import (
     assume_large,
     ceil_div,
     divides,
-    exact_quotient,
     is_most_of,
     is_same_size,
     size_product,
@@ -93,7 +92,7 @@ class Axes:
     joined: list[tuple[Atom, Size]] = field(default_factory=list)  # parts of concatenations, and their first positions
     n: int = 1  # number of ranks, of which each has complete chunks
     keeps_strided: bool = True  # False: the rows of windows with strides are no rows of the operand's class
-    flat: set[tuple[int, ...]] = field(default_factory=set)  # products that attention reads, if their rows are sharded
+    flat: set[tuple[int, ...]] = field(default_factory=set)  # classes of products that attention reads, by their rows
     windowed: dict[int, set[Node]] = field(default_factory=dict)  # attentions in windows of a class of rows
 
     def find(self, name: int) -> int:
@@ -223,58 +222,14 @@ class Axes:
         """
         if not self.granules or not isinstance(placement, Shard) or (node, index) not in self.dims:
             return placement
-        dim = self.dims[node, index][placement.dim]
-        for i, atom in enumerate(dim):
+        frame = placement.frame
+        for atom in self.dims[node, index][placement.dim]:
             name = self.find(atom.name)
             granule, block = self.granules.get(name, 1), self.blocks.get(name, 1)
-            if max(granule, block) == 1 or not is_same_size(placement.outer, size_product(a.size for a in dim[:i])):
-                continue
-            counted = self._count_rows(placement, atom, size_product(a.size for a in dim[i + 1 :]))
             # In a frame whose size is no multiple of (granule * ranks * chunks of a rank), a chunk may be on two ranks.
-            if counted is not None and divides(granule * self.n * counted.frame.order.chunks, counted.frame.size):
-                counted = replace(counted, frame=replace(counted.frame, granule=granule, block=block))
-                return self._flatten_rows(counted, dim[i:])
+            if max(granule, block) > 1 and divides(granule * self.n * frame.order.chunks, frame.size):
+                return replace(placement, frame=replace(frame, granule=granule, block=block))
         return placement
-
-    def _count_rows(self, shard: Shard, atom: Atom, inner: Size) -> Shard | None:
-        """Return a shard whose frame counts the rows of an atom, or None if its frame is not in units of them.
-
-        A frame of 2 windows of 4 rows with w columns (`shard.inner` is 4 w) is one of 8 rows, whose `inner` is w, since
-        each rank has complete windows. The outer factor of both is the same.
-
-        Args:
-            shard: The placement.
-            atom: A factor of its dim.
-            inner: The size of the factors of the dim after the atom.
-        """
-        frame = shard.frame
-        if is_same_size(frame.length, atom.size) and is_same_size(shard.inner, inner):
-            return shard
-        if not is_same_size(frame.length * shard.inner, atom.size * inner):
-            return None
-        size, start = (exact_quotient(rows * shard.inner, inner) for rows in (frame.size, frame.start))
-        is_complete = size is not None and all(divides(self.n * frame.order.chunks, x) for x in (frame.size, size))
-        if not is_complete or start is None:
-            return None
-        return replace(shard, frame=replace(frame, size=size, start=start, length=atom.size), inner=inner)
-
-    def _flatten_rows(self, shard: Shard, dim: Dim) -> Shard:
-        """Return a shard whose frame counts the positions of a product that attention reads, if it has the rows.
-
-        For rows of an image, attention over H * W positions needs a frame of these. Each rank has complete rows.
-
-        Args:
-            shard: The placement, whose frame counts the first atom of `dim`.
-            dim: The factors of its dim, from the rows on.
-        """
-        names, frame = tuple(self.find(a.name) for a in dim), shard.frame
-        for run in self.flat:
-            if names[: len(run)] == run:
-                columns = size_product(a.size for a in dim[1 : len(run)])
-                sizes = (frame.size * columns, frame.start * columns, frame.length * columns)
-                flat = Frame(*sizes, frame.folds, frame.granule * columns)
-                return replace(shard, frame=flat, inner=size_product(a.size for a in dim[len(run) :]))
-        return shard
 
     def _frame(self, atom: Atom) -> Frame:
         """Return the frame in which a sequence with the rows of an atom is sharded.
@@ -294,8 +249,7 @@ class Axes:
             size = self.n * stride * ceil_div(atom.size, self.n * stride)
             is_padded = stride > 1 and self.folds == 1 and is_most_of(atom.size, size)
             return Frame(size, 0, atom.size) if is_padded else Frame.full(atom.size, self.folds)
-        # The longest value of the class: the result of the concatenation, or the sequence that is already padded. Each
-        # position of a dim of chunks counts as the positions of a chunk.
+        # The longest value of the class (the result of the concatenation, or the padded sequence), or of its chunks.
         blocks = {name: 1, **self.chunk_blocks.get(name, {})}
         sizes = (a.size * blocks[c] for a in self._atoms() if (c := self.find(a.name)) in blocks)
         longest = max(sizes, key=assume_large)
@@ -322,7 +276,7 @@ def name_axes(gm: GraphModule) -> Axes:
 
 
 def name_factors(gm: GraphModule) -> Axes:
-    """Identify the dims of all values as `name_axes` does, with the factors of products and strided windows apart."""
+    """Identify the dims as `name_axes` does, with the factors of products and the rows of strided windows apart."""
     return _name_axes(gm, Axes(keeps_strided=False))
 
 

@@ -116,3 +116,24 @@ class Pyramid(nn.Module):
             if self.tokens:
                 x = x.flatten(1, 2).unflatten(1, x.shape[1:3])
         return self.norm(x)
+
+
+class Backbone(nn.Module):
+    """Blocks on images (B, H, W, C): attention in padded windows, and over all pixels in the last block."""
+
+    def __init__(self, blocks: int = 2, width: int = 8, window: int = 3, ends_with_all: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.patches = nn.Conv2d(3, width, 2, 2)
+        self.blocks = nn.ModuleList(Block(width, window, 0) for _ in range(blocks))
+        self.last = self.blocks[-1] if ends_with_all else None
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.patches(image).permute(0, 2, 3, 1)
+        for block in self.blocks:
+            if block is self.last:
+                x = x + block.attention(block.before(x).flatten(1, 2)).unflatten(1, x.shape[1:3])
+                x = x + block.mlp(block.after(x))
+            else:
+                x = block(x)
+        return x
