@@ -48,7 +48,12 @@ def choose_rows(gm: GraphModule, axes: Axes) -> Axes:
         return axes
     rows_axes = name_factors(gm)  # in which the positions of a window have factors of the rows
     attentions = _attentions_by_class(gm, rows_axes)
-    candidates = _find_windowed_rows(gm, rows_axes, attentions)
+    products = _attended_products(gm, rows_axes)
+    # Attention over rows * columns runs on shards of complete rows, but not of columns, of which each row has a part.
+    columns = {name for product in products for name in product[1:]}
+    candidates = [
+        c for c in _find_windowed_rows(gm, rows_axes, attentions) if rows_axes.find(c.rows.name) not in columns
+    ]
     if not candidates:
         return axes
     work = RowWork(gm, rows_axes)
@@ -58,7 +63,7 @@ def choose_rows(gm: GraphModule, axes: Axes) -> Axes:
         return axes
     name = rows_axes.find(chosen.rows.name)
     rows_axes.folds, rows_axes.n, rows_axes.sequences = axes.folds, axes.n, {name}
-    rows_axes.flat = _products_of(gm, rows_axes, name)
+    rows_axes.flat = {product for product in products if product[0] == name}
     rows_axes.windowed = {name: chosen.attentions}
     rows_axes.lost = dict.fromkeys(
         attentions, f"each rank has less work with complete windows of the {chosen.rows.size}"
@@ -86,10 +91,10 @@ def _attentions_by_class(gm: GraphModule, axes: Axes) -> dict[int, set[Node]]:
     return attentions
 
 
-def _products_of(gm: GraphModule, axes: Axes, name: int) -> set[tuple[int, ...]]:
-    """Return the products that attention reads and whose slowest factor is a class, as the classes of their factors."""
+def _attended_products(gm: GraphModule, axes: Axes) -> set[tuple[int, ...]]:
+    """Return the products of dims that attention reads, as the classes of their factors, the slowest first."""
     dims = [axes.canonical(dim) for find in (attended_dims, softmax_attended_dims) for _, dim in find(gm, axes)]
-    return {tuple(a.name for a in dim) for dim in dims if len(dim) > 1 and dim[0].name == name}
+    return {tuple(a.name for a in dim) for dim in dims if len(dim) > 1}
 
 
 def _find_windowed_rows(gm: GraphModule, axes: Axes, attentions: dict[int, set[Node]]) -> list[WindowedRows]:

@@ -85,8 +85,7 @@ class Axes:
     splits: dict[tuple[Size, ...], list[Split]] = field(default_factory=dict)  # by the sizes of their factors
     granules: dict[int, int] = field(default_factory=dict)  # positions of a chunk, by class; see `find_sequences`
     blocks: dict[int, int] = field(default_factory=dict)  # positions of a chunk, by class of the dim of chunks
-    # positions of a chunk, by the class of a sequence and those of its dims of chunks of chunks
-    chunk_blocks: dict[int, dict[int, int]] = field(default_factory=dict)
+    chunk_blocks: dict[int, dict[int, int]] = field(default_factory=dict)  # `blocks` of each sequence, by class
     # product of the strides of successive windows that read a dim, by its class and number of rows
     strides: dict[tuple[int, Size], int] = field(default_factory=dict)
     joined: list[tuple[Atom, Size]] = field(default_factory=list)  # parts of concatenations, and their first positions
