@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import sympy
-import torch.distributed as dist
 from torch.fx import GraphModule
 
 from sp_compile.lowering import torch_compat
 from sp_compile.lowering.base.errors import SpError, source_line
 from sp_compile.lowering.base.options import AnyOptions, SPConfig
+from sp_compile.lowering.base.ranks import process_rank
 from sp_compile.lowering.collectives.sharded import Sharded
 from sp_compile.passes.boundary.make_boundary import make_boundary
 from sp_compile.passes.capture.capture import fix_lengths
@@ -226,7 +226,7 @@ def graph_break_notes(gm: GraphModule) -> Iterator[Note]:
 
 def warn_lost_sequence(gm: GraphModule, report: Report) -> None:
     """Warn on rank 0 if eager code has gathered the sequence before this graph."""
-    if dist.is_initialized() and dist.get_rank() > 0:
+    if process_rank() > 0:
         return
     for note in report.find_notes(NoteKind.SEQUENCE_LOST):
         log.warning("%s is compiled with backend='sp', and %s", program_subject(gm), note.text)

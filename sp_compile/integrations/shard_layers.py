@@ -159,7 +159,7 @@ def _shard_weights(model: nn.Module, names: list[str], arguments: Mapping[str, A
             fully_shard(unit, **arguments)
     fully_shard(model, **arguments)
     left = [name for name, unit in zip(names, units[-len(names) :]) if unit in shared]
-    if left and process_rank() <= 0:
+    if left and process_rank() == 0:
         log.warning(SHARED_WEIGHTS, len(left), len(names), type(model).__name__, left[0])
 
 
@@ -187,7 +187,7 @@ def _disable_cache(model: nn.Module) -> None:
     """Set `use_cache = False` in the configurations of a model of transformers: a cache has a state in each layer."""
     for module in model.modules():
         config = getattr(module, "config", None)
-        if config is not None and getattr(config, "use_cache", False):
+        if getattr(config, "use_cache", False):
             config.use_cache = False
 
 
