@@ -186,7 +186,7 @@ def _device_to_train_on(model: nn.Module) -> str:
 def _disable_cache(model: nn.Module) -> None:
     """Set `use_cache = False` in the configurations of a model of transformers: a cache has a state in each layer."""
     for module in model.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False):
             config.use_cache = False
 

@@ -164,7 +164,9 @@ class GuardedProgram:
             raise self.error
         # Run the program.
         assert self.run is not None
-        run_args = self._unwrap_for_run(args) if any_sharded(tested_args) else args
+        run_args: Sequence[Any] = args
+        if any_sharded(tested_args) and not isinstance(self.run, GuardedProgram | GatheredProgram):  # these unwrap them
+            run_args = unwrap_arguments(args, self.boundary.layouts)
         if is_traced:
             return self.run(*run_args)
         if self.work is not None:
@@ -174,11 +176,6 @@ class GuardedProgram:
         if self.backward and torch.is_grad_enabled():
             self._register_backward_check(out, call)
         return out
-
-    def _unwrap_for_run(self, args: Sequence[Any]) -> Sequence[Any]:
-        """Return the unwrapped arguments, unless the inner program unwraps them itself."""
-        inner = isinstance(self.run, GuardedProgram | GatheredProgram)
-        return args if inner else unwrap_arguments(args, self.boundary.layouts)
 
     def _agree(self, args: Sequence[Any], refusal: SpError | None = None) -> Message:
         """Announce this call to the ranks, and return its message after all have agreed on it.
@@ -205,7 +202,8 @@ class GuardedProgram:
         if problem is None:
             self.called.add(mine.model)
             return mine
-        self._stop_inner_guards()
+        for ranks in self.connected[1:]:  # of the inner guards, whose other ranks wait for this call
+            all_gather_messages(ranks, STOP_VERB)
         # A rank that has raised in a step, and whose program caught it, announces its next call while the other ranks
         # are still in that step, such as at its backward.
         raised = describe_raised(messages or ())
@@ -242,13 +240,6 @@ class GuardedProgram:
             earlier=earlier,
             error=error,
         )
-
-    def _stop_inner_guards(self) -> None:
-        """Notify the groups of the inner guards, whose other ranks wait for this call, that it raises."""
-        inner = self.run
-        while isinstance(inner, GuardedProgram):
-            all_gather_messages(inner.ranks, STOP_VERB)
-            inner = inner.run
 
     def _describe_inputs(
         self, args: Sequence[Any], compares_all: bool, channel: ControlChannel | None, mine: Message

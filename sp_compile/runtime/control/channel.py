@@ -179,7 +179,7 @@ class ControlChannel:
         except RuntimeError as error:  # the rank that hosts the store is lost
             raise self.fail_timeout(message, time.monotonic() - start_time, error) from error
         finally:
-            listener.close()
+            listener.socket.close()
             if self.links is None and counted:
                 query_store(lambda: self.store.add("here", -1), 0)
         return self.links
