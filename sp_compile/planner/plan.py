@@ -129,8 +129,8 @@ def _time_key(row: Variant) -> tuple[float, float]:
 
 
 ESTIMATED = "~: estimated from the program with another attention or other shards of the state"
-# columns of the table of a plan before the memory: heading -> text of the cell of a variant
-COLUMNS: dict[str, Callable[[Variant], Any]] = {
+# columns of the table of a plan before the memory: heading -> text of the cell of a `Variant`, or of one from JSON
+COLUMNS: dict[str, Callable[[Any], Any]] = {
     "ranks": lambda r: r.ranks,
     "attention": lambda r: r.attention,
     "layout": lambda r: r.layout,

@@ -46,8 +46,8 @@ from sp_compile.passes.cost.step_memory import StepMemory
 from sp_compile.passes.cost.weight_memory import ModelBytes
 from sp_compile.passes.graph.sizes import assume_large
 
-from .dry_run import DryRunResult
-from .explain import explain_configs, find_attentions, similar_layers
+from .dry_run import DryRun, DryRunConfigs, DryRunResult
+from .explain import DRY_RUN_OPTIONS, run_few_layers, run_layers, similar_layers
 from .step_peaks import REPLICATED_STATE, SHARDED_STATE, STATES, StepPeaks
 from .variants import PlanConfig, Variant, merge_options
 
@@ -232,10 +232,9 @@ class StepPlanner:
             if not requested:
                 continue
             configs_to_run = [(config.ranks, self._dry_run_options(**config.options)) for config in requested]
-            captured = self._captured[checkpoint]
             try:
                 with checkpoint_layers(self.blocks if checkpoint else []), _reduce_gc():
-                    dry_runs = explain_configs(self.model, self.args, configs_to_run, self.per_weight, layers, captured)
+                    dry_runs = run_layers(self._dry_run(configs_to_run, checkpoint, self.per_weight), layers)
             except SpError as error:  # none of `requested` is possible
                 is_first_call = not self._steps and requested == list(configs)
                 if is_first_call:
@@ -248,6 +247,16 @@ class StepPlanner:
                 else:
                     self._problems[config.ranks] = str(dry_run.problem)
         return [self._steps[config] for config in configs if config in self._steps]
+
+    def _dry_run(self, configs: DryRunConfigs, checkpoint: bool, per_weight: float | None) -> DryRun:
+        """Return a dry run of the model in these configurations, which predicts memory unless `per_weight` is None.
+
+        The graphs of earlier dry runs with or without checkpoints are not traced again.
+        """
+        captured, predicts = self._captured[checkpoint], per_weight is not None
+        return DryRun(
+            "plan", self.model, self.args, configs, DRY_RUN_OPTIONS, per_weight, keeps_steps=predicts, captured=captured
+        )
 
     def _dry_run_options(self, **options: Any) -> dict[str, Any]:
         """Return the options and keyword arguments of a dry run: the user's, with `options` added or replaced."""
@@ -262,11 +271,11 @@ class StepPlanner:
         strategy = next(strategy.name for strategy in attention_strategies() if strategy.always)
         cost = {**self.options["cost"], "memory": 1e18}  # so much that every attention fits
         config = SAMPLE_RANKS, self._dry_run_options(attention=strategy, layout="auto", cost=cost)
-        layers = similar_layers(self.model)
         with _reduce_gc():
-            decisions = find_attentions(self.model, self.args, config, layers, self._captured[False])
+            run = self._dry_run([config], checkpoint=False, per_weight=None)
+            (result,) = run_few_layers(run, similar_layers(self.model))
         count: dict[AttentionShape, float] = {}
-        for decision in decisions:
+        for decision in result.report.attention:
             shape = decision.shape
             if not shape.order.is_balanced:  # in a balanced order the program permutes its rows itself
                 shape = replace(shape, order=CONTIGUOUS)
