@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.base.errors import SpError, did_you_mean
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.scan import scan_ops as ops
 from sp_compile.lowering.scan.monoids import MONOIDS, accumulate_dtype, is_scannable, result_dtype
@@ -29,7 +29,6 @@ from .rank_call import (
     check_tensors,
     needs_gradient,
     op_or_body,
-    unknown_name,
 )
 from .scan_shards import ScanShardOptions
 
@@ -196,7 +195,8 @@ class ScanCall(ShardCall):
         """
         yield from self._wrong_kinds()
         if self.op not in MONOIDS:
-            yield unknown_name("op", self.op, MONOIDS)
+            hint = did_you_mean(self.op, MONOIDS)
+            yield SpError("SP501", f"op: expected one of {', '.join(MONOIDS)}, got {self.op!r}{hint}.")
         yield from check_dim(self.x.shape, self.dim)
         if self.indices and not MONOIDS[self.op].has_index:
             yield SpError("SP521", f"indices=True is not supported with op={self.op!r}.")

@@ -127,7 +127,7 @@ class SequenceParallelAccelerator(Accelerator):
         self.state.dynamo_plugin = TorchDynamoPlugin(backend="no")  # else accelerate would compile the model with DDP
         self._check_processes()
         sizes = axis_sizes(config, self.num_processes, fsdp_plugin is not None)
-        self.replicas, self.sp_size = sizes.batches, sizes.sequence
+        self.replicas, self.sp_size = sizes.replicate * sizes.shard, sizes.sequence
         self.mesh: DeviceMesh | None = None
         if self.num_processes > 1:
             self._check_settings(fsdp_plugin)

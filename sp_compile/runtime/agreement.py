@@ -193,7 +193,7 @@ def _first_difference(messages: Sequence[Message]) -> SpError:
         return SpError("SP604", f"the {n} ranks of this group read different sharded tensors:\n{rows}")
 
     cause = f"the {n} ranks of this group are about to run different operations:\n{rows}"
-    # Calls are counted from 1 for each set of weight tensors (`ControlChannel.model`).
+    # Calls are counted from 1 for each set of weight tensors (`ControlChannel.count_call`).
     first_calls = [rank for rank, message in enumerate(messages) if message.number == 1]
     is_same_program = len({(message.verb, message.subject) for message in messages}) == 1
     if is_same_program and 0 < len(first_calls) < n:
