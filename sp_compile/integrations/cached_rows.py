@@ -155,7 +155,9 @@ class _GuardedRows:
 class RowsLayer(CacheLayerMixin):
     """Layer of a cache that stores the keys and values of some positions on each rank.
 
-    A layer with a window stores those that later queries attend to, the last `window - 1`: the rank's are every n-th.
+    Of a prompt each rank stores the rows that it has computed. New positions, and all of a layer with a window, go to
+    the n ranks in turn: position p to rank p % n. A layer with a window stores the positions that later queries attend
+    to, the last `window - 1`.
     """
 
     is_croppable = True

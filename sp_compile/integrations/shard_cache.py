@@ -101,7 +101,8 @@ def _find_generating(model: nn.Module) -> Any:
     found: Any = next((module for module in model.modules() if isinstance(module, GenerationMixin)), None)
     name = type(model if found is None else found).__name__
     if found is None:
-        raise SpError("SP841", f"model: expected a model of transformers with generate(), got {name}.")
+        fix = "Pass a model with generate(), such as AutoModelForCausalLM.from_pretrained(...)."
+        raise SpError("SP841", f"model: expected a model of transformers with generate(), got {name}.", fix)
     if found.config.is_encoder_decoder:
         raise SpError("SP841", f"model: expected a decoder, got {name}, whose cross attention has a cache of its own.")
     if not has_attention_interface(found):
@@ -167,14 +168,15 @@ class CacheSharing:
             The function, with the arguments of the forward.
         """
         signature = inspect.signature(forward)
-        others = next((p.name for p in signature.parameters.values() if p.kind == p.VAR_KEYWORD), "")
+        # The name of the parameter **kwargs of the forward; "" if it has none.
+        kwargs_name = next((p.name for p in signature.parameters.values() if p.kind == p.VAR_KEYWORD), "")
 
         @torch.compiler.disable
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
             """Return the model's result; without a cache, as in `generate(use_cache=False)`, it runs as it is."""
             arguments = dict(signature.bind_partial(*args, **kwargs).arguments)
-            arguments |= arguments.pop(others, {})
+            arguments |= arguments.pop(kwargs_name, {})
             name = next((name for name in CACHE_NAMES if arguments.get(name) is not None), None)
             return forward(*args, **kwargs) if name is None else self._run(forward, arguments, name)
 

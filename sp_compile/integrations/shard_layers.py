@@ -158,7 +158,7 @@ def _shard_weights(model: nn.Module, names: list[str], arguments: Mapping[str, A
         if unit not in shared:
             fully_shard(unit, **arguments)
     fully_shard(model, **arguments)
-    left = [name for name, unit in zip(names, units[-len(names) :]) if unit in shared]
+    left = [name for name in names if model.get_submodule(name) in shared]
     if left and process_rank() == 0:
         log.warning(SHARED_WEIGHTS, len(left), len(names), type(model).__name__, left[0])
 

@@ -336,6 +336,7 @@ class GuardedProgram:
             call: The announcement of the call.
         """
         mine, leaves = Message(BACKWARD, call.subject, call.number, model=call.model), pytree.tree_leaves(out)
+        # The autograd nodes at which the backward of the program begins; `row_results` as for `_start_backward`.
         for node, row_results in find_backward_nodes(leaves, self.boundary.rows, lambda: self._run_marked(mine)):
             node.register_prehook(partial(self._start_backward, mine, row_results))
 

@@ -83,7 +83,7 @@ class ControlChannel:
     heartbeats: tuple[float, int, float] = (0.0, 0, 0.0)
     announced: int = -1  # number of exchanges before the last one whose wait was announced in the store
     warned: float = 0.0  # start of the read whose wait was logged
-    process: int = field(default_factory=os.getpid)  # PID of the process that created the channel; see `_channels`
+    process: int = field(default_factory=os.getpid)  # PID that created the channel; a forked process inherits it
     # live models, each its number and weak references to its parameters, by the identities of the parameters
     models: dict[tuple[int, ...], tuple[int, list[Any]]] = field(default_factory=dict)
 
@@ -331,7 +331,8 @@ class ControlChannel:
             return NO_RANK
         if last.within == self.name:  # this group is broken
             return last
-        # A rank that cannot compile one program still calls others; after this rank has stopped as well, both go on.
+        # A rank that cannot compile one program still calls others. If this rank has stopped, too, since the last
+        # exchange, such as at the same error, both ranks come to the next one.
         is_about_other_program = message.verb == CALL_VERB and last.subject not in ("", message.subject)
         return NO_RANK if is_about_other_program or any(map(self._is_current, _own_stop)) else last
 
