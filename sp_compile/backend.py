@@ -18,27 +18,16 @@ from sp_compile.generation import runs_eagerly
 from sp_compile.lowering import torch_compat
 from sp_compile.lowering.base.errors import CaptureError, WriteError
 from sp_compile.lowering.base.options import AnyOptions
-from sp_compile.lowering.base.ranks import SINGLE_RANK
-from sp_compile.lowering.torch_compat import argument_name, describe_training
-from sp_compile.passes.boundary.graph_boundary import GraphBoundary
 from sp_compile.passes.capture import package_kernels  # noqa: F401  (Dynamo traces stand-ins)
 from sp_compile.passes.capture.uncaptured import unsplit_reason, warn_unsplit
 from sp_compile.passes.capture.user_program import UserProgram
 from sp_compile.passes.cost.few_layers import FewLayers
-from sp_compile.passes.cost.group_names import is_collective
-from sp_compile.passes.cost.input_facts import InputFacts
-from sp_compile.passes.graph.provenance import exchange_sources, node_lines
-from sp_compile.runtime.control.channel import publish_stop
 from sp_compile.runtime.eager_fallback import warn_eager_fallback, warn_fsdp_submodules
-from sp_compile.runtime.fingerprint import ProgramDigest, exchange_digest, graph_digest, input_names, program_subject
-from sp_compile.runtime.guard import GuardedProgram, InProcesses, ProgramInfo
-from sp_compile.runtime.input_checks import ComparedInputs, group_inputs, sequence_inputs
+from sp_compile.runtime.fingerprint import program_subject
 from sp_compile.runtime.one_rank import warn_one_rank
 from sp_compile.runtime.session import CompileSession
-from sp_compile.runtime.settings_digest import settings_fields
-from sp_compile.runtime.sharded_values import GatheredProgram, ShardedProgram, any_sharded
 
-from .rank_program import RankProgram, compile_rank_program
+from .rank_program import RankProgram, compile_rank_program, guard_program
 from .split import lower
 from .unsplit import explain_failure, keep_unsplit, must_split
 
@@ -83,95 +72,6 @@ def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = 
     if lowered is not None and lowered.unsplit_reason:
         warn_unsplit(program_subject(gm), lowered.unsplit_reason)
     return guard_program(program, session, lowered, run, error)
-
-
-def guard_program(
-    program: UserProgram,
-    session: CompileSession,
-    lowered: RankProgram | None,
-    run: Callable[..., Any] | None,
-    error: Exception | None,
-) -> Callable[..., Any]:
-    """Return the compiled program with checks that the ranks of each group agree on it and its inputs.
-
-    Args:
-        program: The program.
-        session: The ranks that compiled it.
-        lowered: The program of one rank; None if the compilation failed.
-        run: The compiled program; None if the compilation failed.
-        error: The error of the compilation on a rank, which every call raises on all ranks.
-    """
-    gm, info = program.graph, _describe_program(program, session, lowered)
-    # A program that is not split takes full tensors, so sharded arguments are gathered.
-    gathers = bool(info.unsplit_reason) if session.split else not session.groups and any_sharded(program.inputs)
-    if run is not None and lowered is not None and gathers:
-        run = GatheredProgram(run, lowered.eager)
-    # The innermost guard is that of the ranks of the sequence, around it are those of the groups.
-    if session.split:
-        run, error = _guard_sequence(program, session, lowered, run, error, info), None  # it raises the error
-    elif error is not None and not session.groups:
-        publish_stop(str(error), subject=info.subject)  # with an invalid mesh, the waiting ranks are not known
-        run = GuardedProgram(None, SINGLE_RANK, info, ProgramDigest(), ComparedInputs(), error)
-    for ranks in reversed(session.groups):  # the first group is checked first, as in CompileProtocol.start
-        # The inputs on whose equal values the passes rely, and the groups with collectives in the backward.
-        joint = None if lowered is None else lowered.joint.job
-        labels = None if joint is None else joint.common_inputs.get(ranks.group)
-        backward = joint is not None and ranks.group in joint.backward
-        inputs = group_inputs(gm, program.inputs, session.facts.get(ranks.group, InputFacts()), labels)
-        run = GuardedProgram(run, ranks, info, exchange_digest(gm), inputs, error, backward=backward)
-    assert run is not None
-    boundary = GraphBoundary() if lowered is None else lowered.boundary
-    if boundary.results or boundary.writes or boundary.views:
-        run = ShardedProgram(run, session.ranks, info.subject, boundary)
-    return run if session.groups else InProcesses(run)
-
-
-def _describe_program(program: UserProgram, session: CompileSession, lowered: RankProgram | None) -> ProgramInfo:
-    """Return the facts that the guards of all groups share; the arguments are those of `guard_program`."""
-    inputs = program.graph.graph.find_nodes(op="placeholder")
-    graph = None if lowered is None else lowered.graph.graph
-    collectives = () if graph is None else filter(is_collective, graph.nodes)
-    return ProgramInfo(
-        subject=program_subject(program.graph),
-        options=settings_fields({"mode": session.mode, **session.given}),
-        training=describe_training(),
-        unsplit_reason="" if lowered is None else lowered.unsplit_reason,
-        leaves_partial=session.options.param_grads == "partial",
-        check_every=session.options.check_every,
-        exchange_sources=exchange_sources(collectives, {node.name: argument_name(node) for node in inputs}),
-        lines={} if graph is None else node_lines(graph),
-    )
-
-
-def _guard_sequence(
-    program: UserProgram,
-    session: CompileSession,
-    lowered: RankProgram | None,
-    run: Callable[..., Any] | None,
-    error: Exception | None,
-    info: ProgramInfo,
-) -> GuardedProgram:
-    """Return the program with checks of the ranks of the sequence; `guard_program` adds those of the groups.
-
-    The arguments are those of `guard_program`, and the facts of `_describe_program`.
-    """
-    gm, digest, boundary = program.graph, ProgramDigest(), GraphBoundary()  # of a failed compilation
-    if lowered is not None:
-        boundary = lowered.boundary
-        digest = exchange_digest(gm) if info.unsplit_reason else graph_digest(lowered.graph, input_names(gm))
-    inputs = sequence_inputs(gm, program.inputs, boundary.own_rows, is_run=lowered is not None)
-    return GuardedProgram(
-        run,
-        session.ranks,
-        info,
-        digest,
-        inputs,
-        error,
-        boundary,
-        backward=True,
-        gradients=session.options.outputs != "local",  # those of local results are of the rows of a rank
-        work=None if lowered is None else lowered.report.work,
-    )
 
 
 torch_compat.on_eager(sp, runs_eagerly, warn_eager_fallback, warn_fsdp_submodules)

@@ -3,8 +3,8 @@
 A program may have its own groups (tensor and data parallelism), and its sequence may be split over another one. All
 their ranks compile it, and their decisions must agree. Each decision that needs other ranks is a method of the session.
 Every rank calls them in the same order, even if a rank fails (see `CompileProtocol`). The guard (`guard_program` in
-`backend.py`) is the compiled program with the exchange of messages before each call, in which errors of the compilation
-are raised on all ranks.
+`rank_program.py`) is the compiled program with the exchange of messages before each call, in which errors of the
+compilation are raised on all ranks.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch.fx import GraphModule, symbolic_trace
 
 from sp_compile import SpError
-from sp_compile.backend import guard_program
 from sp_compile.passes.capture.user_program import UserProgram
+from sp_compile.rank_program import guard_program
 from sp_compile.runtime import guard as check_run
 from sp_compile.runtime.session import CompileSession
 
