@@ -387,8 +387,7 @@ class SequenceParallelAccelerator(Accelerator):
         """Gather over the replicas, as `Accelerator.gather_for_metrics`, without duplicates of the last batch.
 
         Args:
-            input_data: Tensors, as for `gather`, or lists of objects. Numbers and strings are sent as JSON. Other
-                objects are pickled, as by accelerate.
+            input_data: Tensors, as for `gather`, or lists of objects, which are pickled, as by accelerate.
             use_gather_object: If True, gather tensors as objects, too.
 
         Returns:
