@@ -147,7 +147,8 @@ class CacheSharing:
             error = SpError("SP842", f"{refused[0]}: expected None with shard_cache, got a value.") if refused else None
             is_sampled = kwargs.get("do_sample", given.do_sample)
             seed = _digest(_generator_state(self.model.device)) if is_sampled else ""
-            self._agree("generate", error, seed=seed, settings=_settings(kwargs))
+            settings = [f"{name}={x!r}" for name, x in sorted(kwargs.items()) if isinstance(x, int | float | str)]
+            self._agree("generate", error, seed=seed, settings=", ".join(settings))
             if own.cache_implementation is not None:  # the model's default, such as "hybrid"
                 kwargs["cache_implementation"] = "dynamic"
             if gathers_weights([*self.model.modules()]):  # replicas may stop at other steps
@@ -284,11 +285,6 @@ def _find_cache_error(cache: Any, name: str) -> SpError | None:
     if cache.get_seq_length() > 0:
         return SpError("SP842", f"cache: expected an empty cache, got one of {cache.get_seq_length()} positions.")
     return None
-
-
-def _settings(kwargs: Mapping[str, Any]) -> str:
-    """Return the arguments of `generate()` that are numbers or strings."""
-    return ", ".join(f"{name}={x!r}" for name, x in sorted(kwargs.items()) if isinstance(x, int | float | str))
 
 
 def _generator_state(device: torch.device) -> torch.Tensor:

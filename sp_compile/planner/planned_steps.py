@@ -111,15 +111,14 @@ class PlannedStep:
         """Return True if the backward recomputes attention."""
         return bool(self.dry_run.report.find_notes(NoteKind.RECOMPUTED))
 
+    @property
+    def attention(self) -> AttentionChoice:
+        """Return the attention of the dry run."""
+        return AttentionChoice(self.config.key, [(d.chosen, d.nodes) for d in self.dry_run.report.attention])
+
     def actual_attention(self, choice: AttentionChoice) -> AttentionChoice:
         """Return the choice with the candidates of the dry run if it ran with this choice, else the choice itself."""
-        lowered = [(decision.chosen, decision.nodes) for decision in self.dry_run.report.attention]
-        return AttentionChoice(self.config.key, lowered) if lowered and choice.key == self.config.key else choice
-
-    @property
-    def attention_bytes(self) -> float:
-        """Return the bytes of the largest attention of the step, which another choice replaces."""
-        return max((d.chosen.memory for d in self.dry_run.report.attention), default=0.0)
+        return self.attention if self.attention.candidates and choice.key == self.config.key else choice
 
     def peak_memory(self, share: float) -> StepPeaks:
         """Return the peaks with this share on the host."""
@@ -380,7 +379,7 @@ class StepPlanner:
         """
         peaks, n, machine, weights = step.peak_memory(share), step.config.ranks, self.machine, self.weights
         has_attention = choice.key == step.config.key
-        memory, phase = peaks.memory(state, n, 0.0 if has_attention else choice.memory - step.attention_bytes)
+        memory, phase = peaks.memory(state, n, 0.0 if has_attention else choice.memory - step.attention.memory)
         seconds = step.seconds(step.actual_attention(choice), machine)
         shards = n if state == SHARDED_STATE else 1
         if shards > 1:  # FSDP gathers weights in forward and backward, and overlaps its exchanges with the step

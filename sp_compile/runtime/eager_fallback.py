@@ -129,40 +129,33 @@ def warn_eager_read(value: str, nbytes: int) -> None:
         warn_once(log, READ_WARNING, line, value, key=line)
 
 
-class StepParts:
-    """Work of all programs from one call of a program to its next one, which is a step or a layer of it.
+# a program -> the work of all programs since its first call, until its second one: of a step, or of a layer of it
+_open_steps: WeakKeyDictionary[object, ShardedWork] = WeakKeyDictionary()
+# programs that were called again, and those without a large part that every rank runs whole
+_examined_programs: WeakSet[object] = WeakSet()
 
-    It is added up for programs that run a large part of their own work whole on every rank, because such a part may be
-    small in a step: a program may contain nothing but an embedding.
+
+def count_step_call(program: object, work: ShardedWork, n: int) -> None:
+    """Count a call of a program; warn on rank 0 if large parts of the step run whole on every rank.
+
+    The work of a step is added up for programs that run a large part of their own work whole on every rank, because
+    such a part may be small in a step: a program may contain nothing but an embedding.
+
+    Args:
+        program: Any object that is different for each program.
+        work: The work of the program.
+        n: The number of ranks.
     """
-
-    def __init__(self) -> None:
-        # a program -> the work of all programs since its first call
-        self.open: WeakKeyDictionary[object, ShardedWork] = WeakKeyDictionary()
-        # programs that were called again, and those without a large part that every rank runs whole
-        self.examined: WeakSet[object] = WeakSet()
-
-    def count_call(self, program: object, work: ShardedWork, n: int) -> None:
-        """Count a call of a program; warn on rank 0 if large parts of the step run whole on every rank.
-
-        Args:
-            program: Any object that is different for each program.
-            work: The work of the program.
-            n: The number of ranks.
-        """
-        if program in self.open:
-            self.examined.add(program)
-            _warn_whole(self.open.pop(program))
-        if n > 1 and program not in self.examined:
-            if work.describe_replicated():
-                self.open[program] = ShardedWork()
-            else:
-                self.examined.add(program)
-        for step in self.open.values():
-            step.merge(work)
-
-
-STEP_PARTS = StepParts()
+    if program in _open_steps:
+        _examined_programs.add(program)
+        _warn_whole(_open_steps.pop(program))
+    if n > 1 and program not in _examined_programs:
+        if work.describe_replicated():
+            _open_steps[program] = ShardedWork()
+        else:
+            _examined_programs.add(program)
+    for step in _open_steps.values():
+        step.merge(work)
 
 
 def _warn_whole(step: ShardedWork) -> None:

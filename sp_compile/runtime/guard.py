@@ -55,7 +55,7 @@ from .agreement import (
     not_compiled,
     wrap_error,
 )
-from .eager_fallback import STEP_PARTS
+from .eager_fallback import count_step_call
 from .fingerprint import ProgramDigest
 from .input_checks import FEW_FLOATS, ComparedInputs, is_cheap_to_compare, is_on_accelerator, local_value
 from .input_mismatch import describe_by_rank, find_input_mismatch
@@ -170,7 +170,7 @@ class GuardedProgram:
         if is_traced:
             return self.run(*run_args)
         if self.work is not None:
-            STEP_PARTS.count_call(self, self.work, self.ranks.n)
+            count_step_call(self, self.work, self.ranks.n)
         with self._run_marked(call):
             out = self.run(*run_args)
         if self.backward and torch.is_grad_enabled():
