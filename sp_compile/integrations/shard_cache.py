@@ -71,11 +71,8 @@ def shard_cache(model: nn.Module, mesh: DeviceMesh | None = None, **options: Any
     """
     options = {"mesh": mesh, "outputs": "lazy", **options}
     ranks = SPConfig.of(options).ranks()
-    if not ranks.has_other_processes:
-        yield model
-        return
-    generating = _find_generating(model)
-    if generating in _sharing_models:  # a context in another one
+    generating = _find_generating(model) if ranks.has_other_processes else None
+    if generating is None or generating in _sharing_models:  # a single rank, or a context in another one
         yield model
         return
     sharing = CacheSharing(generating, ranks, options)
@@ -226,7 +223,7 @@ class CacheSharing:
         """Run a step of one token with a cache of its own, so that unsupported attention raises before any work."""
         cache = self._new_cache()
         cache.layers = self._rows_layers(cache)
-        name = TOKEN_NAMES[tokens.is_floating_point()]
+        name = TOKEN_NAMES[tokens.is_floating_point()]  # the second one for embeddings
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             self._step(forward, {name: tokens[:1, :1], cache_name: cache, "use_cache": True})
         _tried.add(self.model)

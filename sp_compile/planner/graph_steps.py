@@ -94,7 +94,10 @@ def unroll_step(
     weights, is_sharded = repeats.weights, options.state == "sharded"
 
     def fits(graph_step: GraphStep) -> bool:
-        """Return True if the values of a step and the model's state fit in the memory of the device."""
+        """Return True if the values of a step and the model's state fit in the memory of the device.
+
+        As in `OffloadValues`, the state of the optimizer counts only if it is sharded; else it is unknown.
+        """
         memory = StepMemory(weights, ADAMW_STATE if is_sharded else 0.0, [graph_step])
         return (memory.fsdp(n) if is_sharded else memory.peak) <= machine.memory
 

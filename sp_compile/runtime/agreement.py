@@ -119,7 +119,8 @@ def publish_failure() -> Iterator[None]:
 def make_exchange(ranks: Ranks, operation: Message) -> Callable[[Exception | None, Any], list[Any]]:
     """Return a function that exchanges values, and raises the same SpError on all ranks if one has failed.
 
-    The passes that measure transfers receive it as an argument, since they may not import the runtime.
+    The passes that measure transfers receive it as an argument, since they may not import the runtime. If the value is
+    None on all ranks, only errors are exchanged.
 
     Args:
         ranks: The ranks that run the operation.

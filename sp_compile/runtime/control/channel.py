@@ -157,7 +157,7 @@ class ControlChannel:
             """Publish the address of this rank and count it once, and return the number of ranks that have arrived."""
             if not counted:
                 self.store.set(f"address/{me}", listener.address)
-            count: int = self.store.add("here", 0 if counted else 1)
+            count: int = self.store.add("here", 0 if counted else 1)  # returns the count
             counted.append(True)
             return count
 
