@@ -6,7 +6,8 @@
     optimizer = torch.optim.AdamW(model.parameters())
     loss = model(input_ids=ids, labels=ids).loss          # ids from a loader with sp_compile.data.SequenceSampler
 
-`compile_under_fsdp` compiles a model to which `fully_shard` was applied by other code.
+`compile_under_fsdp` compiles a model to which `fully_shard` was applied by other code. A unit is a module to which
+`fully_shard` is applied: FSDP gathers its weights before it runs.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ class StepPlanner:
     kwargs: Mapping[str, Any]  # keyword arguments of the model
     machine: Machine  # constants of a device; its memory is the limit
     options: Mapping[str, Any]  # options of all variants
-    shares: Sequence[float]  # the shares of saved values that may go to the host, from 0
+    shares: Sequence[float]  # the shares of saved values that may go to the host, in ascending order
     per_weight: float  # bytes of optimizer state for a byte of parameters
     tokens: int  # tokens of a step
     blocks: Sequence[nn.Module]  # modules to checkpoint

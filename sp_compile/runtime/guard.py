@@ -5,7 +5,7 @@ rank that could not compile takes part as well, so that its error reaches the ot
 collective. A program with several groups has one guard for each, nested: `run` of the outer one is the inner one.
 
 Checksums of values on an accelerator are complete only after the device has computed them. They are added to
-`channel.later` and sent with the next call, as its `earlier` values. A refusal is the error of a call that changes an
+`channel.later` and sent with the next call, as its `earlier` values. An alias error is that of a call that changes an
 input in place whose memory another input shares.
 
     GuardedProgram(run, ranks, ...)(*args)      # exchange a message with ranks, then run(*args)
@@ -60,7 +60,7 @@ from .fingerprint import ProgramDigest
 from .input_checks import FEW_FLOATS, ComparedInputs, is_cheap_to_compare, is_on_accelerator, local_value
 from .input_mismatch import describe_by_rank, find_input_mismatch
 from .settings_digest import mode_fields
-from .sharded_values import GatheredProgram, any_sharded, any_traced, call_refusal, unwrap_arguments
+from .sharded_values import GatheredProgram, any_sharded, any_traced, find_alias_error, unwrap_arguments
 
 OTHER_GRADIENTS = SpError(
     "SP637", "the ranks of this group run the backward with different gradients of the results of the program"
@@ -155,11 +155,11 @@ class GuardedProgram:
         # Agree on the call. `written` are the inputs that the program changes in place; those of an unsplit program are
         # known from its earlier calls.
         written = self.run.written if isinstance(self.run, GatheredProgram) else self.boundary.written
-        refusal = call_refusal(args, sorted(written), self.inputs.names) if written and not is_traced else None
+        alias_error = find_alias_error(args, sorted(written), self.inputs.names) if written and not is_traced else None
         with mark_agreed():
-            call = self._agree(args, refusal) if self.ranks.n > 1 and not is_traced else Message(CALL_VERB)
-        if refusal is not None:  # single rank only; several ranks raise it together in _agree
-            raise refusal
+            call = self._agree(args, alias_error) if self.ranks.n > 1 and not is_traced else Message(CALL_VERB)
+        if alias_error is not None:  # single rank only; several ranks raise it together in _agree
+            raise alias_error
         if self.error is not None:
             raise self.error
         # Run the program.
@@ -177,7 +177,7 @@ class GuardedProgram:
             self._register_backward_check(out, call)
         return out
 
-    def _agree(self, args: Sequence[Any], refusal: SpError | None = None) -> Message:
+    def _agree(self, args: Sequence[Any], alias_error: SpError | None = None) -> Message:
         """Announce this call to the ranks, and return its message after all have agreed on it.
 
         A problem is the error that the call raises: the ranks do not agree, or one of them has failed. It is a mismatch
@@ -185,17 +185,17 @@ class GuardedProgram:
 
         Args:
             args: Arguments of the call.
-            refusal: Error of a call that changes an input in place whose memory another input shares, or None.
+            alias_error: Error of a call that changes an input in place whose memory another input shares, or None.
 
         Raises:
             SpError: On every rank, if the ranks do not agree or one has failed.
         """
         channel = channel_of(self.ranks)
-        mine = self._announcement(args, channel, refusal)
+        mine = self._count_call(args, channel, alias_error)
         has_raised = channel is not None and channel.raised is not None
         messages = all_gather_messages(self.ranks, mine)
         if messages is None:  # the messages are equal; all ranks may have one error, which they know from another group
-            problem, operation_mismatch = wrap_error(self.error) or refusal, None
+            problem, operation_mismatch = wrap_error(self.error) or alias_error, None
         else:
             operation_mismatch = describe_operation_mismatch(messages)
             problem = operation_mismatch or self._difference(messages)
@@ -210,13 +210,13 @@ class GuardedProgram:
         if raised and operation_mismatch is not None:
             if has_raised and len(involved_groups()) == 1:
                 # This is the rank that has raised. The others raise now, and then announce the same call as this rank.
-                return self._agree(args, refusal)
+                return self._agree(args, alias_error)
             abort_if_connected(channel, messages or (), mine)
         if operation_mismatch is None:  # the error of a mismatch has the exceptions already
             problem = problem.with_context(raised)
         raise problem from self.error
 
-    def _announcement(self, args: Sequence[Any], channel: ControlChannel | None, refusal: SpError | None) -> Message:
+    def _count_call(self, args: Sequence[Any], channel: ControlChannel | None, alias_error: SpError | None) -> Message:
         """Count this call, and return the message that announces it; the arguments are those of `_agree`."""
         if self.parameters is None:
             self.parameters = [isinstance(a, torch.nn.Parameter) for a in args]
@@ -225,7 +225,7 @@ class GuardedProgram:
         compares_all = model not in self.called or (check_every > 0 and number % check_every == 0)
         self.called.discard(model)  # until the ranks agree: the call after an error is compared in full
         earlier = {} if channel is None else channel.take_earlier()
-        error = not_compiled(self.error) or refusal
+        error = not_compiled(self.error) or alias_error
         mine = Message(CALL_VERB, subject, number, model=model)
         with self._announce_failure(mine):
             inputs = self._describe_inputs(args, compares_all, channel, mine)

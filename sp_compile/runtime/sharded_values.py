@@ -288,7 +288,7 @@ def simulate_sharded_outputs(
     return rebuild_views(values, args, replace(edges, views=views, hidden=0))
 
 
-def call_refusal(args: Sequence[Any], written: Sequence[int], names: Sequence[str]) -> SpError | None:
+def find_alias_error(args: Sequence[Any], written: Sequence[int], names: Sequence[str]) -> SpError | None:
     """Return the error of a call that mutates an argument whose memory another one shares, or None.
 
     Args:
