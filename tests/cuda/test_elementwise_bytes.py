@@ -1,4 +1,8 @@
-"""Bytes that elementwise kernels of ring and gathered attention move on a GPU, per element of the queries."""
+"""Bytes that elementwise kernels of ring and gathered attention move on a GPU, per element of the queries.
+
+Before parts were added to sums in their own dtype, the ring moved 84.3 forward and 419.0 backward; with grouped heads
+78.3 and 211.2.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +23,8 @@ def counted(setting: Setting) -> tuple[Counted, list[Tensor]]:
 @pytest.mark.parametrize(
     ("setting", "forward", "backward"),
     [
-        pytest.param(Setting("travel", n=8), 84.3, 419.0, id="ring"),
-        pytest.param(Setting("travel", n=8, heads=8), 78.3, 211.2, id="ring, grouped heads", marks=slow),
+        pytest.param(Setting("travel", n=8), 84.3, 230.0, id="ring"),
+        pytest.param(Setting("travel", n=8, heads=8), 78.3, 116.7, id="ring, grouped heads", marks=slow),
         pytest.param(Setting("scatter"), 47.6, 238.3, id="scatter"),
         pytest.param(Setting("gather"), 37.4, 146.5, id="gathered"),
         pytest.param(Setting("gather", heads=8), 31.4, 67.0, id="gathered, grouped heads", marks=slow),

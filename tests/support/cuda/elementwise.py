@@ -20,7 +20,7 @@ from support.cuda.borrowed import PRODUCTS, Borrowed, Watch, borrow, give_back
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from sp_compile.lowering.attention import attend, merge_blocks
+from sp_compile.lowering.attention import attend, attend_parts, merge_blocks
 from sp_compile.lowering.attention.gathered_kernel import GatheredKeys
 from sp_compile.lowering.attention.op_args import LocalArgs
 from sp_compile.lowering.attention.ring_kernel import RingKeys
@@ -126,6 +126,8 @@ BODIES: dict[Any, Callable[..., Any]] = {
     sp.attend_backward.default: attend.attend_backward,
     sp.merge_into.default: merge_blocks.merge_into,
     sp.add_into.default: merge_blocks.add_into,
+    sp.attend_backward_parts.default: attend_parts.attend_backward_parts,
+    sp.add_rows_into.default: attend_parts.add_rows_into,
 }
 """Bodies of the operators of attention, which are counted in place of the operators."""
 
