@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.cuda.elementwise import Counted, Setting, count, reference
+from support.attention.elementwise_bytes import Counted, Setting, count, reference
 from support.cuda.worker import AbsentGpu
 from torch import Tensor
 

@@ -239,7 +239,7 @@ def _kernels_of_gpu() -> Iterator[None]:
 
 
 def reference(setting: Setting) -> Sequence[Tensor]:
-    """Return out, dq, dk and dv of one device in float64."""
+    """Return out, dq, dk and dv of dense attention in float64."""
     q, k, v, grad = (x.double() for x in setting.operands())
     leaves = [x.requires_grad_() for x in (q, k, v)]
     every = torch.arange(q.shape[2])
