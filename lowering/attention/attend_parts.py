@@ -22,8 +22,9 @@ from sp_compile.lowering.base.dtypes import accumulation_dtype
 from sp_compile.lowering.base.library import opaque
 
 from .attend import backward_workspace, dmask_shape, sum_gradients
+from .kernel_args import cpu_copy_bytes, operand_bytes
 from .kernels import retry_without_flex
-from .merge_blocks import WrittenRows
+from .merge_blocks import WrittenRows, empty_rows_first
 from .op_args import LocalArgs
 from .ring_kernel import split_keys_values
 
@@ -31,12 +32,12 @@ from .ring_kernel import split_keys_values
 class PartAccumulator:
     """Accumulator of the parts of a gradient (B, H, S, D) whose missing rows are not filled.
 
-    A first part with all rows becomes the result without a copy, if its dtype matches and it is contiguous.
+    A first part with all rows becomes the result without a copy, if its dtype and strides are those of the result.
     """
 
-    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
-        """Create an empty accumulator of the gradient of ``like``, in ``dtype``."""
-        self._like, self._dtype = like, dtype
+    def __init__(self, like: Tensor, empty: Tensor) -> None:
+        """Create an empty accumulator of the gradient of ``like``, with the dtype and strides of ``empty`` (meta)."""
+        self._like, self._empty = like, empty
         self._total: Tensor | None = None
         self._written = WrittenRows(like.shape[2])
 
@@ -44,7 +45,7 @@ class PartAccumulator:
         """Write or add ``part`` (B, H, length, D) to the rows (offset, length)."""
         ranges = self._written.add(rows)
         has_all_rows = self._total is None and rows == (0, self._like.shape[2])
-        if has_all_rows and part.dtype == self._dtype and part.is_contiguous():
+        if has_all_rows and part.dtype == self._empty.dtype and part.stride() == self._empty.stride():
             self._total = part
             return
         total = self.total()
@@ -53,9 +54,9 @@ class PartAccumulator:
             target.copy_(addend) if is_new else target.add_(addend)
 
     def total(self) -> Tensor:
-        """Return the gradient, contiguous; rows without a part have any values."""
+        """Return the gradient; rows without a part have any values."""
         if self._total is None:
-            self._total = self._like.new_empty(self._like.shape, dtype=self._dtype)
+            self._total = torch.empty_like(self._empty, device=self._like.device)
         return self._total
 
     def rows(self) -> Tensor:
@@ -63,15 +64,31 @@ class PartAccumulator:
         return self._written.flags()
 
 
+def _empty_parts(q: Tensor, k: Tensor, v: Tensor, narrow: bool) -> tuple[Tensor, ...]:
+    """Return empty dq, dk and dv: dq with heads after rows in memory as in models, dk and dv as keys are sent."""
+    dtype = q.dtype if narrow else accumulation_dtype(q.dtype)
+    return empty_rows_first(q, dtype), *(x.new_empty(x.shape, dtype=dtype) for x in (k, v))
+
+
+def _parts_workspace(
+    workspace: int, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any
+) -> int:
+    """Return the peak memory of the operator, without its operands and results, in bytes, for estimates."""
+    _, (_, narrow, *_) = LocalArgs.of(arguments)
+    if not narrow:
+        return backward_workspace(workspace, grad, q, k, v, out, lse, *arguments)
+    # A kernel's gradients are the results.
+    return workspace + cpu_copy_bytes(q, k, v) + operand_bytes(lse)
+
+
 def _fake_parts(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, ...]:
     """Return empty results of ``attend_backward_parts``, for fake tensors."""
     args, (mask_grad, narrow, *_) = LocalArgs.of(arguments)
-    dtype = q.dtype if narrow else accumulation_dtype(q.dtype)
     flags = [torch.empty(x.shape[2], dtype=torch.bool, device="cpu") for x in (q, k)]
     dmask = q.new_empty(dmask_shape(args, mask_grad), dtype=accumulation_dtype(q.dtype))
-    return *(x.new_empty(x.shape, dtype=dtype) for x in (q, k, v)), *flags, dmask
+    return *_empty_parts(q, k, v, narrow), *flags, dmask
 
 
 @opaque(
@@ -80,7 +97,7 @@ def _fake_parts(
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor q_rows, Tensor k_rows, Tensor dmask)",
     _fake_parts,
     replays=False,
-    inside=backward_workspace,
+    inside=_parts_workspace,
 )
 @retry_without_flex
 def attend_backward_parts(
@@ -101,14 +118,16 @@ def attend_backward_parts(
             after: As for ``attend``.
 
     Returns:
-        dq, dk and dv with the shapes of q, k and v, contiguous. q_rows (Sq,) and k_rows (Sk,), bool on the host: the
-        rows of dq, and of dk and dv, that are written. dmask as of ``attend_backward``.
+        dq, dk and dv with the shapes of q, k and v; dk and dv are contiguous, dq has heads after rows in memory. q_rows
+        (Sq,) and k_rows (Sk,), bool on the host: the rows of dq, and of dk and dv, that are written. dmask as of
+        ``attend_backward``.
 
     Bytes: none.
     """
     args, (mask_grad, narrow, *_) = LocalArgs.of(arguments)
-    dtype = q.dtype if narrow else accumulation_dtype(q.dtype)
-    dq, dk, dv = (PartAccumulator(x, dtype) for x in (q, k, v))
+    meta = (torch.empty(x.shape, dtype=x.dtype, device="meta") for x in (q, k, v))
+    empty = _empty_parts(*meta, narrow)
+    dq, dk, dv = (PartAccumulator(x, y) for x, y in zip((q, k, v), empty))
     sign, dmask = sum_gradients((grad, q, k, v, out, lse), args, mask_grad, (dq, dk, dv))
     q_total = dq.total() if sign == 1 else dq.total() * sign
     return q_total, dk.total(), dv.total(), dq.rows(), dk.rows(), dmask
