@@ -16,6 +16,7 @@ from typing import Any
 import sympy
 import torch
 from sympy import And, Not, Or, Xor
+from torch.fx import Node
 
 from sp_compile.lowering.torch_compat import schema_of
 from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape
@@ -31,6 +32,7 @@ from .elements import (
     as_number,
     as_truth,
     element_handler,
+    round_constants,
     select_element,
 )
 from .proofs import IndexBox
@@ -266,7 +268,10 @@ def _compare_element(compare: Compare, *names: str) -> None:
     def handler(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
         """Return the element of the comparison, as a condition: it holds for one of the combinations of cases."""
         conditions = []
-        x_cases, y_cases = map(as_cases, _operands(reader, call, coords))
+        # Both operands are compared in their common dtype: of 256 and 257 in bfloat16, none is larger.
+        values = [x.meta["val"] if isinstance(x, Node) else x for x in (call["self"], call["other"])]
+        dtype = torch.result_type(*values)
+        x_cases, y_cases = (round_constants(as_cases(x), dtype) for x in _operands(reader, call, coords))
         for (x_condition, x), (y_condition, y) in itertools.product(x_cases, y_cases):
             if And(x_condition, y_condition) != sympy.false:
                 conditions.append(And(x_condition, y_condition, compare(reader.box, _difference(x, y))))
