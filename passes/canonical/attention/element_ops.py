@@ -281,9 +281,15 @@ def _compare_element(compare: Compare, *names: str) -> None:
 
 
 def _difference(x: sympy.Expr, y: sympy.Expr) -> sympy.Expr:
-    """Return x - y, of which callers use the sign; if x or y is infinite, return 1, 0 or -1 of the same sign."""
+    """Return an integer expression with the sign of x - y.
+
+    It is x - y times the common denominator of its coefficients, or 1, 0 or -1 if x or y is infinite. Callers compare
+    integers: d > 0 is d - 1 >= 0.
+    """
     if not x.is_infinite and not y.is_infinite:
-        return x - y
+        difference = sympy.expand(x - y)
+        denominators = [factor.as_numer_denom()[1] for factor in difference.as_coefficients_dict().values()]
+        return sympy.expand(difference * sympy.ilcm(1, *denominators))
     if x == y:
         return sympy.Integer(0)
     is_greater = x == sympy.oo or y == -sympy.oo
