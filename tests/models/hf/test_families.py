@@ -22,6 +22,9 @@ from support.docs.family_models import NAMED
 QUICK = ("LFM2", "DINOv3 ViT", "Flux")  # families with a fast test; the others are slow
 # Parts of many models, such as norms, rotary positions and losses, are float32 for every dtype of the model.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-5}
+# Models in transformers compute the delta rule in float32 with sums that cancel. The tolerance is twice the distance of
+# the gradients of the model in eager mode from those of a copy of its code with float64 in place of float32.
+DELTA_RULE_TOLERANCE = {"OlmoHybrid": 1e-5, "Qwen3-Next": 7e-5, "Qwen3.5 (text)": 2.3e-4}
 
 
 class WithLoss(nn.Module):
@@ -69,4 +72,5 @@ def _train(name: str) -> tuple[Outcome, torch.dtype]:
 )
 def test_a_family_trains_as_on_one_device(ranks: Ranks, name: str) -> None:
     answers = ranks.run(2, _train, name)
-    check([answer for answer, _ in answers], TOLERANCE[answers[0][1]])
+    tolerance = DELTA_RULE_TOLERANCE.get(name, TOLERANCE[answers[0][1]])
+    check([answer for answer, _ in answers], tolerance)
