@@ -28,6 +28,7 @@ HINTS = frozenset(
 NORM_EPSILON = 1e-6  # of the kernels' normalization of queries and keys
 ATTENTION_OPTIONS = frozenset({"scale", "initial_state", "output_final_state", "cu_seqlens"})
 DELTA_OPTIONS = ATTENTION_OPTIONS | {"use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval"}
+PLAIN_TORCH = "is_plain_torch"  # argument of stand-ins: the original is a function in plain torch, not a kernel
 DOCUMENTS = ("cu_seqlens", "seq_idx")  # arguments by which a kernel separates documents
 
 
@@ -100,6 +101,8 @@ def make_stand_in(
             is_dropped = name in HINTS or (drops_unknown and name not in positions and name not in defaults)
             if name not in known and not is_dropped and not _is_default(value, defaults.get(name)):
                 return run_original(f"its argument {name} has no equivalent", args, kwargs)
+        if drops_unknown and PLAIN_TORCH in known:
+            named[PLAIN_TORCH] = True
         if len(args) > len(positions) or any(name not in named for name in required):
             return run_original("its arguments do not match", args, kwargs)
         values = compute(**{name: value for name, value in named.items() if name in known})

@@ -219,11 +219,12 @@ def _selective_scan(
     delta_softplus: bool = False,
     return_last_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    is_plain_torch: bool = False,
 ) -> Any:
     """Compute mamba_ssm's selective_scan_fn: a linear recurrence of N states for each channel.
 
     u, delta and z are (B, D, S), A is (D, N); B and C are (D, N), (B, N, S) or (B, G, N, S), for groups of D / G
-    channels. The kernel has no gradient of its last state, (B, D, N).
+    channels. The kernel has no gradient of its last state, (B, D, N); transformers' function in plain torch has one.
     """
     if A.is_complex():
         return NotImplemented
@@ -238,7 +239,8 @@ def _selective_scan(
     out = (states * read).sum(-1).mT
     out = out if D is None else out + u * D.to(dtype).unsqueeze(-1)
     out = (out if z is None else out * F.silu(z.to(dtype))).to(u.dtype)
-    return (out, states[:, -1].detach()) if return_last_state else out
+    last = states[:, -1]
+    return (out, last if is_plain_torch else last.detach()) if return_last_state else out
 
 
 def _channel_rows(x: Tensor, channels: int) -> Tensor:
