@@ -257,8 +257,8 @@ def _changes(ids: Tensor) -> Tensor:
     return F.pad(ids[:, 1:] != ids[:, :-1], (1, 0))
 
 
-STAND_INS["mamba_chunk_scan_combined"] = KernelStandIn(_mamba_chunk_scan)
-STAND_INS["mamba_split_conv1d_scan_combined"] = KernelStandIn(_mamba_split_conv_scan)
-STAND_INS["selective_scan_fn"] = KernelStandIn(_selective_scan)
-STAND_INS["causal_conv1d_fn"] = KernelStandIn(_causal_conv)
-STAND_INS["causal_conv1d"] = KernelStandIn(_short_convolution)
+STAND_INS.register("mamba_chunk_scan_combined", KernelStandIn(_mamba_chunk_scan))
+STAND_INS.register("mamba_split_conv1d_scan_combined", KernelStandIn(_mamba_split_conv_scan))
+STAND_INS.register("selective_scan_fn", KernelStandIn(_selective_scan))
+STAND_INS.register("causal_conv1d_fn", KernelStandIn(_causal_conv))
+STAND_INS.register("causal_conv1d", KernelStandIn(_short_convolution))
