@@ -268,13 +268,13 @@ def cast_element(value: Element, dtype: torch.dtype) -> Element:
 def round_constants(cases: Cases, dtype: torch.dtype) -> Cases:
     """Return cases with their integer constants as a floating dtype represents them, in bfloat16 257 as 256."""
 
-    def rounded(number: sympy.Expr) -> sympy.Expr:
+    def _round(number: sympy.Expr) -> sympy.Expr:
         if not number.is_Integer or not dtype.is_floating_point:
             return number
         ((_, value),) = as_cases(as_number(torch.tensor(float(number), dtype=torch.float64).to(dtype).item()))
         return value
 
-    return tuple((condition, rounded(number)) for condition, number in cases)
+    return tuple((condition, _round(number)) for condition, number in cases)
 
 
 def apply_by_cases(function: Callable[..., Any], *values: Element) -> Cases:

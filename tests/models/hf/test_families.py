@@ -70,7 +70,7 @@ def _train(name: str) -> tuple[Outcome, torch.dtype]:
 @pytest.mark.parametrize(
     "name", [pytest.param(x.name, marks=() if x.name in QUICK else pytest.mark.slow) for x in NAMED]
 )
-def test_a_family_trains_as_on_one_device(ranks: Ranks, name: str) -> None:
+def test_a_family_trains_as_a_single_device(ranks: Ranks, name: str) -> None:
     answers = ranks.run(2, _train, name)
     tolerance = DELTA_RULE_TOLERANCE.get(name, TOLERANCE[answers[0][1]])
     check([answer for answer, _ in answers], tolerance)
