@@ -87,14 +87,18 @@ class Machine:
         Args:
             device_type: Type of the device, as for `of`.
         """
-        default = CPU if device_type == "cpu" else GPU
-        replaced = [name for name, value in vars(self).items() if name != "memory" and value != getattr(default, name)]
+        replaced = self.replaced_names(device_type)
         name = "Gloo processes of one CPU thread each" if device_type == "cpu" else "H100 GPUs"
         nodes = f", {self.inter_node_bandwidth / 1e9:g} GB/s between nodes of {self.ranks_per_node:g}"
         links = f"links {self.all_gather_bandwidth / 1e9:g} GB/s" + ("" if math.isinf(self.ranks_per_node) else nodes)
         rates = f"attention {self.flops / 1e12:g} TFLOP/s, memory {self.memory_bandwidth / 1e9:g} GB/s, {links}"
         source = f"cost sets {', '.join(replaced)}" if replaced else "cost={...} sets other constants"
         return f"assumes {name}: {rates}; {source}"
+
+    def replaced_names(self, device_type: str) -> list[str]:
+        """Return the names of the constants that differ from the defaults of a device type, without `memory`."""
+        default = CPU if device_type == "cpu" else GPU
+        return [name for name, value in vars(self).items() if name != "memory" and value != getattr(default, name)]
 
     def efficiency(self, kernel: str) -> float:
         """Return the FLOP/s of an attention kernel, divided by `flops`; 1 for "named"."""
