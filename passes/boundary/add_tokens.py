@@ -120,8 +120,8 @@ class BoundaryPasses(Passes):
         The outputs are then those of the program, the balanced order, and the tokens and operands of deferred outputs.
         The runtime does not return the last group, which starts at `num_program_outputs`.
         """
-        # The runtime makes a sharded result of a rank's rows and the shape of the full tensor. It is recorded first,
-        # since the passes replace outputs.
+        # The runtime makes a sharded result of a rank's rows and the shape of the full tensor. The shapes are recorded
+        # before the passes replace outputs.
         full_shapes = {i: tuple(as_sizes(gm.meta[OUTPUT_INFOS][i].value.shape)) for i in context.boundary.results}
         context.update_outputs(shape=full_shapes)
         num_outputs = len(output_leaves(gm))

@@ -110,7 +110,8 @@ def expression_of(value: Node, symbol: Callable[[Node], sympy.Symbol | None]) ->
     """
     expressions: dict[Node, sympy.Expr] = {}
     for node in sorted(nodes_before(value, lambda n: symbol(n) is not None)):  # in the order of the graph
-        copied = value_origin(skip_widening_cast(node) or node)  # the node itself if it is no copy
+        # The node of which this one is a copy, possibly by a cast to a wider dtype and back; itself if it is none.
+        copied = value_origin(skip_widening_cast(node) or node)
         expression = symbol(node) or expressions.get(copied) or _evaluate_node(node, expressions)
         if expression is not None:
             expressions[node] = expression
@@ -313,6 +314,7 @@ class ExpandAssociativeScans(Pass):
             function, leaves, captured_values = node.args[:3]
             run = _build_tree(self.gm.get_submodule(function.target), len(leaves))
             operands = [*leaves, *captured_values]
+            # Traced as the graph itself: ops before dispatch, with autograd enabled.
             with self.graph.inserting_before(node):
                 self.replace(node, self.inline_function(run, operands, node, pre_dispatch=True, gradients=True))
         return len(calls)

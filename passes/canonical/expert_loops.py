@@ -353,6 +353,7 @@ def _find_uses(node: Node, call: OpCall) -> _SortUses:
     """
     results = read_results(node)  # (sorted keys, order) by index; an argsort returns only the order
     is_argsort = is_tensor(node)
+    # The sort itself stands for an order that nothing reads.
     order, keys = (node, None) if is_argsort else (results.get(1, node), results.get(0))
     uses = _SortUses(call.operands[0], order, keys, call["descending"])
     uses.tokens[order] = 1

@@ -73,11 +73,11 @@ class ReplaceMaskedWrites(CanonicalPass):
         puts = [n for op in SCATTER_OPS for n in gm.graph.find_nodes(op="call_function", target=op)]
         puts = [n for n in puts if _is_masked_put(n)]
         scatters = gm.graph.find_nodes(op="call_function", target=aten.masked_scatter.default)
-        scatters = [n for n in scatters if n.meta["val"].ndim]
+        scatters = [n for n in scatters if n.meta["val"].ndim]  # a value without dims has no positions
         for node in puts:
             self._replace_write(node, _read_put(node))
         for node in scatters:
-            with self.graph.inserting_before(node):
+            with self.graph.inserting_before(node):  # it emits views of the operands
                 write = self._read_scatter(node)
             self._replace_write(node, write)
         return len(puts) + len(scatters)
@@ -90,6 +90,7 @@ class ReplaceMaskedWrites(CanonicalPass):
         """
         call, shape = OpCall(node), node_shape(node)
         mask, num_elements = _without_repetition(call["mask"]), size_product(node_shape(call["source"]))
+        # The number of dims of x up to the last one along which the mask differs; the dims after it are an element's.
         num_dims = max((d + 1 for d, n in enumerate(_align_shape(mask, shape)) if not is_same_size(n, 1)), default=1)
         num_rows = exact_quotient(num_elements, size_product(shape[num_dims:]))
         if num_rows is None:  # not a number of whole rows
@@ -116,7 +117,10 @@ class ReplaceMaskedWrites(CanonicalPass):
             self.replace(node, self.compute(aten.where.self, (condition, rows, write.x), node))
 
     def _single_value(self, write: MaskedWrite, like: Node) -> Node:
-        """Return the one value of a write in a shape that broadcasts to x."""
+        """Return the one value of a write in a shape that broadcasts to x.
+
+        For x[:, mask] = v with x (S, H, W, D) and a mask (H, W), values (S, 1, D) become (S, 1, 1, D).
+        """
         shape, row_dim, start = node_shape(write.values), write.row_dim, write.start
         if row_dim < 0:
             return write.values
@@ -143,6 +147,7 @@ class ReplaceMaskedWrites(CanonicalPass):
         index = self.reshape(self.compute(aten.sub.Tensor, (counted, 1), like), node_shape(mask), like)
         num_written = self.compute(aten.sum.default, (self.cast(mask, torch.int64, like),), like)
         options = {"device": mask.meta["val"].device, "dtype": torch.int64}
+        # N, which is the number of rows and the index of the row of zeros, and N + 1, which is out of range
         zero_row, invalid_row = (
             self.compute(aten.full.default, ([], self.sizes(n)), like, options)
             for n in (shape[row_dim], shape[row_dim] + 1)
@@ -165,6 +170,7 @@ def _is_masked_put(node: Node) -> bool:
     write = _read_put(node)
     if indices[0].device != write.x.meta["val"].device:
         return False
+    # All dims of `values` before that of the rows must be dims of x before those of the mask.
     is_row_per_position = write.row_dim <= write.start and write.values.meta["val"].device == indices[0].device
     return write.is_single_value or is_row_per_position
 

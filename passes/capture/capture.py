@@ -180,7 +180,7 @@ def _fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[An
         if not isinstance(x, torch.Tensor):
             return x
         if torch_compat.is_wrapper(x):  # its fake is a plain tensor of its full shape
-            has_fake_shard = isinstance(x, Sharded) and isinstance(x.local, FakeTensor)
+            has_fake_shard = isinstance(x, Sharded) and isinstance(x.local, FakeTensor)  # then its sizes have symbols
             full = x if has_fake_shard else convert_to_mode(x)
             fake = _new_fake(x, full.shape, full.stride(), mode)
             return fake if isinstance(x, Sharded | DTensor) else mark_subclass(fake, x)

@@ -187,8 +187,8 @@ def _document_starts(cu_seqlens: Tensor, x: Tensor) -> Tensor:
 def _number_documents(cu_seqlens: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the numbers, from 1, of the documents that start and end at each token, as `opened` and `closed`.
 
-    Both are int64 (1, S), and 0 for other tokens. Empty documents do not occur. For cu_seqlens = [0, 2, 5] and S = 5
-    they are [1, 0, 2, 0, 0] and [0, 1, 0, 0, 2].
+    Both are int64 (1, S), and 0 for other tokens. The numbers of empty documents do not occur in them. For
+    cu_seqlens = [0, 2, 5] and S = 5 they are [1, 0, 2, 0, 0] and [0, 1, 0, 0, 2].
     """
     bounds, slots = cu_seqlens.to(torch.int64), torch.zeros(x.shape[1] + 1, dtype=torch.int64, device=x.device)
     count = bounds.shape[0] - 1

@@ -160,7 +160,10 @@ def _linear_cross_entropy_of_fla(
     use_l2warp: bool = False,
     l2_penalty_factor: float = 0.0,
 ) -> Any:
-    """Compute flash-linear-attention's fused head and cross-entropy; not with a penalty of the gradient only."""
+    """Compute flash-linear-attention's fused head and cross-entropy.
+
+    NotImplemented with `use_l2warp`, a penalty that changes only the gradient.
+    """
     if use_l2warp or reduction not in LOSS_REDUCTIONS:
         return NotImplemented
     logits = _project(hidden, weight, bias)
@@ -192,7 +195,10 @@ def _cut_cross_entropy(
 
 
 def _selects_rows(device: torch.device) -> bool:
-    """Return False in place of TRL's `_use_triton`: all rows are scored, since the number of others is in the data."""
+    """Return False in place of TRL's `_use_triton`, so that TRL scores all rows and masks those without a target.
+
+    If it is True, TRL selects the rows with a target first, whose number depends on the data.
+    """
     return False
 
 

@@ -162,7 +162,10 @@ def _run_original(kernel: str, function: Callable[..., Any], traced: Callable[..
 
 @torch.compiler.assume_constant_result  # called while Dynamo traces
 def _warn_unsplit(kernel: str, reason: str) -> bool:
-    """Warn on rank 0 that a kernel's original function runs, once for each kernel and reason."""
+    """Warn on rank 0 that a kernel's original function runs, once for each kernel and reason.
+
+    Returns True, because Dynamo requires a constant result.
+    """
     if process_rank() == 0 and (kernel, reason) not in _warned_kernels:
         _warned_kernels.add((kernel, reason))
         log.warning("%s runs between two graphs, unsplit on every rank: %s", kernel, reason)

@@ -79,19 +79,20 @@ def _call_with_subclass(target: Any, args: tuple[Any, ...], kwargs: dict[str, An
         subclass: The name of the class.
 
     Raises:
-        CaptureError: It is another call, which may depend on how the class stores its values.
+        CaptureError: It is another call, which may depend on how the class stores its values, or the class is one of
+            `SCALED_BY_TOKENS`.
     """
     is_linear = target in (
         torch.nn.functional.linear, torch.ops.sp.subclass_linear, torch.ops.sp.subclass_linear.default
     )  # fmt: skip
-    is_weight = is_linear and not hasattr(args[0], SUBCLASS) and subclass not in SCALED_BY_TOKENS
-    if is_weight:
+    is_weight = is_linear and not hasattr(args[0], SUBCLASS)
+    if is_weight and subclass not in SCALED_BY_TOKENS:
         return torch.ops.sp.subclass_linear(*args, **kwargs)
-    raise CaptureError(
-        "SP229",
-        f"{getattr(target, '__name__', target)} reads a {subclass}, a tensor subclass, which is supported as the "
-        "weight of a linear layer only.",
-    )
+    reason, fix = "a tensor subclass, which is supported as the weight of a linear layer only", ""
+    if is_weight:
+        reason = "a weight whose backward multiplies in int8 with scales of all tokens, of which a rank has only some"
+        fix = "Dequantize the weight before the compiled model."
+    raise CaptureError("SP229", f"{getattr(target, '__name__', target)} reads a {subclass}, {reason}.", fix or None)
 
 
 class _TracingInterpreter(Interpreter):

@@ -50,8 +50,8 @@ GatherRanks = Callable[[Ranks, tuple[int, ...]], Sequence[tuple[int, ...] | None
 def program_groups(gm: GraphModule, inputs: Sequence[Any]) -> list[Ranks]:
     """Return the groups of the program's collectives and DTensors that have more than one rank, in order.
 
-    A session compares the inputs over each of them. A group that only reduces scalars and vectors, as for the average
-    of a loss, counts only if it is declared and there is another group: the reductions over both may be merged.
+    The runtime compares the inputs of the ranks of each. A group that only reduces scalars and vectors, as for the
+    average of a loss, counts only if it is declared and there is another group: the reductions over both may be merged.
     """
     values = [node.meta.get("example_value") for node in gm.graph.nodes]
     of_tensors = [name for x in (*inputs, *values) if isinstance(x, DTensor) for name in group_names(x.device_mesh)]

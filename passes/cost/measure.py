@@ -111,7 +111,7 @@ def fit_constants(
     seconds_per_flop = attention.latency  # with infinitely many keys; 0 is noise
     if seconds_per_flop:
         constants |= {"flops": 1 / seconds_per_flop / base.efficiency(kernel)}
-        constants |= {"block_keys": 1 / seconds_per_flop / attention.bandwidth}
+        constants |= {"block_keys": 1 / seconds_per_flop / attention.bandwidth}  # slope / latency of the line
     return replace(base, **constants)
 
 

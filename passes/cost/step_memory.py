@@ -84,7 +84,8 @@ class GraphStep:
         copied = [n for n in tangents if not all(map(_is_row_major, node_tensors(n)))]
         backward_walk = walk(backward, fused, [*saved, *tangents])
         saved_sum, tangents_sum, copied_sum = (sum(storage_bytes(x).values()) for x in (saved, tangents, copied))
-        # A value that was computed outside of layers is of the layer that reads it last only if this is the first one.
+        # A saved value belongs to the layer that reads it last in the backward. One that was computed outside of layers
+        # does so only if that is the first layer, whose input it then is; layers share others, such as positions.
         layers = {n.name: node_layer(n) for n in forward.nodes}
         first_layer = next(filter(None, layers.values()), "")
         saved_bytes = [

@@ -30,7 +30,7 @@ class NodeInfo:
     no_rule: str | None = None  # reason why the node requires gathered operands
     replicated: bool = False  # True if propagation starts no sequence at this gathered value
     starts_sequence: bool = False  # True if a sequence starts here although the node does no work
-    is_aside: bool = False  # True if a scan at the node does not make its dim a sequence (`sharding/axes.py`)
+    is_aside: bool = False  # True if a scan at the node does not make its dim a sequence (`find_sequences.py`)
     # (a, d): the node is (part of) a scan without a rule along dim d of argument a
     scanned: tuple[int, int] | None = None
     joins: bool = False  # True for a part of a concatenation, padded to the length of all parts

@@ -283,7 +283,7 @@ def replace_nodes(gm: GraphModule, new_gm: GraphModule) -> None:
             copies[node] = gm.graph.node_copy(node, copies.__getitem__)
         else:
             copies[node].meta.update(node.meta)
-    for node in gm.graph.nodes:
+    for node in gm.graph.nodes:  # the passes over the copy have set metadata that refers to nodes of other graphs
         clear_node_info(node)
     gm.graph.lint()
     gm.recompile()

@@ -114,7 +114,7 @@ class OffloadValues(Pass):
             constant_bytes = sum(storage_bytes(forward.find_nodes(op="placeholder")).values())
         forward_nodes, backward_nodes = ({node.name: node for node in graph.nodes} for graph in (forward, backward))
         excess = dict[Node, float]()
-        for point in step.points():  # the predicted memory while each node runs
+        for point in step.points():  # predicted memory while a kernel (`point.moment`) runs, which has a node's name
             live_bytes = step.sharded_bytes(point, n) if state is not None else point.nbytes
             excess_bytes = constant_bytes + live_bytes - self.machine.memory
             if excess_bytes > 0:
@@ -297,7 +297,7 @@ class _SavedValues:
     """The values that a forward saves for its backward."""
 
     inputs: dict[Node, Node]  # the backward's inputs, by the forward's values
-    nbytes: int  # of all saved values
+    nbytes: int  # of all saved values, without inputs of the forward
     # The offloadable storages, by the node that fills each one: without gaps, and not of an input or output.
     storages: dict[Node, _SavedStorage]
 
@@ -318,7 +318,7 @@ class _SavedValues:
         inputs = {n: backward_inputs[n.name] for n in outputs[n_results:] if n.name in backward_inputs}
         input_storages = _storages_of(forward.find_nodes(op="placeholder"))
         values = [n for n in inputs if is_tensor(n) and storage_of(n.meta["val"]) not in input_storages]
-        total = sum(storage_bytes(values).values())  # bytes of all saved values
+        total = sum(storage_bytes(values).values())  # bytes of all saved values but inputs
         values_of_storage = defaultdict[int, list[Node]](list)
         for n in values:
             values_of_storage[storage_of(n.meta["val"])].append(n)

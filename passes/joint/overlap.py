@@ -96,7 +96,7 @@ def _hoist_exchanges(graph: Graph) -> int:
             candidates = [*(n for n in candidates if n not in moved_nodes), node, *movable]
         elif node.op == "placeholder" or is_pure(node) or is_pending_exchange(node) or _is_deterministic(node):
             candidates.append(node)
-        else:
+        else:  # a wait, or a node that mutates a value or draws random numbers
             candidates = []
     return moves
 

@@ -54,7 +54,7 @@ class PartitionedPasses(Passes):
     def key(self) -> str:
         """Return the passes' part of the key under which torch caches compiled code.
 
-        It contains everything but the graph on which the result of the passes depends.
+        It contains all that the result of the passes depends on, except the graph.
         """
         job, options = self.job, self.job.options
         memory = f"{options.state} {job.memory} {job.input_bytes}" if options.offload == "auto" else ""

@@ -113,14 +113,7 @@ class BalanceLayout(Pass):
         first = calls[0][0].node if calls else inputs[-1].next
         all_frames = [frame for _, frames in calls for frame in frames.values()]
         length = shards[0].frame.size if shards else all_frames[0].size
-        for call, frames in calls:
-            if not all(is_same_size(frame.size, length) for frame in frames.values()):
-                sizes = ", ".join(dict.fromkeys(str(frame.size) for frame in frames.values()))
-                raise SpError(
-                    "SP411",
-                    f"layout='balanced': expected one sequence, of {length} positions, got {describe_node(call.node)} "
-                    f"with rows of {sizes} positions.",
-                )
+        _require_length(calls, length)
         attentions = [call for call, frames in calls if "q_frame" in frames]  # only attentions have queries
         read_vectors = [v for call in attentions for v in mask_vectors(call.node)]
         # each mask vector of the sequence's length -> the first vector that is the same computation
@@ -163,7 +156,8 @@ class BalanceLayout(Pass):
         outside_windows = {(frame.start, as_size(frame.size - frame.start - frame.length)) for frame in frames}
         fixed = sorted(outside_windows | {(self.fixed_ends, self.fixed_ends)}, key=str)
         front, back = (self.sizes.list(dict.fromkeys(numbers)) for numbers in zip(*fixed))  # without duplicates
-        # Neighboring ranks that split the heads of an attention read the same rows, so the op counts them as one rank.
+        # Neighboring ranks that split the heads of an attention read the same rows, so the op counts them (`stride` of
+        # them) as one rank.
         strategies = ((op_strategy(call.node.target), call) for call in attentions)
         stride = min((strategy.neighbors(call) if strategy else 1 for strategy, call in strategies), default=1)
         return self.vectors, *work, self.sizes(length), front, back, n, stride, device
@@ -243,7 +237,8 @@ class BalanceLayout(Pass):
             for result in list(node.users):
                 self._restore_order(result, call["gather_dim"], frames["gather_frame"])
         elif node.target not in (sp.mask.default, sp.window.default):  # they change padded rows, which are not moved
-            raise SpError("SP411", f"layout='balanced': {describe_node(node)} does not support it.")
+            cause = "needs its rows in the order of the sequence, which this layout changes"
+            raise SpError("SP411", f"layout='balanced': {describe_node(node)} {cause}.")
         call = OpCall(node)  # its arguments have changed
         contiguous_frames = {name: list(call[name])[:4] for name in frames}
         node.args, node.kwargs = call.with_operands(call.operands, **contiguous_frames)
@@ -298,6 +293,7 @@ class BalanceLayout(Pass):
         if is_same_size(frame.start, 0):
             return self.positions
         aten = torch.ops.aten
+        # The rows before the window keep their place (`_balance_arguments`), so that those of the window are a slice.
         bounds = self.sizes.list((frame.start, as_size(frame.start + frame.length)))
         rows = self.compute(aten.slice.Tensor, (self.order, 0, *bounds), like)
         positions = self.compute(aten.sub.Tensor, (rows, self.sizes(frame.start)), like)
@@ -327,6 +323,18 @@ class BalanceLayout(Pass):
         reordered = self.compute(sp.reorder.default, (x, dim, self.sizes.list(frame[:4]), *orders), like)
         set_node_info(reordered, requires_grad=node_info(x).requires_grad)
         return reordered
+
+
+def _require_length(calls: Sequence[tuple[OpCall, FrameMap]], length: Size) -> None:
+    """Raise SpError if a balanced frame has another number of positions: one order is computed for all frames."""
+    for call, frames in calls:
+        if not all(is_same_size(frame.size, length) for frame in frames.values()):
+            sizes = ", ".join(dict.fromkeys(str(frame.size) for frame in frames.values()))
+            raise SpError(
+                "SP411",
+                f"layout='balanced': expected one sequence, of {length} positions, got {describe_node(call.node)} "
+                f"with a sequence of {sizes} positions.",
+            )
 
 
 def balanced_inputs(job: PassContext) -> list[Shard]:

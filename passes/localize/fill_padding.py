@@ -72,7 +72,7 @@ def _reaches_reader(
         return isinstance(plan.of(node), Shard)  # another graph may read it
     if user.target is operator.getitem:
         return user in read_nodes
-    if not _is_sharded(node, plan) or user not in plan.wants:
+    if not _is_sharded(node, plan) or user not in plan.wants:  # a user that is not on shards reads gathered rows
         return False
     if user in read_nodes and not drops_padding(user):
         return True  # the user's result has the same padded rows, and a reader of the result depends on them
@@ -199,6 +199,8 @@ class PaddingProof:
             return
         if _is_sharded(origin, self.plan) and namespace_of(node.target) == "sp" and declared_padding is None:
             raise SpError("SP923", f"{describe_node(node)} returns shards and does not declare its padded rows.")
+        # An op that is not on shards has no padded rows. An op declared as "nearest" reads valid rows only, and its own
+        # padded rows are right.
         if origin not in self.plan.wants or declared_padding == "nearest":
             return
         loose_operands = list(self._loose_operands(node, origin))

@@ -64,7 +64,9 @@ class Localize(Pass):
         plan = job.input_placements = job.plan(gm)
         if plan.demands:
             first = plan.demands[0]
-            raise SpError("SP913", f"{describe_node(first.node)} has an unclaimed demand ({first.kind}): {first.why}.")
+            cause = f"needs an exchange between ranks that no pass has inserted (a demand of kind {first.kind!r})"
+            why = f": {first.why}" if first.why else ""
+            raise SpError("SP913", f"{describe_node(first.node)} {cause}{why}.")
         self.gm = _Localizer(gm, plan, job).run()
         return len(plan.wants)
 
@@ -102,7 +104,7 @@ class _Localizer(GraphEditor):
         for node in sources:
             if node.op == "placeholder":
                 self._copy(node)
-        self.edit(self.graph)
+        self.edit(self.graph)  # from here on, nodes of sizes can be computed from the inputs
         self._localize_symbols(sources)
         for node in sources:
             if node.op == "get_attr" and is_tensor(node):

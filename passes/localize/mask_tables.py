@@ -117,7 +117,7 @@ def move_before(first: Node, vectors: Sequence[Node]) -> None:
 
 
 def _nodes_to_move(vector: Node, first: Node) -> set[Node]:
-    """Return those of the vector and the nodes that it depends on that do not precede `first` in the graph."""
+    """Return the vector and the nodes that it depends on, without those that precede `first` in the graph."""
     if vector < first:
         return set()
     return reachable_set([vector], lambda n: [x for x in n.all_input_nodes if not x < first])

@@ -98,7 +98,7 @@ def _check_wait(node: Node) -> None:
     ordered_after = OpCall(node).get("after") or ()
     for source in node.all_input_nodes:
         if is_pending_exchange(source) and source not in ordered_after:
-            raise SpError("SP922", f"{describe_node(node)} reads {source.name} before wait_tensor.")
+            raise SpError("SP922", f"{describe_node(node)} reads the result of {source.name} before wait_tensor.")
 
 
 def _check_sorted(node: Node, sorted_rows: set[Node]) -> None:
@@ -130,6 +130,7 @@ def _infer_local(node: Node, plan: PlacementPlan) -> None:
         SpError: If the op fails on local operands.
     """
     origin = node_info(node).origin
+    # An sp:: op may exchange rows, and a getitem may read a result of such an op.
     may_exchange = namespace_of(node.target) == sp.name or node.target is operator.getitem
     if origin is not None and origin not in plan.wants and not may_exchange:
         return  # replicated

@@ -86,7 +86,8 @@ def _shard_result(plan: PlacementPlan, node: Node, shard: Shard, n: int) -> Node
 
 def demanded_placements(node: Node, user: Node, plan: PlacementPlan) -> list[Placement]:
     """Return the placements in which a user reads a node, one for each read; [] if the user does not run on shards."""
-    if user not in plan.wants or transfer_of(user.target) is not None:  # exchanges are written for one placement
+    # An exchange was written for the present placement of its operand, so it counts as a user that is not on shards.
+    if user not in plan.wants or transfer_of(user.target) is not None:
         return []
     call, _ = lookup_rule(user) or (None, None)
     if call is None:

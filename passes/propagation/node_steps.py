@@ -1,8 +1,8 @@
 """Compute the step of one node: its placements and demands, from those of its operands.
 
 Names: `have` are the placements of a node's operands, `wants` those with which it runs on shards; n is the number of
-ranks. A factor is a named index of a rule ("b s d, d e -> b s e"), of kind "pass" if the op runs row by row along it. A
-step is the `wants`, results and demands of one node.
+ranks. A factor is a named index of a rule ("b s d, d e -> b s e"), of kind "pass" if the op runs row by row along it;
+`passes/sharding/rule.py` lists the other kinds. A step is the `wants`, results and demands of one node.
 """
 
 from __future__ import annotations
@@ -114,6 +114,7 @@ def varying_result(node: Node, have: Sequence[Placement], result: Placement, num
         result: The placement of its results.
         num_results: The number of its results.
     """
+    # `keeps_sharding`: the gradient of a gathered operand is partial, since the ranks compute different summands of it.
     demands = _make_demands(node, have, "varying", DIFFERENT_PLACEMENT, keeps_sharding=True)
     return NodeStep(None, (result,) * num_results, demands)
 
@@ -174,7 +175,7 @@ def start_sharding(axes: Axes, call: OpCall, rule: BoundRule, n: int, window: Fr
         return None
     if rule.kind(factor) == "halo":  # windows: the sequence starts with the rows of the operand
         operand_shard = axes.shard(call.operands[0])
-        if operand_shard is None or node_info(node).replicated:
+        if operand_shard is None or node_info(node).replicated:  # no sequence starts at a gathered value
             return None
         step = _place_window(call, rule, replicated, operand_shard, n)
         return step if step.wants is not None else None
@@ -182,9 +183,14 @@ def start_sharding(axes: Axes, call: OpCall, rule: BoundRule, n: int, window: Fr
     if rule.kind(factor) == "scan":
         if node_info(node).replicated or not (is_same_size(shard.outer, 1) and is_same_size(shard.inner, 1)):
             return None
-        single_rank = n == 1 and shard.frame.is_exact(1)
-        demands = () if single_rank else (Demand(node, 0, "scan", REPLICATE, why=SCANNED_DEMAND),)
+        needs_ranks = not _has_all_positions(n, shard)
+        demands = (Demand(node, 0, "scan", REPLICATE, why=SCANNED_DEMAND),) if needs_ranks else ()
     return shard_factor(call, rule, replicated, factor, shard, n, demands)
+
+
+def _has_all_positions(n: int, *shards: Shard) -> bool:
+    """Return True if the only rank has all positions, without padding, so that an op along the dim needs no demand."""
+    return n == 1 and all(shard.frame.is_exact(1) for shard in shards)
 
 
 MIN_BROADCAST = 8  # minimum ratio of elements, results to operands: an index per token becomes a row of a vocabulary
@@ -211,10 +217,11 @@ def through_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], n:
         n: The number of ranks.
     """
     node, demands = call.node, []
+    # The sharded operands, without the `lenders`, of which the op reads the shape only.
     shards = {i: p for i, p in enumerate(have) if isinstance(p, Shard) and i not in rule.lenders}
     # The sharded factor of each sharded operand, or "" if no factor describes the sharded dim, and its shard.
     factors = {i: rule.local_part(rule.operands[i], p) for i, p in shards.items()}
-    # Windows over the rows of the first operand, such as convolutions and slices.
+    # Windows over the rows of the first operand: convolutions (kind "halo") and slices (kind "window").
     first_kind = rule.kind(factors[0][0]) if 0 in factors else ""
     if first_kind == "halo":
         return _place_window(call, rule, have, shards[0], n)
@@ -231,7 +238,7 @@ def through_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], n:
         if not factor or rule.kind(factor) == "whole":
             why = f"needs all of {factor!r}" if factor and not rule.reshapes else NO_PLACEMENT
             demands.append(Demand(node, i, "whole", shards[i], keeps_sharding, why))
-        elif rule.kind(factor) == "scan" and not (n == 1 and shard.frame.is_exact(1)):
+        elif rule.kind(factor) == "scan" and not _has_all_positions(n, shard):
             demands.append(Demand(node, i, "scan", shards[i], keeps_sharding, SCANNED_DEMAND))
         elif rule.kind(factor) == "attend":
             demands.append(Demand(node, i, "attend", shards[i], keeps_sharding, "attention mixes the sequence"))
@@ -242,7 +249,7 @@ def through_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], n:
             demands.append(Demand(node, i, kind, shards[i], keeps_sharding, why))
     if base is not None:
         return shard_factor(call, rule, have, main_factor, base, n, tuple(demands))
-    # If only operands are sharded of which the op reads the shape (`lenders`), it reads the local shape.
+    # If only lenders are sharded, the op runs on shards and reads the local shape.
     only_lenders = not demands and any(isinstance(have[i], Shard) for i in rule.lenders)
     return NodeStep(tuple(have) if only_lenders else None, (REPLICATE,) * len(rule.results), tuple(demands))
 
@@ -312,8 +319,8 @@ def _place_window(call: OpCall, rule: BoundRule, have: Sequence[Placement], base
         why = f"every position needs its neighbors, and {placed}"
         demand = Demand(node, 0, "halo", have[0], why=why)
         return NodeStep(None, (REPLICATE,) * len(rule.results), (demand, *other_demands))
-    single_rank = n == 1 and base.frame.is_exact(1) and placed.frame.is_exact(1)
-    demands = () if single_rank else (Demand(node, 0, "halo", have[0], why=NEIGHBORS_DEMAND),)
+    needs_ranks = not _has_all_positions(n, base, placed)
+    demands = (Demand(node, 0, "halo", have[0], why=NEIGHBORS_DEMAND),) if needs_ranks else ()
     return NodeStep((base, *[SUMMAND_GRAD] * (len(have) - 1)), (placed,), (*demands, *other_demands))
 
 
@@ -376,6 +383,8 @@ def shard_factor(
         wants[i] = have[i]
     kind = rule.kind(factor)
     without_factor = REPLICATE if kind == "attend" else Partial()  # attention over sharded keys has an open demand
+    # One demand suffices for a pass to replace the op by a sum over the ranks. So replicated operands, of which each
+    # rank reads a slice, have none.
     if kind in ("mean", "total"):
         demands += tuple(
             Demand(call.node, i, kind, want, why="a total over the full sequence")

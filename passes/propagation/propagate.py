@@ -6,6 +6,7 @@ of floats starts there (an embedding, the first pointwise op on an input): then 
 is a local slice. Propagation never inserts a collective. It follows Shardy's factor propagation.
 
     x: S(1), linear(x, w) -> S(1); mean(x, 1) -> Partial(), with a demand of kind "mean" for a later pass
+
 `node_steps.py` computes the placements of one node. In the end, `demanded_shards.py` shards some replicated values.
 """
 
@@ -156,7 +157,7 @@ def _visit(
 
     Args:
         plan: The plan so far.
-        axes: The axes of the graph.
+        axes: The dims of the graph's values, and which of them are sequences.
         node: A node that is no input or output.
         n: The number of ranks.
         keep_replicated: If True, no sequence starts at the node.
@@ -186,13 +187,7 @@ def _visit(
     declined = declines(call, rule, have) if declines and call and step.wants else None  # a reason, or None
     if declined is not None:
         step = replicate_operands(node, have, "whole", declined, len(step.results))
-    # The results of operands that differ by rank (Varying) do, too, unless the rule expects such operands.
-    expected = (rule.operand_placements if rule is not None else None) or (REPLICATE,) * len(have)
-    if any(p == VARYING and want != VARYING for want, p in zip(expected, have)):
-        step = varying_result(node, have, VARYING, len(step.results))
-    forced_result = node_info(node).result  # set by a pass, for a collective of the user's program
-    if forced_result is not None:
-        step = varying_result(node, have, forced_result, len(step.results))
+    step = _mark_varying(node, rule, have, step)
     # The step runs on replicated operands: gradients and random draws must then be equal on all ranks.
     if step.wants is None and VARYING not in step.results:
         demands += [Demand(node, i, "invariant", p, why=INVARIANT) for i, p in enumerate(have) if p == SUMMAND_GRAD]
@@ -203,10 +198,30 @@ def _visit(
     return NodeStep(step.wants, step.results, tuple(demands))
 
 
+def _mark_varying(node: Node, rule: BoundRule | None, have: Sequence[Placement], step: NodeStep) -> NodeStep:
+    """Return the step of a node with results that differ by rank (Varying) if an operand does; else `step`.
+
+    A rule may expect such operands, and then defines the results itself. A pass may have set the placement of the
+    result of a collective of the user's program (`NodeInfo.result`).
+
+    Args:
+        node: The node.
+        rule: Its rule, if any.
+        have: The placements of its operands.
+        step: The step by its rule.
+    """
+    expected = (rule.operand_placements if rule is not None else None) or (REPLICATE,) * len(have)
+    if any(p == VARYING and want != VARYING for want, p in zip(expected, have)):
+        step = varying_result(node, have, VARYING, len(step.results))
+    forced_result = node_info(node).result
+    return step if forced_result is None else varying_result(node, have, forced_result, len(step.results))
+
+
 def _item_placement(plan: PlacementPlan, node: Node, source: Node) -> Placement:
     """Return the placement of a getitem of `source`, a node with several results.
 
-    If it is a piece of a bucket, split(all_reduce(cat(vectors))), it has the placement of its own vector.
+    A bucket, split(all_reduce(cat(vectors))), reduces several vectors at once, so that all of it is Varying if one of
+    them is. Each of its pieces has the placement of its own vector.
     """
     placements = plan.placements.get(source, ())
     vector = bucket_source(node) if VARYING in placements else None

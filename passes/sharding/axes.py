@@ -229,10 +229,11 @@ class Axes:
     def _frame(self, atom: Atom) -> Frame:
         """Return the frame in which a sequence with the rows of an atom is sharded.
 
-        By default, it has the size of the sequence. There are three other cases: a part of a concatenation is a window
-        of the longest sequence of its class. A sequence that is computed in chunks is padded to complete chunks on
-        each rank. One that convolutions with strides read is padded to complete strides on each rank: 10 rows that are
-        read with stride 2 have the size 12 on 3 ranks, unless most rows would be padding.
+        By default, it has the size of the sequence. One that convolutions with strides read is padded to complete
+        strides on each rank: 10 rows that are read with stride 2 have the size 12 on 3 ranks, unless most rows would be
+        padding. A sequence that is computed in chunks is padded to complete chunks on each rank. A part of a
+        concatenation is a window of the result: for cat([a, b]) with 2 and 6 rows, b has the frame of 8 rows, in which
+        its rows start at 2.
         """
         name = self.find(atom.name)
         # The first positions of this part in concatenations.
@@ -243,6 +244,7 @@ class Axes:
             size = self.n * stride * ceil_div(atom.size, self.n * stride)
             is_padded = stride > 1 and self.folds == 1 and is_most_of(atom.size, size)
             return Frame(size, 0, atom.size) if is_padded else Frame.full(atom.size, self.folds)
+        # The longest value of the class: the result of the concatenation, or the sequence that is already padded.
         longest = max((a.size for a in self._atoms() if self.find(a.name) == name), key=assume_large)
         frame = Frame.of_chunks(atom.size, longest, self.granules.get(name, 1), self.n, self.folds)
         size = frame.size if is_chunked else longest

@@ -45,18 +45,22 @@ def flatten_dims(dims: Dims) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class BoundRule:
-    """Rule bound to one call: factor names for every dim of operands and results, and their kinds."""
+    """Rule bound to one call: factor names for every dim of operands and results, and their kinds.
+
+    A sequence starts at a call with replicated operands of whose result each rank computes only its own rows.
+    """
 
     operands: tuple[Dims, ...]  # factors of each dim of each operand
     results: tuple[Dims, ...]  # factors of each dim of each result
     kinds: Mapping[str, str] = field(default_factory=dict)  # kinds by factor; other factors pass
     sizes: str | None = None  # schema argument with the sizes of the result, localized if the result is sharded
-    lazy: bool = False  # the op only moves data, so it is no reason to shard a replicated value
-    # replicated operands are sharded for the op: each rank must read only its rows (a sort by expert), or its result is
-    # much wider than its operands (one_hot)
+    lazy: bool = False  # the op only moves data, so no sequence starts at it
+    # a sequence starts at the op: each rank must read only its rows (a sort by expert), or its result is much wider
+    # than its operands (one_hot)
     starts_sequence: bool = False
     pad: tuple[int, Any] | None = None  # (operand, value): fill outside the window, so that a sum ignores padding
-    masks: tuple[int, ...] = ()  # operands that are only indexed by position; no sequence starts at them
+    # operands that are only indexed by position, as an attention mask: no sequence starts at the op that computes one
+    masks: tuple[int, ...] = ()
     normalizes: bool = False  # divides a gathered factor by its total, as softmax does
     # the windows of rows that a result reads, by "halo" factor, which may have another size in the result
     slides: Mapping[str, SlidingRows] = field(default_factory=dict)

@@ -297,7 +297,8 @@ class _RivalChoice:
         Of about equal ones, it is the one with the strongest evidence, then the one that most values have. A dim along
         which an input is sharded already is chosen in any case.
         """
-        # A rank computes its share of the FLOPs that shards along the candidate divide, and all others.
+        # A rank computes its share of the FLOPs that shards along the candidate divide, and all others. `total` is the
+        # most that a candidate divides: FLOPs that none divides are equal for all, and not counted.
         divided = {x: self.work.flops_of_rows(self.rows[x]) for x in rivals}
         total = max(divided.values())
         flops = {x: total - divided[x] * (1 - _largest_share(self.sizes[x], self.axes.n)) for x in rivals}

@@ -231,20 +231,21 @@ class RowWork:
         return {a for x in values for dim in axes.dims.get((x, 0), ()) for a in axes.canonical(dim)}
 
     def multiplied_classes(self) -> set[int]:
-        """Return the classes of the dims of operands of products, and of convolutions with many FLOPs.
+        """Return the classes of the dims of operands of products, and of other ops with many FLOPs.
 
-        The convolutions over one dim must have `LARGE_SHARE` of the FLOPs of the graph in total. `find_sequences`
-        places complete chunks of a sequence on each rank only if the dim of chunks is among the results.
+        The latter, such as convolutions, must have `LARGE_SHARE` of the FLOPs of the graph together over one dim.
+        `find_sequences` places complete chunks of a sequence on each rank only if the dim of chunks is among the
+        results.
         """
         multiplied: set[int] = set()
-        convolution_flops: Counter[int] = Counter()  # by class
+        other_flops: Counter[int] = Counter()  # by class
         for product in self.products:
             classes = {a.name for a in product.operands}
             if product.is_contraction:
                 multiplied |= classes
             elif product.rule is not None:
-                convolution_flops.update(dict.fromkeys(classes, product.flops))
-        return multiplied | {name for name, flops in convolution_flops.items() if flops >= LARGE_SHARE * self.total}
+                other_flops.update(dict.fromkeys(classes, product.flops))
+        return multiplied | {name for name, flops in other_flops.items() if flops >= LARGE_SHARE * self.total}
 
     def flops_of_rows(self, names: Set[int]) -> float:
         """Return the FLOPs that ranks divide if a dim is sharded: those of products that have the dim.
@@ -291,6 +292,7 @@ def contraction_flops(node: Node) -> float:
         return _matrix_flops(call)
     if call.get("weight") is not None and "stride" in call.args:
         return _convolution_flops(call)
+    # Ops with fixed placements are the sp:: ops on shards; those with FLOPs are counted above.
     if rule is None or not rule.is_contraction or rule.operand_placements is not None:
         return 0.0
     size_of_factor = dict(_sized_factors(call, rule))  # for "n i, i m -> n m" those of n, i and m, whose product counts
@@ -312,6 +314,7 @@ def _convolution_flops(call: OpCall) -> float:
 
     In a transposed convolution, each element of the operand is added to the same number of elements of the result.
     """
+    # conv_transpose1d and the like have an output padding; aten.convolution has one, too, and a flag `transposed`.
     is_transposed = "output_padding" in call.args and call.get("transposed", True)
     elements = call.shape() if is_transposed else as_sizes(call.results()[0].shape)
     return 2.0 * assume_large(size_product(elements) * size_product(call.shape("weight")[1:]))

@@ -67,4 +67,4 @@ def _is_sum_scaling(node: Node, x: Node, terms: list[Node], plan: PlacementPlan)
     """
     others_replicated = all(isinstance(plan.of(y), Replicate) for y in OpCall(node).operands if y is not x)
     adds_zero = terms == [x]
-    return others_replicated and (adds_zero or (len(terms) != 1 and x in scaled_operands(node)))
+    return others_replicated and (adds_zero or x in scaled_operands(node))

@@ -113,7 +113,10 @@ class ExchangeHalos(DemandPass):
     # A row and a slice.
 
     def _match_cat(self, node: Node) -> CatOfRow | None:
-        """Match cat([row, x]) or cat([x, row]) along the sharded dim of x, with a replicated row; else return None."""
+        """Match cat([row, x]) or cat([x, row]) along the sharded dim of x; else return None.
+
+        The row is replicated, or partial; a later pass then reduces it.
+        """
         if node.target is not aten.cat.default:
             return None
         call = OpCall(node)
@@ -168,7 +171,8 @@ class ExchangeHalos(DemandPass):
         have = demand.have
         if demand.kind != "align" or not isinstance(have, Shard) or not isinstance(want, Shard):
             return None
-        placed = place_window(SlidingRows(have.frame.length), have, self.job.ranks.n)  # a str: why it is not possible
+        # Windows of one row without padding: only to learn if rows can move to neighbors (a str is the reason why not).
+        placed = place_window(SlidingRows(have.frame.length), have, self.job.ranks.n)
         if isinstance(placed, str) or have.dim != want.dim or not want.frame.order.is_in_order:
             return None
         if not (is_same_size(want.outer, 1) and is_same_size(want.inner, 1)):  # the dim has other factors
@@ -183,6 +187,7 @@ class ExchangeHalos(DemandPass):
             return
         have, want = matched
         x = demanded_operand(node, demand.operand)
+        # A shift by no rows, whose result has the frame `want`: row j is row j of x, on the rank that needs it.
         shift = WindowCall(SlidingRows(have.frame.length), sp.shift.default, (have.dim,), (0,))
         with self.graph.inserting_before(node):
             moved = self._emit_on_shards(shift, x, have, want, x.meta["val"], node)

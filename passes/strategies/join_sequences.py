@@ -47,10 +47,10 @@ MAX_JOIN_ROUNDS = 8  # each round may make a part of a concatenation a sequence,
 class JoinedPart:
     """Part of a joined sequence."""
 
-    value: Node  # its rows; a value of all positions that has them in place, if `is_placed`
+    value: Node  # has its rows: only these, or, if `is_placed`, those of all positions, with these at their positions
     start: Size  # position of the first row
     length: Size  # number of rows
-    is_placed: bool  # True if the value has all positions
+    is_placed: bool  # True if `value` is as long as the joined sequence
 
 
 class JoinSequences(Pass):

@@ -184,14 +184,15 @@ class _TwoLevelScan:
 class ShardScans(DemandPass):
     """Exchange of the carries of scans.
 
-    Direct use: `ShardScans(1)(graph_module)` replaces the slow scans of any graph.
+    Direct use: `ShardScans(1)(graph_module)` replaces the slow scans of any graph: large ones for which the package has
+    a faster kernel than torch (`local_scan.py`).
     """
 
     requires = DemandPass.requires | {"flat scans"}
     kinds = frozenset({"scan"})
 
     def call(self, graph_module: GraphModule) -> PassResult:
-        """Run the pass on a graph module, then replace the remaining slow scans."""
+        """Run the pass on a graph module, then replace slow scans without an exchange by the kernels of the package."""
         modified = super().call(graph_module).modified
         return PassResult(graph_module, UseFastScans(self.job)(graph_module).modified or modified)
 

@@ -98,10 +98,10 @@ def _row_axes(axes: Axes, node: Node) -> Iterator[Atom]:
 
 
 def _is_linear_output(node: Node) -> bool:
-    """Return True if the value is computed from a matrix product by ops that only move, cast or add values."""
+    """Return True if the value is computed from a matrix product by ops that sum over no dim, as a view or a cast."""
 
     def operands_of(node: Node) -> Sequence[Node]:
-        """Return the operands of an op that moves, casts or adds values: it sums over no dim."""
+        """Return the operands of an op that sums over no dim, or has no rule; () for products and other reductions."""
         call, rule = lookup_rule(node) or (None, None)
         if call is None or transfer_of(node.target) is not None:
             return ()

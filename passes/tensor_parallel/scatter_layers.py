@@ -192,7 +192,7 @@ class SequenceParallelLinear(Passes):
             self.gm = gm
             return 0
         self.assumed = sorted(common_inputs(context.input_placements))
-        return max(1, len(context.scattered_nodes))
+        return max(1, len(context.scattered_nodes))  # not 0, which would mean that the graph is unchanged
 
     def _check_ranks(self, ranks: Ranks) -> None:
         """Raise SpError if the group exists in this process with another number of ranks."""

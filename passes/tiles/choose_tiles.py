@@ -77,17 +77,15 @@ def choose_tile_counts(
     losses = [is_scalar_loss(view, region) for region in regions]
     chunked = [any(is_in_chunks(view.to_local[x]) for x in region.seed_products) for region in regions]
     if memory is None or math.isinf(memory.device):
-        return [
-            _chunk_count(region) if is_chunked else _max_tiles(region) if is_large_loss else 0
-            for region, is_loss, is_chunked in zip(regions, losses, chunked)
-            for is_large_loss in [is_loss and inner_bytes(region) >= LARGE_BYTES]
-        ]
+        return list(map(_count_without_memory, regions, losses, chunked))
+    # Of each region: bytes of its inside that the forward saves for the backward, if it is not tiled.
     saved_bytes = [_saved_bytes(view, region, is_loss) for region, is_loss in zip(regions, losses)]
     # A region represents those of several equal layers, whose saved values are in memory at the same time.
     layer_bytes = [size * times(view.to_local[region.seed_products[0]]) for region, size in zip(regions, saved_bytes)]
     loss_bytes = sum(nbytes for nbytes, is_loss in zip(layer_bytes, losses) if is_loss)
     other_bytes = memory.used - loss_bytes  # bytes in memory while a region runs, besides its inside
-    # The peak of a region without tiles: its inside, of a loss in float32, and the gradients of the inside.
+    # The peak of a region without tiles: its inside and the gradients of the inside, hence twice. Of a loss these are
+    # in float32, as are its saved log-probabilities.
     peaks = [
         2 * (nbytes if is_loss else inner_bytes(region))
         for region, nbytes, is_loss in zip(regions, saved_bytes, losses)
@@ -118,6 +116,16 @@ def choose_tile_counts(
         return min(max_tiles, max(2, math.ceil(peak / limit))) if limit > 0 else max_tiles
 
     return [count_tiles(*arguments) for arguments in zip(regions, peaks, losses, chunked)]
+
+
+def _count_without_memory(region: TileRegion, is_loss: bool, is_chunked: bool) -> int:
+    """Return the number of tiles of a region if the memory is unknown; 0 if it is not tiled.
+
+    A large loss is tiled, and so is code that computes the region in chunks itself.
+    """
+    if is_chunked:
+        return _chunk_count(region)
+    return _max_tiles(region) if is_loss and inner_bytes(region) >= LARGE_BYTES else 0
 
 
 def _max_tiles(region: TileRegion) -> int:

@@ -1,8 +1,9 @@
-"""Replace gradients in a tile's graph by parts, from which a loop over tiles computes their sum.
+"""Replace gradients in a tile's graph by summands, from which a loop over tiles computes their sum.
 
-The gradient of a weight is a sum over all tiles (parts of the rows). The graph of a tile returns the operands of the op
-that computes its summand (the parts) in place of the summand, and the loop adds them to one accumulator. The form, a
-key of `lowering/tiles/tile_sums.py`, selects the function that adds them. The forms, and the parts that are returned:
+The gradient of a weight is a sum over all tiles (parts of the rows). In place of the gradient of a tile, its graph
+returns the operands of the op that computes it, called the summands: `a` and `b` for a @ b. The loop adds their product
+to one accumulator, as `total.addmm_(a, b)`. The form, a key of `lowering/tiles/tile_sums.py`, selects the function that
+adds them. The forms, and the summands that are returned:
 
     mm(dz.T, h), or its transpose             "product": dz.T, h
     gradients of grouped matrix products      "groups": rows, their gradients, group ends
@@ -26,11 +27,11 @@ from sp_compile.passes.sharding.matchers import constant_value, is_cast_op, move
 aten = torch.ops.aten
 WIDE_DTYPES = (torch.float32, torch.float64)
 GROUPED_BACKWARD = "transformers::grouped_mm_fallback_backward"
-SumParts = tuple[str, list[Node]]  # form and parts
+SumForm = tuple[str, list[Node]]  # form and summands
 
 
-def return_parts(gm: GraphModule, sums: Sequence[bool]) -> list[str]:
-    """Replace gradients that a tile's graph returns by the operands of the op that computes them (their parts).
+def return_summands(gm: GraphModule, sums: Sequence[bool]) -> list[str]:
+    """Replace gradients that a tile's graph returns by the operands of the op that computes them (their summands).
 
     The gradient of a weight is a sum over all tiles. For `mm(a, b)` the graph then returns a and b, and the loop over
     the tiles runs `total.addmm_(a, b)`, so that no tile stores a separate gradient.
@@ -41,7 +42,7 @@ def return_parts(gm: GraphModule, sums: Sequence[bool]) -> list[str]:
 
     Returns:
         The form of each of these outputs, a key of `TILE_SUMS` such as "product", which selects how the loop adds the
-        parts; "" for an output that is returned unchanged.
+        summands; "" for an output that is returned unchanged.
     """
     output = gm.graph.output_node()
     results = list(output.args[0])
@@ -49,9 +50,9 @@ def return_parts(gm: GraphModule, sums: Sequence[bool]) -> list[str]:
     outputs, forms = results[:first], list[str]()
     for gradient, is_sum in zip(results[first:], sums, strict=True):
         with gm.graph.inserting_before(output):
-            form, parts = _match_parts(gm, gradient) if is_sum else ("", [gradient])
+            form, summands = _match_sum(gm, gradient) if is_sum else ("", [gradient])
         forms.append(form)
-        outputs += parts
+        outputs += summands
     output.args = (outputs,)
     gm.graph.eliminate_dead_code()
     _drop_unused_matrices(gm)
@@ -60,8 +61,8 @@ def return_parts(gm: GraphModule, sums: Sequence[bool]) -> list[str]:
     return forms
 
 
-def _match_parts(gm: GraphModule, x: Node) -> SumParts:
-    """Return the form of a gradient x and its parts, the operands from which the loop over tiles computes it.
+def _match_sum(gm: GraphModule, x: Node) -> SumForm:
+    """Return the form of a gradient x and its summands, the operands from which the loop over tiles computes it.
 
     The forms are "product", "groups" (grouped products) and "rows" (rows that are added by index). Other gradients are
     returned as ("", [x]).
@@ -71,10 +72,10 @@ def _match_parts(gm: GraphModule, x: Node) -> SumParts:
     return _match_product(gm, x) or _scattered_rows(x) or ("", [x])
 
 
-def _match_product(gm: GraphModule, x: Node) -> SumParts | None:
-    """Return the form and the parts of a matrix product or grouped products; None for other nodes.
+def _match_product(gm: GraphModule, x: Node) -> SumForm | None:
+    """Return the form and the summands of a matrix product or grouped products; None for other nodes.
 
-    The product may be transposed: (a @ b).T is returned as the parts b.T and a.T.
+    The product may be transposed: (a @ b).T is returned as the summands b.T and a.T.
     """
     is_transposed = False
     order = permutation_of(x)  # None unless x is a permutation of dims
@@ -98,7 +99,7 @@ def _match_grouped_product(gm: GraphModule, x: Node) -> tuple[Node, Node, Node] 
     They compute the gradient of the matrices of experts: that of group g (an expert) is a[start:end].T @ b[start:end],
     where start and end are the ends of groups g - 1 and g.
 
-    On a GPU, torch's own grouped product remains: the addition of parts would have to read the group ends on the CPU.
+    On a GPU, torch's own grouped product remains: an addition by group would have to read the group ends on the CPU.
     """
     # Result 1 of this op of transformers is the gradient of the matrices.
     if x.target is operator.getitem and x.args[1] == 1 and _packet_name(x.args[0]) == GROUPED_BACKWARD:
@@ -114,7 +115,7 @@ def _match_grouped_product(gm: GraphModule, x: Node) -> tuple[Node, Node, Node] 
 def _drop_unused_matrices(gm: GraphModule) -> None:
     """Replace each backward of grouped products, of which only the gradient of the rows is read, by that gradient.
 
-    The gradient of the matrices (result 1) is not read once `return_parts` returns its operands instead.
+    The gradient of the matrices (result 1) is not read once `return_summands` returns its operands instead.
     """
     editor = GraphEditor().edit(gm.graph)
     for node in list(gm.graph.nodes):
@@ -127,8 +128,8 @@ def _drop_unused_matrices(gm: GraphModule) -> None:
             editor.replace(node, [grad_rows])
 
 
-def _scattered_rows(x: Node) -> SumParts | None:
-    """Return the form "rows" and the parts of index_put(zeros, [index], rows, accumulate=True): rows and index.
+def _scattered_rows(x: Node) -> SumForm | None:
+    """Return the form "rows" and the summands of index_put(zeros, [index], rows, accumulate=True): rows and index.
 
     It is the gradient of an embedding or of an index along the first dim. None for other nodes.
     """

@@ -115,17 +115,9 @@ class RunInTiles(Pass):
         nbytes, length = inner_bytes(region), tile_length(total, tiles)
         tile_bytes = nbytes * length // total
         is_recomputed = bool(program.gradients) and not program.at_once
-        text = (
-            f"{tiles} tiles of {length} of {total} rows: intermediate values of {_format_size(nbytes)} become "
-            f"{_format_size(tile_bytes)}"
-        )
-        if is_recomputed:
-            text += "; the backward recomputes it"
-        elif program.gradients:
-            text += "; its gradients are computed in the same loop"
-        if region.shared:
-            text += "; results with other readers are computed twice"
-        self.note(node, text)
+        sizes = f"intermediate values of {_format_size(nbytes)} become {_format_size(tile_bytes)}"
+        repeated_work = _describe_repeated_work(region, program)
+        self.note(node, f"{tiles} tiles of {length} of {total} rows: {sizes}{repeated_work}")
         if is_recomputed and any(has_policy(view.to_local[n]) for n in region.nodes):
             self.note_refusal(node, "its checkpoint policy does not apply to tiles", "checkpoint_policy")
         if region.shared:
@@ -216,6 +208,8 @@ def _refusal(view: TokenView, region: TileRegion) -> str | None:
         return "a size is a symbol, which requires torch 2.13: compile with dynamic=False"
     inner_width = sum(row_width(view, x) for x in region.seed_products)
     result_width = sum(row_width(view, x) for x in region.results)
+    # A region ends where its values are narrow again. If it returns about as much as it computes, nodes outside read
+    # values before that, and tiles would save no memory.
     if inner_width < MIN_WIDENING * result_width or not (region.results and region.rows):
         return "its result has other readers"
     if region.shared and not has_thin_results(view, region):
@@ -241,7 +235,7 @@ def _refusal(view: TokenView, region: TileRegion) -> str | None:
 def _is_cast(node: Node) -> bool:
     """Return True if autocast may determine the node's result dtype, so that it cannot move to another autocast region.
 
-    The 0-dim results of sp operators are excluded.
+    An sp operator counts, as it may call such ops, except one with a 0-dim result.
     """
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
@@ -298,6 +292,14 @@ def _late_nodes(view: TokenView, region: TileRegion) -> list[Node]:
         if node not in inside and any(x in inside or x in dependents for x in node.all_input_nodes):
             dependents[node] = None
     return list(dependents)
+
+
+def _describe_repeated_work(region: TileRegion, program: TileProgram) -> str:
+    """Return text for the report on when the gradients of a tiled region are computed, and what is computed twice."""
+    text = ""
+    if program.gradients:
+        text = "; its gradients are computed in the same loop" if program.at_once else "; the backward recomputes it"
+    return text + ("; results with other readers are computed twice" if region.shared else "")
 
 
 def _format_size(nbytes: int) -> str:

@@ -141,7 +141,7 @@ def is_finite_on_ones(window: Node) -> bool:
     finite_nodes, ones, queue = {window}, {window}, [window]
     for node in queue:  # which grows in this loop
         for user in node.users:
-            if user.target is sp.mask.default or user in finite_nodes:
+            if user.target is sp.mask.default or user in finite_nodes:  # a mask fills the padded rows again
                 continue
             if not (user.target is operator.getitem or is_smooth(user) or _is_finite(user, finite_nodes, ones)):
                 return False

@@ -11,8 +11,9 @@ with rows before replicated ones:
     at once            the gradients are computed in the loop of the forward, as the only cotangent is 1 (a loss)
     places             the operand and dim from which each symbolic size is read (`tile_symbols.py`)
 
-Values that all tiles add up are returned as parts (`partial_sums.py`), whose form selects how the loop adds them to its
-accumulator: no tile computes a separate gradient of a weight.
+A body (`TileBody`) has the graphs for tiles of one length: `forward`, and `gradients` if an operand has one. Each is a
+`TilePart`. A gradient that all tiles add up is returned as summands (`partial_sums.py`), whose form selects how the
+loop adds them to its accumulator: no tile computes a separate gradient of a weight.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from sp_compile.passes.graph.sizes import as_sizes, is_same_size, read_sizes_fro
 from sp_compile.passes.graph.strides import is_identity, order_of_strides
 from sp_compile.passes.sharding.rule import lookup_rule
 
-from .partial_sums import return_parts
+from .partial_sums import return_summands
 from .tile_regions import TileRegion, count_rows
 from .tile_symbols import SymbolPlaces, has_symbolic_length, has_symbols, row_dim, split_row_dim, symbol_places
 from .tile_view import TokenView
@@ -173,11 +174,11 @@ def tile_program(view: TokenView, region: TileRegion, tiles: int) -> TileProgram
     with mode, enable_python_dispatcher(), disable_autocast_cache():  # autocast itself is that of the caller
         # Indices of the operands that have a gradient, and of the results that have a cotangent.
         trained = tuple(i for i, x in enumerate(operands) if _can_require_grad(x))
-        differentiable, trained = _differentiable_parts(next(iter(functions.values())), trained)
+        differentiable, trained = _find_differentiable(next(iter(functions.values())), trained)
         losses = [region.results[i] for i in differentiable]
         at_once = len(losses) == 1 and view.is_sum(losses[0]) and _is_scalar(losses[0])
         # The gradient of an operand without rows, such as a weight, is a sum over the tiles. A tile may return it as
-        # the operands of a product (parts) that the loop adds to an accumulator; a form such as "product" selects how.
+        # the operands of a product (summands), which the loop adds to an accumulator; the form is then "product".
         sums = [view.rows(operands[i]) is None for i in trained]
         bodies, forms = _trace_bodies(functions, trained, differentiable, at_once, sums)
     # Symbols are renamed in order, so that equal layers have the same code and share one program.
@@ -186,10 +187,10 @@ def tile_program(view: TokenView, region: TileRegion, tiles: int) -> TileProgram
     gradients = [_trace_value(view, operands[i], names) for i in trained]
     if at_once:  # a sum over many tokens may exceed the range of float16
         gradients = [replace(x, dtype=torch.float32) if x.dtype == torch.float16 else x for x in gradients]
-    sums_of_parts = tuple(replace(x, adds=form) for x, form in zip(gradients, forms, strict=True))
+    added_gradients = tuple(replace(x, adds=form) for x, form in zip(gradients, forms, strict=True))
     row_dims = tuple(row_dim(shard) for shard in map(view.rows, region.rows) if shard is not None)
     named_places = tuple(zip(names.values(), places.values()))
-    fields = (row_dims, results, differentiable, trained, sums_of_parts, at_once, named_places)
+    fields = (row_dims, results, differentiable, trained, added_gradients, at_once, named_places)
     code = fields, {n: _body_code(body) for n, body in bodies.items()}
     return PROGRAMS[PROGRAMS.register(code, lambda name: TileProgram(name, bodies, *fields))]
 
@@ -265,7 +266,7 @@ def _new_leaves(operands: Sequence[Tensor], trained: Sequence[int]) -> list[Tens
     return [x.detach().requires_grad_(i in trained) for i, x in enumerate(operands)]
 
 
-def _differentiable_parts(tile: TileFunction, trained: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _find_differentiable(tile: TileFunction, trained: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the indices of the results that require a gradient, and of the operands in `trained` that receive one.
 
     An operand that is read only under no_grad receives none. A gradient of zeros in its place would be wrong: an
@@ -295,11 +296,12 @@ def _trace_bodies(
     functions: Mapping[int, TileFunction], trained: Sequence[int], differentiable: Sequence[int], at_once: bool,
     sums: Sequence[bool],
 ) -> tuple[dict[int, TileBody], list[str]]:  # fmt: skip
-    """Trace the tiles of each length; return the bodies by length, and the form of each gradient.
+    """Trace the tiles of each length; return the bodies (their graphs) by length, and the form of each gradient.
 
-    A gradient that is a sum over the tiles (`sums`) may be returned as parts, such as the operands of a product that
-    the loop adds; its form is how the loop adds them. Tiles of all lengths add to the same accumulator, so that a
-    gradient with different forms is not returned as parts. Arguments: as of `_trace_body`.
+    A gradient that is a sum over the tiles (`sums`) may be returned as summands, such as the operands of a product that
+    the loop adds; its form is how the loop adds them. Tiles of all lengths add to the same accumulator: if the form of
+    a gradient differs between lengths, all are traced again, with this gradient unchanged. Arguments: as of
+    `_trace_body`.
     """
     traced = {n: _trace_body(tile, trained, differentiable, at_once, sums) for n, tile in functions.items()}
     forms_by_length = [forms for _, forms in traced.values()]
@@ -321,8 +323,8 @@ def _trace_body(
         trained: Indices of the operands that have a gradient.
         differentiable: Indices of the results that have a cotangent, the gradient that the backward receives for them.
         at_once: The gradients are computed with the results, for a cotangent of 1.
-        sums: For each gradient, True if it is a sum over the tiles, which may be returned as parts: the operands of the
-            op that computes it. The form, such as "product", is that op (`return_parts`).
+        sums: For each gradient, True if it is a sum over the tiles, which may be returned as summands: the operands of
+            the op that computes it. The form, such as "product", is that op (`return_summands`).
     """
     inputs = tile.inputs()
     num_inputs = len(inputs)
@@ -350,7 +352,7 @@ def _trace_body(
         outputs = forward_part.graph.graph.output_node().args[0]
         operands += [torch.empty_like(outputs[i].meta["val"]) for i in differentiable]
     graph = _trace_graph(gradients, operands)
-    forms = return_parts(graph, sums)
+    forms = return_summands(graph, sums)
     return TileBody(forward_part, TilePart(graph, operands)), forms
 
 
@@ -363,7 +365,10 @@ def _trace_graph(run: Callable[..., Any], operands: Sequence[Tensor]) -> GraphMo
 
 
 def _body_code(body: TileBody) -> list[Any]:
-    """Return the code and the operand types of a body. Regions with equal ones, as of equal layers, share a program."""
+    """Return the code and the input types of each graph of a body: `forward`, and `gradients` if it has them.
+
+    Regions with equal ones, as of equal layers, share a program.
+    """
     return [
         (graph_code(part.graph), part.strides, [(x.shape, x.dtype, x.device) for x in part.inputs])
         for part in body.parts

@@ -106,6 +106,7 @@ def _warned_by_kind() -> dict[type[Decoder], list[str]]:
     return {kind: _warned(kind, steps=2) for kind in (Decoder, *LINES)}
 
 
+@pytest.mark.slow
 def test_training_names_the_line(ranks: Ranks) -> None:
     by_kind, of_second = ranks.run(2, _warned_by_kind)
     assert not any(of_second.values())

@@ -86,6 +86,7 @@ ROUNDING = 2e-6  # float32: another order of sums
 
 
 @pytest.mark.parametrize("kind", [*FLOAT8, *INT8])
+@pytest.mark.sampled(every=3)
 def test_linears_are_on_shards(kind: str) -> None:
     report = sp_compile.verify(quantized(kind), rows(33), sp=2 if kind in FLOAT8[1:] else 3)
     assert report.worst < ROUNDING

@@ -39,6 +39,7 @@ def starts_of(ids: Tensor, x: Tensor, dim: int, reverse: bool) -> Tensor:
 
 
 @cases
+@pytest.mark.sampled(every=3)
 def test_inclusive_is_torchs(op: str, dtype: torch.dtype) -> None:
     """Results have torch's dtype, and torch's values or equally exact ones."""
     for shape, dim in SHAPES:
@@ -105,6 +106,7 @@ def test_a_repeated_id_starts_another_segment() -> None:
 
 @pytest.mark.parametrize("op", ["max", "min"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.sampled(every=2)
 def test_indices(op: str, dtype: torch.dtype) -> None:
     torchs = torch.cummax if op == "max" else torch.cummin
     for shape, dim in SHAPES:

@@ -202,6 +202,7 @@ def test_only_keys_have_two_parts() -> None:
 @pytest.mark.parametrize(
     ("rotary", "text_first"), [(rotate_by_cat, True), (rotate_in_place, True), (rotate_before, False)]
 )
+@pytest.mark.sampled(every=3)
 def test_a_rotary_embedding_of_one_part_moves_no_rows(rotary: Rotary, text_first: bool, n: int) -> None:
     report = check(OneStream(rotary, text_first).double(), *tokens(6), sp=n)
     assert_on_shards(report)

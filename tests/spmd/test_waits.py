@@ -81,7 +81,7 @@ def run_of(how: str) -> tuple[str, str, float]:
         if how == "fails":
             with pytest.raises(MemoryError):
                 run(x)
-        time.sleep(2 * SECONDS)
+        time.sleep(1.5 * SECONDS)
         return "", "", 0.0
     message = error_text(lambda: run(x))
     return message, error_text(lambda: run(x)), time.monotonic() - begun
@@ -110,7 +110,7 @@ def test_a_rank_that_does_not_come(ranks: Ranks, how: str, why: str) -> None:
 
 
 def slow_on_rank_1(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-    time.sleep(2 * SECONDS * dist.get_rank())
+    time.sleep(1.5 * SECONDS * dist.get_rank())
     return gm.forward
 
 

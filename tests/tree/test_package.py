@@ -71,6 +71,7 @@ def test_sdist(copy: Path, tmp_path: Path) -> None:
     assert not (sources() | {"README.md", "SECURITY.md", "LICENSE"}) - held
 
 
+@pytest.mark.slow
 def test_import_in_the_root_without_installation() -> None:
     """-S leaves installed packages out; torch and the others are found by their path."""
     packages = Path(__import__("torch").__file__).parents[1]

@@ -6,11 +6,9 @@
 from __future__ import annotations
 
 import ast
-import io
 import json
 import os
 import re
-import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -22,6 +20,7 @@ from tree.test_layers import FILES, ROOT
 LIST = Path(__file__).with_name("prose.json")
 FOLDERS = ("sp_compile", "passes", "lowering", "tests", "benchmarks", "examples", "docs", "top")
 BUILD_FILES = ("Makefile", "pyproject.toml", ".ci/run")
+IDENTIFIER = re.compile(r"\b[A-Za-z_]\w*[A-Z_]\w*")  # of more than one word
 WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 CLAUSE = re.compile(  # a noun clause, a question or a fragment in place of an imperative sentence
     r"(?:What|Which|Where|How|Why|Whether|Who|When|Is|Are|Does|Do|Has|Have|May|Can|Would|Will|Must|Could|Of|As|Those"
@@ -44,27 +43,13 @@ def files_to_read() -> Iterator[tuple[str, Path]]:
                 yield folder, path
 
 
-def texts_of(path: Path) -> Iterator[str]:
-    """Yield each string, comment and defined identifier of a Python file, and each line of another file."""
+def text_to_search(path: Path) -> str:
+    """Return the text of a file, with the identifiers of a Python file once more, as their words in lower case."""
     text = path.read_text()
     if path.suffix != ".py":
-        yield from text.splitlines()
-        return
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type in (tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", -1)):
-            yield token.string
-    seen: set[tuple[type, str]] = set()
-    for node in ast.walk(ast.parse(text)):
-        name = None
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            name = node.name
-        elif isinstance(node, ast.arg):
-            name = node.arg
-        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-            name = node.id if isinstance(node, ast.Name) else node.attr
-        if name and (type(node), name) not in seen:
-            seen.add((type(node), name))
-            yield " ".join(WORD.findall(name)).lower()
+        return text
+    names = sorted(set(IDENTIFIER.findall(text)))
+    return "\n".join([text, *(" ".join(WORD.findall(name)).lower() for name in names)])
 
 
 def fields_without_comment(file: Path, tree: ast.Module) -> list[str]:
@@ -97,7 +82,7 @@ def counts() -> dict[str, int]:
     found: Counter[str] = Counter()
     banned = [re.compile(pattern) for pattern in listed()["banned words"].values()]
     for folder, path in files_to_read():
-        text = "\n".join(texts_of(path))
+        text = text_to_search(path)
         found[f"banned words in {folder}"] += sum(len(pattern.findall(text)) for pattern in banned)
     public = tuple(listed()["public files"])
     for file in FILES.values():

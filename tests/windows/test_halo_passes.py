@@ -294,6 +294,7 @@ class Subsampled(nn.Module):
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("length", [21, 30, 48])
+@pytest.mark.sampled(every=5)
 def test_a_rank_has_the_rows_of_complete_strides(length, n):
     report = sp_compile.verify(Subsampled(length).double(), torch.randn(2, length, 4, dtype=torch.float64), sp=n)
     assert report.worst < 1e-12

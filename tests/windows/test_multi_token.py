@@ -86,6 +86,7 @@ def test_each_way(way: str, config: dict[str, str]) -> None:
     run(way, 4, 17, **config)
 
 
+@pytest.mark.slow
 def test_windows_of_embeddings_in_zigzag_order_are_gathered() -> None:
     run("windows", 4, 17, attention="ring", layout="zigzag")
 

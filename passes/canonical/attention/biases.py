@@ -151,6 +151,7 @@ class BiasReader:
         """
         if node.op != "call_function" or not isinstance(node.target, OpOverload):
             raise NotSymbolic("does not depend on positions and heads only", node)
+        # An expression is computed in the dtype of q, or in float32 for half precision, and is not rounded in between.
         if node.meta["val"].dtype != self.dtype or self.dtype in HALF:
             raise NotSymbolic(f"is rounded to {node.meta['val'].dtype}", node)
         moved = map_coordinates(node, coords)  # (operand, its coordinates) of an op that only moves elements
@@ -170,7 +171,9 @@ class BiasReader:
         if op in (aten.add, aten.sub, aten.rsub):
             x, y = operand("self"), operand("other")
             alpha = _parse_number(call["alpha"]) * (1 if op is aten.add else -1)
-            return self._sum(y, x, alpha, node) if op is aten.rsub else self._sum(x, y, alpha, node)
+            if op is aten.rsub:  # other - alpha * self
+                return self._sum(y, x, alpha, node)
+            return self._sum(x, y, alpha, node)
         if op is aten.where and "self" in call.args:
             return self._select(call["condition"], coords, operand("self"), operand("other"), node)
         if op is aten.masked_fill:

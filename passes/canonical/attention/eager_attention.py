@@ -75,7 +75,7 @@ class EagerAttention:
     sinks: SinkValue | None  # sinks of the softmax, if any
     dropout: float  # probability of the dropout of the weights
     last: Node  # the result
-    chain: list[Node]  # all other nodes
+    chain: list[Node]  # all other nodes, which are erased
 
 
 @register_pass
@@ -105,7 +105,7 @@ class FuseEagerAttention(CanonicalPass):
             return attention
         with self.graph.inserting_before(attention.last), restore_autocast(attention.last):
             out = self._emit_attention(attention)
-        if out is None:
+        if out is None:  # no attention mask is equivalent to the masks of the scores
             if attention.scores.gate is not None:
                 return "it is multiplied by a value that is no mask, or not filled: use masked_fill(mask, -inf)"
             return "a mask of finite fills under which a query may attend to nothing, or a bias that may contain fills"
@@ -183,7 +183,7 @@ class FuseEagerAttention(CanonicalPass):
         if scores.gate is not None:
             return self._emit_gated_mask(scores, scores.gate.materialize(self, like), shape, like)
         bias, allowed, is_equivalent = self._emit_biases(scores, shape, dtype, absorbs_fills, like)
-        for condition, filled_value, _ in scores.fills:  # `filled_value`: the condition where scores are filled
+        for condition, filled_value, _ in scores.fills:  # `filled_value`: True if they are filled where it is True
             node = condition.materialize(self, like)
             if condition.dtype != torch.bool:
                 node = self.compute(aten.ne.Scalar, (node, 0), like)
@@ -205,7 +205,8 @@ class FuseEagerAttention(CanonicalPass):
     ) -> tuple[Node | None, Node | None, bool]:
         """Emit the biases of the scores as one sum and one condition; arguments as in `_emit_mask`.
 
-        A bias in another dtype than q must consist of zeros and fills, and becomes the condition that it is 0.
+        A bias in another dtype than q must consist of zeros and fills, since a cast could round others. It becomes the
+        condition that it is 0.
 
         Returns:
             The sum of the other biases, and the conjunction of the conditions (each None if there is none); and whether
@@ -217,6 +218,7 @@ class FuseEagerAttention(CanonicalPass):
         for operand, factor in scores.biases:
             node = operand.materialize(self, like)
             if operand.dtype != dtype:
+                # With a negative factor, fills would be positive.
                 is_equivalent &= factor > 0 and try_parse_mask(node, shape, absorbs_fills) is not None
                 allowed = self._intersect(allowed, self.compute(aten.eq.Scalar, (node, 0), like), like)
                 continue
@@ -289,6 +291,7 @@ def _match_attention(softmax: SoftmaxMatch) -> EagerAttention | str:
     sinks, last = source.head_sinks(), weights.last
     chain = [*scores.chain, *source.chain, *softmax.chain, *weights.chain]
     if lse is not None:
+        # With ops between the scores and the softmax, such as `x - max(x)`, the log-sum-exp is not that of the scores.
         sink_attention = match_lse_sinks(last, lse) if not source.chain else None
         if sink_attention is None:
             return f"its log-sum-exp ({lse.name}) is read, and not only as out * sigmoid(lse - sinks)"
@@ -301,8 +304,10 @@ def _match_attention(softmax: SoftmaxMatch) -> EagerAttention | str:
     if not _has_sink_per_head(sinks, source, scores):
         return "its sinks are not one number per head"
     dtype = operands[0].node.meta["val"].dtype
+    # A 0-dim factor does not change the dtype of the scores.
     if any(node_shape(factor.node) and factor.dtype != dtype for factor, _ in scores.factors):
         return "the scores are scaled in another dtype"
+    # Autocast changes the dtype in which products of float32 operands are computed.
     if dtype not in HALF and not has_same_autocast([*chain, last]):
         return "its parts are in different autocast regions"
     return EagerAttention(scores, weights.product, operands, sinks, weights.dropout, last, chain)
@@ -335,7 +340,7 @@ def _match_weights(softmax: Node, source: SoftmaxSource, order: tuple[int, ...])
         if sinks is not None and is_identity(order) and source.drops_sinks(user):
             sinks, matched_ops = None, [user]
         elif user.target is aten.dropout.default and not weights.dropout:
-            weights.dropout = user.args[1] if user.args[2] else 0.0
+            weights.dropout = user.args[1] if user.args[2] else 0.0  # dropout(x, p, train)
         elif not canceling_ops and not is_cast_op(user) and not _keeps_weights(user, node):
             permuted_order = order_after(user, order)
             if permuted_order is None:

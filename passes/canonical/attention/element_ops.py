@@ -108,6 +108,7 @@ def _stack_element(reader: ElementReader, call: OpCall, coords: Coords) -> Eleme
     """Return the element of a stack: that of operand number i, where i is the coordinate along the new dim."""
     dim = int(call["dim"]) % len(coords)
     pieces = [reader.at(x, (*coords[:dim], *coords[dim + 1 :])) for x in call.operands]
+    # The first operand i with coordinate <= i is the one with coordinate == i.
     return _first_match([(reader.box.at_least_zero(i - coords[dim]), piece) for i, piece in enumerate(pieces)])
 
 

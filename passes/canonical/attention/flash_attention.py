@@ -93,7 +93,7 @@ class ReplaceFlashFunctions(RewriteVarlenAttention):
         if reason is not None:
             self.note_refusal(node, f"its operands are gathered: {reason}")
             return False
-        (index,) = read_results(node)
+        (index,) = read_results(node)  # one, as other calls are refused
         with self.graph.inserting_before(node):
             if kernel is node:
                 out = self._emit_kernel(node, lambda x: x, node)

@@ -363,7 +363,7 @@ class RewriteMasks(base.CanonicalPass):
             options["lse"] = True
         # torch's causal kernel returns NaN unless the scale is positive.
         is_causal = mask.allowed == CAUSAL_CONDITION and (call["scale"] is None or call["scale"] > 0)
-        if options or not (is_causal or mask.allowed == sympy.true):
+        if options or not (is_causal or mask.allowed == sympy.true):  # torch's op has none of the options
             self._replace_by_predicate(node, call, mask, options)
             return
         causal = {"is_causal": True} if is_causal else {}

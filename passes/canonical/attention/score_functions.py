@@ -308,7 +308,8 @@ class _ScoreWriter:
     def _is_head_vector(self, x: _TableElement) -> bool:
         """Return True for vector[h], an element of a vector (H,) at the head of the query.
 
-        Such vectors are passed separately from tables, as a rank with a share of the heads needs only its elements.
+        Such vectors are passed separately from tables, as a rank with a share of the heads needs only its elements. A
+        vector with a gradient is a table: only tables get gradients.
         """
         if x.indices != (_HEAD,) or carries_gradient(x.table):
             return False
@@ -377,6 +378,7 @@ def _adds_fills(graph: Graph) -> bool:
             args = args[:1]  # without the indices
         elif packet is aten.where:
             args = args[1:]  # without the condition
+        # The absolute value, as the function may subtract a large positive constant, or multiply by -1.
         if any(isinstance(x, int | float) and MIN_FILL <= abs(x) < float("inf") for x in args):
             return True
         reaches_result |= {x for x in args if isinstance(x, Node)}

@@ -95,6 +95,8 @@ class ScoreOperand:
     def regroup(self, before: tuple[Size, ...], after: tuple[Size, ...]) -> ScoreOperand | None:
         """Return the operand for scores whose leading dims are reshaped, such as (B * H,) to (B, H).
 
+        A mask (B * H, 1, K), for example, is then read as (B, H, 1, K).
+
         Args:
             before: The leading dims of the scores that the operand fits.
             after: The leading dims to which it is adapted.
@@ -106,10 +108,11 @@ class ScoreOperand:
         leading = (*[1] * (len(before) + 2 - len(own_shape)), *own_shape)[:-2]  # 1 for missing dims
         if not is_identity(self.order):
             return None
-        if all(is_same_size(extent, 1) for extent in leading):  # it broadcasts: only the number of dims must fit
+        if all(is_same_size(extent, 1) for extent in leading):  # it broadcasts: too many dims are reshaped
             return ScoreOperand(self.node, order, (1,) * len(after) if len(own_shape) > len(order) else ())
         if not is_same_shape(leading, before):
             return None
+        # The tensor before the program merged its leading dims if it did, else this one, which `leading` reshapes.
         source = _undo_batch_repeat(self.node, after)
         return ScoreOperand(source, order) if source is not None else ScoreOperand(self.node, order, after)
 
@@ -323,18 +326,18 @@ def _match_fill(call: OpCall, x: Node, keys_dim: int) -> ScoreChain | None:
     None if the number is no fill: -inf or a large negative number. `keys_dim` is the dim of keys in x.
     """
     dtype = x.meta["val"].dtype
+    # `filled_value`: the value of the condition, True or False, where scores are filled
     if "mask" in call.args:
         scores, condition, number, filled_value = call["self"], call["mask"], call["value"], True
     else:
         condition, filled_value = call["condition"], scalar_value(call["self"], dtype) is not None
         scores, number = (call["other"], call["self"]) if filled_value else (call["self"], call["other"])
     fill = scalar_value(number, dtype)
-    if fill is None or (fill > MAX_FILL and fill != torch.finfo(dtype).min):
+    if fill is None or (fill > MAX_FILL and fill != torch.finfo(dtype).min):  # that of float16 is -65504
         return None
     inner = match_scores(scores, keys_dim, x)
     if inner is None:
         return None
-    # `filled_value` is the value of the condition where scores are filled.
     return _add_operand(inner, x, condition, fills=((ScoreOperand(condition, inner.order), filled_value, fill),))
 
 

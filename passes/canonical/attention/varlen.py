@@ -144,7 +144,7 @@ class RewriteVarlenAttention(CanonicalPass):
             tokens = self.compute(aten.arange.default, (self.sizes(length),), like, options)
             differences = self.compute(aten.sub.Tensor, (k_ends, q_ends), like)
             offsets = self.compute(aten.slice.Tensor, (differences, 0, 1), like)  # of each document
-            # Tokens after the last document have one index more.
+            # Tokens after the last document form one more document, with the offset of the last one.
             last_offset = self.compute(aten.slice.Tensor, (offsets, 0, -1), like)
             offsets = self.compute(aten.cat.default, ([offsets, last_offset],), like)
             token_offsets = self.compute(aten.index.Tensor, (offsets, [documents]), like)

@@ -85,7 +85,7 @@ def find_cycle(columns: Sequence[StepColumn]) -> list[StepColumn]:
     Raises:
         NotALoop: No state depends on itself.
     """
-    # column -> its references to columns, and -> those of these columns that are among `columns`
+    # For each column: all its references, and the columns among `columns` that it reads by them.
     references = {c: [x for x in map(reference_of, c.operands) if x is not None] for c in columns}
     sources = {c: {x.column for x in read if x.column in references} for c, read in references.items()}
     states = [c for c in columns if any(x.lag and x.column is c for read in references.values() for x in read)]
@@ -126,8 +126,8 @@ class BodyOp:
     """One op of a body."""
 
     column: StepColumn  # its nodes
-    leaves: list[Value | ColumnRef]  # of its arguments; references are to the body
-    zeroed: list[int]  # leaves of the terms without a state
+    leaves: list[Value | ColumnRef]  # of its arguments; a ColumnRef is a column of the body
+    zeroed: list[int]  # indices of the leaves in terms without a state
 
 
 class CoupledStates:
@@ -182,11 +182,12 @@ class CoupledStates:
         node = column.node
         terms = TERMS.get(getattr(node.target, "overloadpacket", None))
         call, rule = lookup_rule(node) or (None, None)
-        nodes = pytree.tree_leaves((node.args, node.kwargs))  # the arguments of the first step, in the order of leaves
+        nodes = pytree.tree_leaves((node.args, node.kwargs))  # the arguments of one step, in the order of leaves
         tensors = [i for i, x in enumerate(nodes) if is_tensor(x)]
         error = NotALoop(f"a state that is not affine in the previous state ({node.target})")
         if terms is None or call is None or rule is None or len(rule.results) != 1:
             raise error
+        # `_record_dims` assigns the operands of the rule to the tensor leaves, one by one in this order.
         if [nodes[i] for i in tensors] != call.operands or node.meta["val"].dtype != self.options["dtype"]:
             raise error
         state_leaves = {i for i, x in enumerate(leaves) if isinstance(x, ColumnRef)}
@@ -217,7 +218,7 @@ class CoupledStates:
         state_leaves = [i for i, x in enumerate(leaves) if isinstance(x, ColumnRef)]
 
         def state_dim(name: str) -> int | None:
-            """Return the dim of the states from which a dim of the result passes, by its name in the rule.
+            """Return the dim of the states that passes through the op to the result's dim of this name in the rule.
 
             None if the elements along it are mixed, or if it is no dim of the states.
             """
@@ -241,7 +242,8 @@ class CoupledStates:
         """Emit the scan h' = m @ h + b of the stacked states, and return the values of their columns at all steps.
 
         The operands have the dims m (batch, steps, rows, rows), b (batch, steps, rows, columns) and h (batch, rows,
-        columns), where the rows are the mixed elements of all states, one state after the other.
+        columns), where the rows are the mixed elements of all states, one state after the other. The columns are the
+        elements of the repeated dims, as the V columns of h (B, K, V) in h' = m @ h + b with m (B, K, K).
         """
         num_rows = self.rows * len(self.states)
         terms, maps = self._terms_and_maps()
@@ -273,7 +275,7 @@ class CoupledStates:
         """
         values = {}
         ndim, time = len(self.shape), len(self.batch_dims)
-        position = min(1, ndim)  # of the steps in each value
+        position = min(1, ndim)  # of the steps in each value: after the first dim, which usually is the batch
         scan_order = [*self.batch_dims, None, *self.mixed_dims, *self.repeated_dims]  # None: the dim of the steps
         value_order: list[int | None] = list(range(ndim))
         value_order.insert(position, None)
@@ -295,7 +297,9 @@ class CoupledStates:
         try:
             results = self._evaluate(frozenset(self.repeated_dims))
             return results[:num_states], results[num_states:]
-        except (RuntimeError, ValueError, NotALoop):  # an op with the sizes of all columns: compute all, and keep one
+        except (RuntimeError, ValueError, NotALoop):
+            # An op of the body, such as an expand, has the sizes of repeated dims as arguments, so that it fails for
+            # size 1: compute all columns, and keep one.
             results = self._evaluate(frozenset())
         terms, maps = results[:num_states], results[num_states:]
         for d in self.repeated_dims:  # the dims of the states follow steps and basis
@@ -305,10 +309,11 @@ class CoupledStates:
     def _evaluate(self, single_dims: frozenset[int]) -> list[Node]:
         """Emit the body of all steps on states of zeros, and its linear part on the vectors of a basis.
 
-        These are b and the columns of m in h' = m @ h + b.
+        These are b and the columns of m in h' = m @ h + b: for the body w @ (h + x), w @ x and w @ each basis vector.
 
         Args:
-            single_dims: The dims of the states that have size 1 in the linear part.
+            single_dims: The repeated dims if the linear part is evaluated with size 1 in these, as m is the same for
+                all their elements; empty if it is evaluated with all sizes.
 
         Returns:
             The results for each state: those for zeros, (steps, ...), then those for the basis, (steps, basis, ...).
@@ -319,7 +324,6 @@ class CoupledStates:
         nodes = [self.editor.move_steps(x, 0).node if isinstance(x, BatchedValue) else x for x in operands.values()]
         dims = tuple(0 if isinstance(x, BatchedValue) else None for x in operands.values())
         shape = [1 if d in single_dims else size for d, size in enumerate(self.shape)]
-        mixed_shape = [shape[d] if d in self.mixed_dims else 1 for d in range(len(shape))]
         num_rows = self.rows * len(self.states)
 
         def run_step(*values: torch.Tensor) -> list[torch.Tensor]:
@@ -327,12 +331,7 @@ class CoupledStates:
             coefficients = dict(zip(operands, values))
             zeros = [torch.zeros(self.shape, **self.options) for _ in self.states]
             terms = self._run(coefficients, zeros, single_dims=None)
-            # Row i of the identity is vector i of the basis: a 1 in one mixed element of one state, 0 in the others.
-            identity = torch.eye(num_rows, **self.options)
-            parts = identity.split(self.rows, 1)  # of each state: (num_rows, mixed elements)
-            # All elements of the other dims have the same vector, as m maps each of them separately:
-            # (num_rows, *mixed_shape), with size 1 in the other dims -> (num_rows, *shape).
-            basis = [x.reshape(num_rows, *mixed_shape).expand(num_rows, *shape) for x in parts]
+            basis = self._basis_vectors(shape)
 
             def run_linear(*vectors: torch.Tensor) -> list[torch.Tensor]:
                 """Return the linear part of the body on one vector of the basis."""
@@ -350,6 +349,22 @@ class CoupledStates:
             raise NotALoop("a body with other shapes")
         return results
 
+    def _basis_vectors(self, shape: Sequence[Any]) -> list[torch.Tensor]:
+        """Return the part of each state in the vectors of a basis, (number of vectors, *shape).
+
+        Vector i has a 1 in one mixed element of one state, and 0 in all others: for two states p and q of shape (B, 1)
+        with mixed dim 1, vector 0 is p = 1, q = 0 and vector 1 is p = 0, q = 1. All elements of the other dims have the
+        same vector, as m maps each of them separately.
+
+        Args:
+            shape: The shape of a state in the linear part of the body.
+        """
+        num_rows = self.rows * len(self.states)
+        mixed_shape = [size if d in self.mixed_dims else 1 for d, size in enumerate(shape)]
+        identity = torch.eye(num_rows, **self.options)  # row i is vector i
+        parts = identity.split(self.rows, 1)  # of each state: (num_rows, mixed elements)
+        return [x.reshape(num_rows, *mixed_shape).expand(num_rows, *shape) for x in parts]
+
     def _run(
         self, coefficients: dict[int, torch.Tensor], states: Sequence[torch.Tensor], single_dims: frozenset[int] | None
     ) -> list[torch.Tensor]:
@@ -358,7 +373,7 @@ class CoupledStates:
         Args:
             coefficients: The operands that are no states, by identity of the leaf.
             states: The previous states.
-            single_dims: For the linear part, the dims of the states that have size 1; None for the body itself.
+            single_dims: For the linear part, the dims of the states that have size 1 in `states`; None for the body.
         """
         values: dict[StepColumn, torch.Tensor] = {}
         previous = dict(zip(self.states, states))
@@ -370,7 +385,7 @@ class CoupledStates:
                 elif single_dims is not None and i in op.zeroed:
                     leaves.append(self._zeros(op, i, single_dims))
                 else:
-                    leaves.append(coefficients.get(id(x), x))
+                    leaves.append(coefficients.get(id(x), x))  # x itself if it is a constant
             node = op.column.node
             args, kwargs = pytree.tree_unflatten(leaves, pytree.tree_flatten((node.args, node.kwargs))[1])
             values[op.column] = node.target(*args, **kwargs)
@@ -383,7 +398,8 @@ class CoupledStates:
         Args:
             op: The op.
             leaf: The index of the leaf of its arguments that is the term.
-            single_dims: The dims of the states that have size 1, here too.
+            single_dims: The dims of the states along which m is the same (repeated dims). The states of the linear part
+                have size 1 in these, so that the zeros must have size 1 in the dims that these pass to.
 
         Returns:
             A tensor, the number 0 in place of a number, or None in place of None.

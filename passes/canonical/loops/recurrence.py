@@ -126,7 +126,7 @@ class ScanBuilder(BatchedOps):
         if step_ndim(x) < 2:
             return x
         if isinstance(x, BatchedValue):
-            x = BatchedValue(self.align(x, 2), x.ndim - 2)
+            x = BatchedValue(self.align(x, 2), x.ndim - 2)  # the steps before the last two dims
             return BatchedValue(self.compute(aten.transpose.int, (x.node, -1, -2), x.node), x.time)
         return self.compute(aten.transpose.int, (x, -1, -2), x)
 
@@ -166,7 +166,7 @@ class ScanBuilder(BatchedOps):
             raise NotALoop("a recurrence of integers")
         elif _is_constant(b, 0):  # a * state
             out = self._emit_cumulative("prod", expand_steps(a), time, reverse, like)
-            if not _is_constant(seed, 1):
+            if not _is_constant(seed, 1):  # also for zeros, for which `initial` is None
                 initial = self.expand_to(seed, shape, like)
                 out = self.compute(aten.mul.Tensor, (out, self.unsqueeze(initial, time)), like)
         else:

@@ -57,7 +57,9 @@ class LoopBuilder:
         reads = [x for x in loop.operands() if isinstance(x, IndexRead)]
         self.reverse = bool(reads) and all(x.stride < 0 for x in reads)
         self.scans = 0  # number of emitted scans
-        self.values: dict[StepColumn, Value] = {}  # of computed columns; a node if it is equal at all steps
+        # Values of computed columns: a BatchedValue; a list of these for an op with several results; or a node if the
+        # value is equal at all steps.
+        self.values: dict[StepColumn, Value] = {}
         self.forms: dict[StepColumn, AffineValue] = {}  # of columns that are affine in a state, before its scan
         self.seeds: dict[StepColumn, Any] = {}  # initial values of states
         self.operand_values: dict[Any, Value] = {}  # (operand, first step, end) -> its value at these steps
@@ -76,7 +78,7 @@ class LoopBuilder:
     def _is_shared(self, x: Operand) -> bool:
         """Return True if the operand has the same value at every step; then its column may need no batched op."""
         if isinstance(x, ColumnRef):
-            return isinstance(self.values.get(x.column), Node)  # a node in place of a BatchedValue
+            return isinstance(self.values.get(x.column), Node)  # a node is equal at all steps
         return not isinstance(x, IndexRead | SeededList)
 
     def run(self) -> BatchedValue:
@@ -91,6 +93,7 @@ class LoopBuilder:
         while waiting:
             still_waiting = [c for c in waiting if not self._compute_column(c)]
             if len(still_waiting) == len(waiting):  # no column can be computed alone: states depend on each other
+                # Its columns remain in the list, as those that are no states are computed from the states.
                 self._scan_together(waiting)
             waiting = still_waiting
         result = self.value(self.loop.root, 0, self.loop.length)
@@ -106,7 +109,7 @@ class LoopBuilder:
         """
         column, step = self.loop.owner[node]
         batched = self.values[column]
-        if not isinstance(batched, BatchedValue):
+        if isinstance(batched, list):  # one BatchedValue for each result; it is no node, as the steps differ
             raise NotALoop("an op outside the loop reads an op with several results")
         index = column.end - 1 - step if self.reverse else step - column.first  # in the dim of the steps
         return self.editor.compute(aten.select.int, (batched.node, batched.time, index), node)
@@ -186,6 +189,9 @@ class LoopBuilder:
 
         It is the operand's value at all steps of the column if it is known, or else an AffineValue, a * state + b,
         where the state is that of the same step or the previous one (lag 1). PENDING if neither is known yet.
+
+        For h = c * h + x, the leaf of the product that reads the previous h is 1 * state + 0, and the leaf of the sum
+        that reads the product is the product's form, c * state + 0.
         """
         reference = reference_of(x)
         if reference is None or reference.column in self.values:
@@ -230,7 +236,7 @@ class LoopBuilder:
             return self._read_steps(x, first, end)
         if isinstance(x, SeededList):
             later = self.value(x.later, first + 1, end)
-            if not isinstance(later, BatchedValue):
+            if not isinstance(later, BatchedValue):  # a node: all steps but the first one have the same value
                 raise NotALoop("a single first step")
             return self.editor.append_step(x.seed, later, self.reverse)
         # A column, of which the operand reads the steps `lag` earlier.

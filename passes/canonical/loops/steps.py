@@ -192,7 +192,7 @@ class LoopMatcher:
             first: The first step of the values.
 
         Returns:
-            The remaining initial values, then the column; None if the values are not of this form.
+            The initial values in `values`, then the column; None if the values are not of this form.
         """
         for num_seeds in range(1, min(MAX_LAG, len(values) - 1)):
             operand: Any = self._find_column(values[num_seeds:], first + num_seeds, lags=(num_seeds + 1,))

@@ -237,7 +237,7 @@ class BatchedOps(GraphEditor):
 
         values = [fake_leaves[i].detach() for i in tensors]
         dims = tuple(0 if isinstance(leaves[i], BatchedValue) else None for i in tensors)
-        if not values:
+        if not values:  # the operands are lists, the results of ops with several results
             raise NotALoop("lists of values")
         try:
             body = trace_function(torch.func.vmap(run_step, in_dims=dims), values)
@@ -308,7 +308,8 @@ def _batch_matmul(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Batch
     if node.target not in MATMULS:
         return None
     left, right = leaves
-    # A (K, N) matrix that all steps share multiplies the last dim, so that the dim of the steps need not be moved.
+    # A (K, N) matrix that all steps share multiplies the last dim, so that the dim of the steps, if it is not the last
+    # one, need not be moved.
     is_shared_right = step_ndim(right) == 2 and not isinstance(right, BatchedValue)
     if is_shared_right and isinstance(left, BatchedValue) and left.trailing_dims:
         return BatchedValue(ops.compute(aten.matmul.default, (left.node, right), node), left.time)

@@ -98,7 +98,7 @@ class MergeChooser:
     def unmerged_reason(self, chain: CollectiveChain, options: list[MergeOption]) -> str:
         """Return the reason, for the report, for which `best` merges none of the collectives of a chain.
 
-        If no option merges any, the reason is that of the last two.
+        If no option merges any, it is the reason why the last two of them cannot be merged.
 
         Args:
             chain: The chain of collectives.

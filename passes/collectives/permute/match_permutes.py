@@ -223,7 +223,7 @@ def _match_dims(
         rows, block = table.resolve(before.dims[gather]), table.resolve(result.dims[scatter])
         if exact:
             is_match = bool(rows or block) and table.equal(result, after)
-        else:  # the elements in the order of the result, in other dims; one of them starts as the gathered dim does
+        else:  # y has the elements in the same order; one of its dims starts with the factors of the gather dim
             gathered = table.resolve(result.dims[gather])
             starts_dim = any(is_leading(gathered, dim) for dim in after.dims)
             is_match = bool(rows and block) and starts_dim and table.order(result) == table.order(after)

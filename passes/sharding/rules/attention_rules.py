@@ -33,7 +33,8 @@ def _attention_rule(call: OpCall) -> BoundRule:
 
     There may be any number of leading dims (batch and heads), which may broadcast. With enable_gqa, a rank's query
     heads use its own key heads if the number of ranks divides both. The condition of sp::masked_attention reads
-    vectors, such as document ids, and its score function reads tables; both are gathered, except values per head.
+    vectors, such as document ids: `rows` at the query, `cols` at the key (`pieces` are their runs of equal values). Its
+    score function reads `tables`, and `heads`, one value per head. All but the latter are gathered.
     """
     leading, sizes = _leading_names(call)
     # Vectors (batch, rows) have one batch dim; of several batch dims of q it is the flattened one, with another name.
@@ -58,7 +59,7 @@ def _attention_rule(call: OpCall) -> BoundRule:
         kinds["q"] = "attend"
     kinds |= {f: "whole" for names in operands[3:] for f in names if f and f not in (*leading, "q", "k")}
     result = (*leading, "q", last)
-    # (3,) also without a mask, so that the text of the rule is the same.
+    # (3,) even without an operand 3, so that the text of the rule does not depend on the mask.
     return BoundRule(operands, (result,), kinds, masks=tuple(range(3, max(4, len(operands)))))
 
 

@@ -9,9 +9,6 @@ gradient each rank has a summand.
 Collectives of the user's program over ranks that do not share the sequence act on each row separately, by rules. A node
 that communicates with ranks that hold other rows has no rule (`mark_group_exchanges` marks it) and runs on gathered
 operands. Collectives over the ranks of the pass are not handled by rules; see `passes.tensor_parallel.varying`.
-
-A tensor-parallel program may itself split rows into n equal blocks and join them (see `lowering/collectives`). This
-holds for any rows, so a view of the rows as batch and sequence preserves the blocks.
 """
 
 from __future__ import annotations

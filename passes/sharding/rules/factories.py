@@ -31,7 +31,9 @@ def _factory_rule(call: OpCall) -> BoundRule:
 def _factory_like_rule(call: OpCall) -> BoundRule:
     """Return the rule of x.new_zeros(size) and the like, which read only the dtype and the device of x.
 
-    The result shares no dim with x.
+    The result shares no dim with x. A rule must give each such dim a kind, and there is none for a dim that is not
+    read, so it is "whole": a sharded x is gathered for the call. In captured graphs `normalize_ops.py` avoids this: it
+    replaces the call by zeros(size), which has no operand.
     """
     operand, result = factor_names(call.ndim(), "operand"), factor_names(len(call["size"]), "made")
     return BoundRule((operand,), (result,), dict.fromkeys(operand, "whole"), sizes="size", lazy=True)

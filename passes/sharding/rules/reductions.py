@@ -72,11 +72,15 @@ def _diff_rule(call: OpCall) -> BoundRule:
 
 @register_rule_function(sp.extreme.default)
 def _extreme_rule(call: OpCall) -> BoundRule:
-    """Return the rule of sp::extreme, a maximum over all ranks, whose result is replicated."""
+    """Return the rule of sp::extreme, the maximum over `dims`, of which `dim` is sharded as the frame describes.
+
+    The op runs on shards, and its result is the maximum over all ranks, replicated.
+    """
     names, dims = factor_names(call.ndim()), call["dims"]
     kept = replace_dims(names, dims, "")
     result = kept if call["keepdim"] else tuple(f for f in kept if f)
     (frame, outer), dim = call_frame(call), call["dim"]
+    # The elements of the dim per row, which a frame argument does not have.
     inner = exact_quotient(call.shape()[dim], size_product((outer, frame.length)))
     want: tuple[Placement, ...] = (Shard(dim, frame, outer, inner or 1),)
     kinds = {names[d]: "whole" for d in dims}

@@ -128,7 +128,8 @@ def _framed_scan_rule(
         operands: Names of the dims of each operand.
         result: Names of the dims of each result.
         scanned: Name of the scanned dim; empty for 0-dim tensors.
-        invariant: Indices of operands whose gradients are equal on all ranks.
+        invariant: Indices of operands whose gradients are equal on all ranks, such as the initial state: the op itself
+            sends its gradient, the final state of the backward scan, to all ranks.
         gathered: Names of dims that are gathered.
     """
     results = tuple(result for _ in call.results())

@@ -4,8 +4,10 @@
     scaled_dot_product_attention(q, k, v, mask, ...)      or sp::masked_attention, whose mask is a predicate
     ->  sp::<its op>(q, k, v, mask, rows, cols, sizes, predicate, ..., q_frame, k_frame, n, group, ...)
 
-`is_causal` becomes the predicate "k <= q". Operands that do not have four dims are reshaped around the op. A frame is
-the list of sizes that describes the rows of a sharded sequence on each rank.
+`is_causal` becomes the predicate "k <= q". It may index vectors, by query (`rows`) and by key (`cols`), whose runs of
+equal values are `pieces`, and read `sizes`. A score function `score` reads `heads` (a value per head) and `tables`.
+Operands that do not have four dims are reshaped around the op. A frame is the list of sizes that describes the rows of
+a sharded sequence on each rank.
 
 A pass claims an attention (`refusal` returns None) and then rewrites it. A refusal is the reason not to, as text of the
 report. A choice (`node_info(node).choice`) is the Candidate that `ChooseAttention` has selected for the node.
@@ -143,7 +145,8 @@ class ShardedAttention(AttentionPass):
             frames = (q_frame, k_frame, ranks.n, ranks.group)
             args = (*qkv, *scores, *frames, self._balance(node), *self.extra_arguments(node))
             options = {"mask_rows": True} if self.splits_mask and self._has_mask_rows(call) else None
-            # The node's own value has the memory layout that a gather of its rows requires.
+            # The value of a node with four dims is reused, as it has the strides of the original attention, to which
+            # `localize/memory_order.py` restores gathered values.
             out = value if value.ndim == 4 else self._result(qkv[0], qkv[2], value.dtype)
             new = self.emit(self.op, args, out, node, options)
             self.note(new, self.describe(node))
@@ -210,7 +213,7 @@ class ShardedAttention(AttentionPass):
         if mask is not None:
             mask = self._mask(mask, batch, node)
         lookups = [call.get(name) or [] for name in ("rows", "cols", "pieces", "sizes")]  # what the predicate reads
-        predicate, seed = mask_predicate(call) or "", None
+        predicate, seed = mask_predicate(call) or "", None  # with dropout, the op draws a seed if it is None
         score, heads, tables = call.get("score") or "", call.get("heads") or [], call.get("tables") or []
         scores = seed, call["dropout_p"], call["scale"], score, heads, tables
         return mask, *lookups, predicate, *scores, call.get("sinks"), bool(call.get("lse"))

@@ -113,7 +113,7 @@ def _is_loss_of_product(node: Node, trained: set[Node]) -> bool:
         operands = [operand for operand in node.all_input_nodes if operand in trained]
         if len(operands) != 1 and node.target not in LOSS_OPS:
             return False
-        node = operands[0]
+        node = operands[0]  # of a loss the logits, also if its class weights are trained
         _, rule = lookup_rule(node) or (None, None)
         if node.op != "call_function" or rule is None:
             return False

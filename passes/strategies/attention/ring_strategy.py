@@ -141,7 +141,7 @@ def ring_candidate(shape: AttentionShape, machine: Machine, layout: str, ulysses
     kv_bytes = shape.head_bytes.repeat_keys(ulysses)  # that a rank sends in a hop
     grad_bytes = kv_bytes * shape.widening
     hops = _needed_hops(shape, places) if ulysses == 1 else places - 1
-    keys = ulysses * shape.kv_rows / chunks  # of a block, the pairs that one kernel call computes
+    keys = ulysses * shape.kv_rows / chunks  # that one kernel call (a block of queries and keys) reads
     imbalance = shape.imbalance(places, layout)  # the work of the busiest place over the mean
     compute = machine.attention(shape.flops * imbalance, keys) / machine.ring_efficiency / (hops + 1)
     # Zigzag: a step has two blocks; a hop changes the results of all queries or of half of them, 3 / 4 on average.
@@ -150,6 +150,7 @@ def ring_candidate(shape: AttentionShape, machine: Machine, layout: str, ulysses
     hop_seconds = machine.seconds("shift", kv_bytes, shape.n)
     grad_hop_seconds = machine.seconds("shift", grad_bytes, shape.n)
 
+    # `compute` of the last step, and of each step before it together with the shift that sends the next keys.
     forward = calls + compute + hops * machine.together(compute, hop_seconds)
     forward += hops * share * machine.copy(shape.merge_bytes)
     compute_backward = machine.attention_backward(compute)
@@ -158,6 +159,7 @@ def ring_candidate(shape: AttentionShape, machine: Machine, layout: str, ulysses
     memory: float = 2 * kv_bytes + shape.heads * shape.out_bytes * (1 + shape.widening)
     if shape.training:
         workspace = shape.workspace(ulysses, ulysses * shape.kv_rows)
+        # The same of the gradient of queries; and the sum of the gradients of keys, its shift, and those of a step.
         memory = max(memory, 2 * kv_bytes + 2 * shape.gradient_bytes + 3 * grad_bytes + workspace)
     last_hop = 1 if hops else 0  # from the last rank to the owner; none if no rank needs keys of another one
     travel_step = machine.together(compute_backward, hop_seconds + grad_hop_seconds) + machine.copy(3 * grad_bytes)

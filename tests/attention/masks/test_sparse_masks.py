@@ -150,6 +150,7 @@ def test_no_rank_has_all_pairs(program: type[Sparse]) -> None:
 @pytest.mark.parametrize("layout", ["auto", "zigzag", "balanced"])
 @pytest.mark.parametrize("attention", ["ring", "gather", "hybrid", "ulysses"])
 @pytest.mark.parametrize("program", [Indexer, Biased])
+@pytest.mark.sampled(every=3)
 def test_strategies(program: type[Sparse], attention: str, layout: str) -> None:
     if layout != "auto" and attention == "ulysses":
         pytest.skip("full sequences are in contiguous order")

@@ -163,6 +163,7 @@ def test_logsumexp_is_at_most_twice_as_wrong_as_torch(dtype: torch.dtype) -> Non
 
 @needs_compiler
 @pytest.mark.parametrize("op", OPS)
+@pytest.mark.sampled(every=3)
 def test_nonfinite_values_propagate_as_in_torch(op: str) -> None:
     """Every order of infinities, NaN and finite numbers, in columns and rows, against torch."""
     torchs = {"sum": torch.cumsum, "prod": torch.cumprod, "logsumexp": torch.logcumsumexp}

@@ -102,11 +102,13 @@ def compare(loss: Loss, **how: Any) -> Any:
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+@pytest.mark.sampled(every=3)
 def test_values_of_the_original(loss: Loss) -> None:
     check([compare(loss)], 1e-6 if loss in FLOAT32 else 1e-12)
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+@pytest.mark.sampled(every=3)
 def test_rows_of_ranks(loss: Loss) -> None:
     report = sp_compile.verify(Model(loss, bias=True).double(), *batch(13), sp=2 + LOSSES.index(loss) % 2)
     assert report.worst < (1e-6 if loss in FLOAT32 else 1e-9)
@@ -124,6 +126,7 @@ def _compare_on_ranks(loss: Loss) -> Any:
 
 
 @pytest.mark.parametrize("loss", [liger, cut_rows, trl], ids=lambda loss: loss.__name__)
+@pytest.mark.sampled(every=2)
 def test_tiles_without_an_option(loss: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
     """The code asks for chunks of rows, so that tiles="auto" does not wait until the memory is short."""
     for module in (choose_tiles, run_in_tiles):
