@@ -17,7 +17,7 @@ from typing import IO, Any
 import torch
 
 WAIT_LIMIT = 600.0  # seconds after which a process compiles the graph itself
-POLL_INTERVAL = 0.05  # seconds between two attempts to take the lock
+LOCK_POLL_INTERVAL = 0.05  # seconds between two attempts to take the lock
 FINISHED = "finished"  # content of the lock file after a compilation, whether it succeeded or failed
 
 
@@ -96,7 +96,7 @@ def _take_lock(file: IO[str], limit: float) -> bool:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            time.sleep(POLL_INTERVAL)
+            time.sleep(LOCK_POLL_INTERVAL)
             continue
         file.seek(0)
         if not file.read():  # it may have finished between the two calls
