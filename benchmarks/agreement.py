@@ -1,10 +1,12 @@
-"""Measure the agreement of the ranks before every call, next to one all-gather of Gloo of the same number of bytes.
+"""Measure the checks of the ranks before every call, and simulate them for many ranks.
 
     python benchmarks/agreement.py      writes benchmarks/results/agreement.md
 
-The program computes nothing, so that only the agreement is measured: its inputs are two rows of tokens and 300
-weights. Calls with and without it and plain all-gathers take turns; medians over the rounds, of the slowest rank. Then
-CPU time alone: of the checksums of weights, which are compared once in `check_every` calls.
+The program computes nothing, so that only the checks are measured: its inputs are two rows of tokens and 300 weights.
+Calls with and without checks, the exchange of a check alone, and an all-gather of Gloo of the same number of bytes take
+turns; medians over the calls, of the slowest rank. CPU time is that of all threads of a rank. Then CPU time alone: of
+the checksums of weights, which are compared once in `check_every` calls. The simulation (`measuring/exchange_model.py`)
+takes its CPU time a message from the measured exchange of two ranks, and is compared with the measured ones of more.
 """
 
 import argparse
@@ -13,14 +15,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from measuring.exchange_model import DelayModel, exposed_microseconds, ring_distances, round_distances
 from measuring.gloo_ranks import joined
-from measuring.tables import markdown, processor
+from measuring.tables import describe_run, markdown
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -28,6 +30,7 @@ from torch import Tensor, nn
 from sp_compile.lowering.base.options import SPConfig
 from sp_compile.lowering.base.ranks import ranks_of
 from sp_compile.lowering.collectives.checksums import checksum
+from sp_compile.runtime.control.channel import channel_of
 from sp_compile.runtime.fingerprint import ProgramDigest
 from sp_compile.runtime.guard import GuardedProgram, ProgramInfo
 from sp_compile.runtime.input_checks import ComparedInputs
@@ -36,6 +39,9 @@ from sp_compile.runtime.settings_digest import settings_fields
 HEADER = 3  # words a rank sends on a call
 WIDTH, LAYERS = 64, 75
 SHARE = 0.005  # of a step: limit for the comparison of all weights, by which `check_every` was chosen
+NETWORK = 25.0  # us, latency of a TCP message between hosts of a data center, with waking the receiving process
+SIMULATED_RANKS = (8, 64, 512)
+WAYS = ("call alone", "all-gather of Gloo", "exchange", "agreed call")
 RESULTS = Path(__file__).parent / "results" / "agreement.md"
 
 
@@ -56,27 +62,75 @@ def ways() -> dict[str, Callable[[], object]]:
         ProgramDigest(),
         ComparedInputs(names, every, tokens),
     )
-    mine = torch.zeros(HEADER, dtype=torch.int64)
+    program(*args)  # connects
+    channel = channel_of(ranks_of(group))
+    assert channel is not None
+    assert channel.links is not None
+    mine, links = torch.zeros(HEADER, dtype=torch.int64), channel.links
     out = [torch.zeros(HEADER, dtype=torch.int64) for _ in range(group.size())]
     return {
-        "agreed call": lambda: program(*args),
-        "all-gather alone": lambda: dist.all_gather(out, mine),
         "call alone": lambda: program.run(*args),
+        "all-gather of Gloo": lambda: dist.all_gather(out, mine),
+        "exchange": lambda: links.all_equal(1, False, lambda: None),
+        "agreed call": lambda: program(*args),
     }
 
 
 def measure(rank: int, world: int, folder: str, rounds: int, calls: int) -> None:
+    """Save the medians of wall time a call, over all calls, and of CPU time a call, over the rounds, in us."""
     with joined(rank, world, folder):
         found = ways()
-        times: dict[str, list[float]] = {name: [] for name in found}
+        walls: dict[str, list[float]] = {name: [] for name in found}
+        cpus: dict[str, list[float]] = {name: [] for name in found}
         for _ in range(rounds):
             for name, one in found.items():
                 dist.barrier()
-                start = time.perf_counter()
+                cpu, last = time.process_time(), time.perf_counter()
                 for _ in range(calls):
                     one()
-                times[name].append((time.perf_counter() - start) / calls * 1e3)
-        torch.save({name: statistics.median(each[1:]) for name, each in times.items()}, f"{folder}/{rank}.pt")
+                    now = time.perf_counter()
+                    walls[name].append((now - last) * 1e6)
+                    last = now
+                cpus[name].append((time.process_time() - cpu) / calls * 1e6)
+        medians = {name: (statistics.median(walls[name][calls:]), statistics.median(cpus[name][1:])) for name in found}
+        torch.save(medians, f"{folder}/{rank}.pt")
+
+
+def measured(world: int, rounds: int, calls: int) -> dict[str, tuple[float, float]]:
+    """Return wall and CPU time of each way in us a call, of the slowest rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(measure, (world, folder, rounds, calls), nprocs=world)
+        each = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(world)]
+    return {name: (max(one[name][0] for one in each), max(one[name][1] for one in each)) for name in WAYS}
+
+
+def simulation(found: dict[int, dict[str, tuple[float, float]]]) -> tuple[str, Table, Table]:
+    """Return the delay model as text, exposed times of many ranks, and those of this machine next to measured ones.
+
+    The model of this machine is fitted to the measured exchanges of two ranks: CPU time a message is half of the CPU
+    time, and the latency is the rest of the wall time. Ranks share the cores.
+
+    Args:
+        found: `measured` by number of ranks, with an entry for 2.
+    """
+    forms = {"all-gather of Gloo": ring_distances, "exchange": round_distances}
+    # A rank of two sends one message and receives one. Gloo's threads may take more CPU time than wall time.
+    cpus = {name: min(found[2][name]) / 2 for name in forms}
+    far = Table("ranks", *(f"{name}, median (99 %)" for name in forms))
+    # The same CPU time a message for both forms: that of the package's exchange, of which Gloo takes a multiple.
+    network = DelayModel(NETWORK, cpus["exchange"])
+    for n in SIMULATED_RANKS:
+        results = [exposed_microseconds(n, distances(n), network) for distances in forms.values()]
+        far.add_row(str(n), *(f"{median:,.0f} ({high:,.0f})" for median, high in results))
+    near = Table("ranks", *(f"{name}, {kind}" for name in forms for kind in ("simulated", "measured")))
+    for n in sorted(found):
+        row = [str(n)]
+        for name, distances in forms.items():
+            latency = max(0.0, found[2][name][0] - 2 * cpus[name])
+            here = DelayModel(latency, cpus[name], jitter=0.0, skew=0.0, cores=os.cpu_count())
+            row += [f"{exposed_microseconds(n, distances(n), here)[0]:.0f}", f"{found[n][name][0]:.0f}"]
+        near.add_row(*row)
+    return network.description, far, near
 
 
 def cpu_seconds(act: Callable[[], object]) -> float:
@@ -87,22 +141,25 @@ def cpu_seconds(act: Callable[[], object]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--calls", type=int, default=50)
     parser.add_argument("--output", type=Path, default=RESULTS)
     given = parser.parse_args()
+    loads = [f"{os.getloadavg()[0]:.1f}"]
+    found = {world: measured(world, given.rounds, given.calls) for world in given.ranks}
+    loads.append(f"{os.getloadavg()[0]:.1f}")
     table = Table(
-        "ranks", "call alone", "all-gather alone", "agreed call", "added to the all-gather", title="ms a call"
+        "ranks", *WAYS, "added to the exchange", "CPU of the all-gather", "CPU of the exchange", "CPU of the call"
     )
-    for world in given.ranks:
-        with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(measure, (world, folder, given.rounds, given.calls), nprocs=world)
-            each = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(world)]
-        alone, gather, agreed = (max(one[k] for one in each) for k in ("call alone", "all-gather alone", "agreed call"))
-        table.add_row(str(world), f"{alone:.4f}", f"{gather:.3f}", f"{agreed:.3f}", f"{agreed - alone - gather:.3f}")
+    for world, each in found.items():
+        wall = [each[name][0] for name in WAYS]
+        cpu = [each[name][1] for name in WAYS[1:]]
+        table.add_row(str(world), *(f"{x:.0f}" for x in [*wall, wall[3] - wall[2] - wall[0], *cpu]))
     console = Console()
     console.print(table)
+    model, far, near = simulation(found)
+    console.print(model, far, near)
     x = torch.randn(1 << 24)
     seconds = cpu_seconds(lambda: checksum(x))
     each, every = 1e9 / x.numel() * seconds, SPConfig.check_every
@@ -116,12 +173,21 @@ def main() -> None:
     bound = f"that is {SHARE:.1%} of a step on {tokens:.0f} tokens a rank, at {rate / 1e9:.0f} GFLOP a CPU s"
     console.print(bound)
     about = [
-        f"- {date.today()}, {processor()}, {os.cpu_count()} CPUs for all ranks; torch {torch.__version__}, Gloo",
-        f"- `python benchmarks/agreement.py`: ms a call, the slowest rank's medians of {given.rounds} rounds",
+        f"{describe_run('cpu')}, Gloo",
+        f"- {os.cpu_count()} CPUs for all ranks; load {loads[0]} at the start, {loads[1]} at the end",
+        "- `python benchmarks/agreement.py`: us a call, the slowest rank's medians",
         f"- {sums}",
         f"- {bound}",
     ]
-    parts = ["\n".join(about), markdown(table)]
+    parts = [
+        "\n".join(about),
+        markdown(table),
+        "## Exposed time of an exchange, simulated",
+        f"us from the arrival of the last rank to the end of the slowest one; the delays of both forms: {model}.",
+        markdown(far),
+        "The same simulation with the delays of this machine, fitted to two ranks, next to the measured times in us:",
+        markdown(near),
+    ]
     given.output.write_text("\n\n".join(["# Ranks agree before a call", *parts]) + "\n")
 
 

@@ -5,8 +5,10 @@
 The first table has the time that compilation adds to a first step, with backend="inductor" and with backend="sp" on one
 rank. The second one has tracing and the passes without Inductor, which should be linear in the layers. The third one
 compares one graph of the model with one of each block, on real ranks with Inductor: equal blocks share a graph, so
-their time should not grow. CPU seconds include the C++ compiler, so that a busy machine does not matter. Tables are
-written to results/compile_cpu.md; `--only blocks` selects one of them.
+their time should not grow. The fourth one, "starts", has the CPU seconds of all ranks with torch's caches on disk: a
+first start with an empty cache, and a second start of the same program with the cache of the first. The other tables
+have no caches. CPU seconds include the C++ compiler, so that a busy machine does not matter. Tables are written to
+results/compile_cpu.md; `--only blocks` selects one of them. "starts" is written only if it is selected.
 """
 
 import argparse
@@ -17,12 +19,13 @@ import tempfile
 from collections.abc import Callable, Sequence
 from datetime import date
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from measuring.gloo_ranks import joined
-from measuring.tables import markdown, processor
+from measuring.tables import commit, markdown, processor
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -32,7 +35,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from models import DecoderLM
 
 SEQ = 512  # short: compile time does not depend on it
-TABLES = "backends", "growth", "blocks"
+Options = dict[str, str]
+TABLES = "backends", "growth", "blocks", "starts"
 RESULTS = Path(__file__).parent / "results" / "compile_cpu.md"
 
 
@@ -62,13 +66,14 @@ def compile_seconds(backend: str, layers: int) -> float:
     return first_step(torch.compile(model, backend=backend), ids, labels)
 
 
-def by_blocks(model: DecoderLM) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the model with each block and the tail compiled separately; values between them stay sharded."""
-    options = {"outputs": "lazy"}
+def by_blocks(model: DecoderLM, backend: str = "sp", options: Options | None = None) -> Callable[..., Tensor]:
+    """Return the model with each block and the tail compiled separately; with "sp" values between them stay sharded."""
+    if backend == "sp":
+        options = {"outputs": "lazy", **(options or {})}
     for block in model.blocks:
-        block.compile(backend="sp", options=options)
+        block.compile(backend=backend, options=options)
 
-    @torch.compile(backend="sp", options=options)
+    @torch.compile(backend=backend, options=options)
     def loss_of(x: Tensor, labels: Tensor) -> Tensor:
         logits = model.head(model.norm(x)).float()
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
@@ -97,6 +102,39 @@ def one_rank(way: str, layers: int, ranks: int, folder: str, rank: int) -> float
     with joined(rank, ranks, folder):
         model, ids, labels = inputs(layers)
         return first_step(by_blocks(model) if way == "blocks" else torch.compile(model, backend="sp"), ids, labels)
+
+
+def start_seconds(backend: str, compiler: str, way: str, layers: int) -> tuple[float, float]:
+    """CPU seconds that compilation adds to this process's first step, and those of the process so far."""
+    model, ids, labels = inputs(layers)
+    name, options = ("sp", {"compiler": compiler}) if backend == "sp" else (compiler, None)
+    whole = partial(torch.compile, model, backend=name, options=options)
+    added = first_step(by_blocks(model, name, options) if way == "blocks" else whole(), ids, labels)
+    return added, cpu_seconds()
+
+
+def start_of_rank(case: Sequence[str], folder: str, ranks: int, rank: int) -> tuple[float, float]:
+    """The start of one rank; without this package, each rank is a program of its own."""
+    backend, compiler, way, layers = case
+    if backend != "sp" or ranks == 1:
+        torch.set_num_threads(1)
+        return start_seconds(backend, compiler, way, int(layers))
+    with joined(rank, ranks, folder):
+        return start_seconds(backend, compiler, way, int(layers))
+
+
+def start(case: Sequence[str], ranks: int, cache: str) -> list[tuple[float, float]]:
+    """The seconds of `start_of_rank` for each rank, in processes that share a cache."""
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    env |= {"PYTHONWARNINGS": "ignore"}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--measure", "start", *case, folder, str(ranks)]
+        pipe = partial(subprocess.Popen, env=env, stdout=subprocess.PIPE, text=True)
+        processes = [pipe([*command, str(rank)]) for rank in range(ranks)]
+        printed = [process.communicate()[0] for process in processes]
+    if any(process.returncode for process in processes):
+        raise SystemExit("a rank failed")
+    return [(float(a), float(b)) for a, b in (text.splitlines()[-1].split() for text in printed)]
 
 
 def passes_seconds(ranks: int, layers: int) -> tuple[float, float]:
@@ -154,13 +192,36 @@ def blocks_and_model(console: Console, ranks: int) -> Table:
     return table
 
 
+def starts(console: Console, args: argparse.Namespace) -> Table:
+    """First and second start of each case: the sum of all ranks' compile seconds, the least of `args.repeats`."""
+    table = Table("compiler", "way", "layers", "backend", "ranks", title="first and second start, CPU s of all ranks")
+    for column in ("first", "first, ratio", "second", "second, ratio", "second, process of rank 0"):
+        table.add_column(column)
+    for compiler, way, layers in product(args.compilers, args.ways, args.start_layers):
+        sides = [("plain", 1), *(("sp", ranks) for ranks in range(1, args.ranks + 1))]
+        least = dict.fromkeys(sides, (float("inf"),) * 3)
+        with console.status(f"starting {compiler} {way} {layers}"):
+            for _, (backend, ranks) in product(range(args.repeats), sides):  # the sides alternate
+                with tempfile.TemporaryDirectory() as cache:
+                    first, second = (start((backend, compiler, way, layers), ranks, cache) for _ in range(2))
+                seconds = sum(a for a, _ in first), sum(a for a, _ in second), second[0][1]
+                least[backend, ranks] = tuple(map(min, least[backend, ranks], seconds))
+        plain = least["plain", 1]
+        for (backend, ranks), (first, second, process) in least.items():
+            ratios = f"{first / plain[0]:.2f}", f"{second / plain[1]:.2f}"
+            numbers = f"{first:.1f}", ratios[0], f"{second:.1f}", ratios[1], f"{process:.1f}"
+            table.add_row(compiler, way, layers, backend, str(ranks), *numbers)
+        console.print(table)
+    return table
+
+
 def report(tables: Sequence[Table], args: argparse.Namespace) -> str:
     """Return the report, with the load of the machine, which slightly increases CPU seconds."""
     flags = f"--layers {args.layers} --ranks {args.ranks} --repeats {args.repeats} --only {' '.join(args.only)}"
     load = f"load of the machine at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     facts = [
         f"- {date.today()}, {processor()}, torch {torch.__version__}",
-        f"- `python benchmarks/compile_time.py {flags}`, every cache off",
+        f"- `python benchmarks/compile_time.py {flags}`, every cache off except in starts; commit {commit()}",
         f"- {load}{f'; beside {args.beside}' if args.beside else ''}",
     ]
     parts = [part for table in tables for part in (f"## {str(table.title).capitalize()}", markdown(table))]
@@ -173,6 +234,7 @@ def write_results(args: argparse.Namespace) -> None:
         "backends": partial(compare_backends, console, args.layers, args.repeats),
         "growth": partial(growth, console, args.ranks),
         "blocks": partial(blocks_and_model, console, args.ranks),
+        "starts": partial(starts, console, args),
     }
     for name in args.only:
         tables.append(makes[name]())
@@ -186,7 +248,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--ranks", type=int, default=2, help="ranks that the passes are planned for")
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--only", nargs="+", choices=TABLES, default=TABLES)
+    parser.add_argument("--only", nargs="+", choices=TABLES, default=TABLES[:3])
+    parser.add_argument("--compilers", nargs="+", default=["aot_eager", "inductor"], help="of starts")
+    parser.add_argument("--ways", nargs="+", default=["whole", "blocks"], help="of starts")
+    parser.add_argument("--start-layers", nargs="+", default=["4", "16"], help="of starts")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--beside", default="", help="other work on the machine, for the report")
     parser.add_argument("--measure", nargs="+", help=argparse.SUPPRESS)
@@ -194,6 +259,8 @@ def main() -> None:
     match args.measure:
         case ["compile", backend, layers]:
             print(compile_seconds(backend, int(layers)))
+        case ["start", *case, folder, ranks, rank]:
+            print(*start_of_rank(case, folder, int(ranks), int(rank)))
         case ["passes", ranks, layers]:
             print(*passes_seconds(int(ranks), int(layers)))
         case ["whole" | "blocks" as way, layers, ranks]:

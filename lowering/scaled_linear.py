@@ -10,7 +10,6 @@ rows, and those of a gradient are zero.
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import torch
@@ -19,16 +18,16 @@ from torch import Tensor
 from . import torch_compat
 from .base.frames import FrameArg
 from .base.library import composite
+from .base.registry import ProgramTable
 from .comm.communicator import current_communicator
 
-CONFIGS: dict[str, tuple[Any, Any]] = {}  # torchao's LinearMMConfig and Float8LinearConfig, by `register_config`
+# torchao's LinearMMConfig and Float8LinearConfig of a linear layer
+CONFIGS: ProgramTable[tuple[Any, Any]] = ProgramTable("linear layers in float8")
 
 
 def register_config(products: Any, casts: Any) -> str:
     """Register the settings of a linear layer, and return their name, which is equal in all processes."""
-    name = hashlib.sha256(f"{products}{casts}".encode()).hexdigest()[:16]
-    CONFIGS[name] = products, casts
-    return name
+    return CONFIGS.register(f"{products}{casts}", lambda name: (products, casts))
 
 
 def _max_of_ranks(x: Tensor, n: int, group: str) -> Tensor:

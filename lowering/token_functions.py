@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.fx import GraphModule
 
 from .base.library import composite
+from .base.registry import ProgramTable
 from .torch_compat import autograd_function_apply
 
 
@@ -20,18 +20,13 @@ class FunctionBodies(NamedTuple):
     options: dict[str, Any]  # keyword arguments of `autograd_function_apply`
 
 
-BODIES: dict[str, FunctionBodies] = {}  # by name, which is equal in all processes
+BODIES: ProgramTable[FunctionBodies] = ProgramTable("functions of tokens")
 
 
 def register_bodies(bodies: FunctionBodies) -> str:
-    """Register the bodies of a function, and return their name, an argument of ``sp::token_function`` in graphs.
-
-    The name is a hash of their code, so that it is equal in all processes.
-    """
-    text = f"{bodies.forward.code}{bodies.backward.code}{sorted(bodies.options.items())}"
-    name = hashlib.sha256(text.encode()).hexdigest()[:16]
-    BODIES[name] = bodies
-    return name
+    """Register the bodies of a function, and return their name, an argument of ``sp::token_function`` in graphs."""
+    code = f"{bodies.forward.code}{bodies.backward.code}{sorted(bodies.options.items())}"
+    return BODIES.register(code, lambda name: bodies)
 
 
 @composite("token_function(Tensor[] xs, str name) -> Tensor", padded="as given")

@@ -9,6 +9,7 @@ from sp_compile.functional.attention_calls import (
 from sp_compile.functional.in_shards import in_shards
 from sp_compile.functional.permuted_all_to_all import all_to_all_permute, declare_symmetric_memory
 from sp_compile.functional.scans import affine_scan, exclusive_scan, inclusive_scan, linear_scan, segmented_scan
+from sp_compile.integrations.shard_cache import shard_cache
 from sp_compile.integrations.shard_layers import fully_shard_and_compile
 from sp_compile.lowering import attention as _attention  # noqa: F401  (the packages of lowering register the sp:: ops)
 from sp_compile.lowering import collectives as _collectives  # noqa: F401
@@ -57,6 +58,7 @@ __all__ = [
     "plan",
     "ring_attention",
     "segmented_scan",
+    "shard_cache",
     "sharding_rule",
     "ulysses_attention",
     "verify",

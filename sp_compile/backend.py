@@ -1,14 +1,13 @@
 """The torch.compile backend "sp".
 
 Every graph that Dynamo passes to the backend is captured, split by the passes along its sequence, given a boundary for
-sharded inputs and outputs, and compiled. `sp` runs these stages on all ranks of one compilation together; `lower`
-decides whether a graph is split. To lower is to rewrite a program to that of one rank. The guard is the function that
-Dynamo calls: it checks that all ranks make the same call, and then runs the compiled program.
+sharded inputs and outputs, and compiled. `sp` runs these stages on all ranks of one compilation together; `lower` of
+`split.py` decides whether a graph is split. To lower is to rewrite a program to that of one rank. The guard is the
+function that Dynamo calls: it checks that all ranks make the same call, and then runs the compiled program.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -29,10 +28,8 @@ from sp_compile.runtime.one_rank import warn_one_rank
 from sp_compile.runtime.session import CompileSession
 
 from .rank_program import RankProgram, compile_rank_program
-from .split import SplitProgram
-from .unsplit import UNSPLIT_NOTE, explain_failure, keep_unsplit, lower_unsplit, must_split
-
-log = logging.getLogger(__name__)
+from .split import lower
+from .unsplit import explain_failure, keep_unsplit, must_split
 
 T = TypeVar("T")
 
@@ -92,34 +89,6 @@ def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = 
 
 torch_compat.on_eager(sp, runs_eagerly, warn_eager_fallback, warn_fsdp_submodules)
 torch_compat.trace_tensor_checks()
-
-
-def lower(
-    program: UserProgram, options: AnyOptions, session: CompileSession, repeats: FewLayers | None = None
-) -> RankProgram:
-    """Lower a program to that of one rank.
-
-    A program with a sequence is split along it. A program with collectives of its own, such as those of tensor
-    parallelism, is not split if no ranks are left for a sequence, or if it has none. If no ranks are left, its
-    collectives are optimized in the joint graph.
-
-    Args:
-        program: The program.
-        options: The options of the backend.
-        session: The ranks that compile the program.
-        repeats: In a dry run, the layers of the model that a program with a few layers represents; None for all.
-
-    Raises:
-        SpError: The ranks disagree, or the program cannot be split.
-    """
-    session.exchange_facts(program.graph, program.inputs)
-    if not session.splits:  # the program has its own collectives, and no axis of a mesh is left for a sequence
-        return lower_unsplit(program, options, session)
-    # Without a mesh or seq_dims, a program with collectives of its own is split only if it has a sequence.
-    if not session.names_sequence and program.has_only_user_exchanges():
-        log.info("%s", UNSPLIT_NOTE.text)
-        return lower_unsplit(program, options, CompileSession(), UNSPLIT_NOTE)  # without groups nothing is optimized
-    return SplitProgram.capture(program, options, session, repeats).lower()
 
 
 def lower_or_keep(

@@ -12,6 +12,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
@@ -28,6 +29,7 @@ QUERY_ARGUMENTS = "decoder_input_ids", "decoder_inputs_embeds", "input_ids", "in
 _models = WeakIdKeyDictionary()
 # Code of the methods that `_wrap_generate` has replaced, by id: code that Dynamo has made may have no hash.
 _generate_codes: dict[int, CodeType] = {}
+_compiles_prompt: list[bool] = []  # one element for each `compile_prompt` around the current call
 
 
 def runs_eagerly(code: CodeType, arguments: Mapping[str, Any], caller: FrameType | None) -> bool:
@@ -46,11 +48,28 @@ def runs_eagerly(code: CodeType, arguments: Mapping[str, Any], caller: FrameType
         _models[module] = True
         _wrap_own_generation(type(module))
     wrap_generation()
+    if _compiles_prompt:
+        return False
     while caller is not None and _generate_codes:  # in a method that was read before it was replaced
         if id(caller.f_code) in _generate_codes:
             return True
         caller = caller.f_back
     return is_decoding_step(arguments)
+
+
+@contextmanager
+def compile_prompt() -> Iterator[None]:
+    """Compile the calls of a model in the context, although `generate()` runs: for a prompt that ranks share.
+
+    Returns:
+        A context manager that yields None.
+    """
+    _compiles_prompt.append(True)
+    try:
+        with torch.compiler.set_stance("default"):
+            yield
+    finally:
+        _compiles_prompt.pop()
 
 
 def is_decoding_step(arguments: Mapping[str, Any]) -> bool:
@@ -126,7 +145,7 @@ def _wrap_generate(owner: type, name: str) -> None:
         modules = list(self.modules())
         if torch.compiler.is_compiling() or not any(module in _models for module in modules):
             return generate(self, *args, **kwargs)
-        if name == "generate" and not kwargs.get("synced_gpus") and _gathers_weights(modules):
+        if name == "generate" and not kwargs.get("synced_gpus") and gathers_weights(modules):
             # All ranks gather weights in each step, so none may stop before the others. Trainers pass False.
             kwargs["synced_gpus"] = True
         with torch.compiler.set_stance("force_eager"):
@@ -136,8 +155,15 @@ def _wrap_generate(owner: type, name: str) -> None:
     setattr(owner, name, generate_eagerly)
 
 
-def _gathers_weights(modules: Sequence[torch.nn.Module]) -> bool:
-    """Return True if a rank gathers weights from others when it calls one of the modules: with `fully_shard`."""
+def gathers_weights(modules: Sequence[torch.nn.Module]) -> bool:
+    """Return True if a rank gathers weights from others when it calls one of the modules: with `fully_shard`.
+
+    Args:
+        modules: The modules of a model.
+
+    Returns:
+        False without other processes.
+    """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     is_sharded = fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in modules)
     return is_sharded and dist.is_initialized() and dist.get_world_size() > 1

@@ -37,6 +37,7 @@ from sp_compile.runtime.sharded_values import has_sharded_outputs, register_shar
 
 from .pipeline import run_pipeline
 from .rank_program import RankProgram, make_joint_passes
+from .unsplit import UNSPLIT_NOTE, lower_unsplit
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,34 @@ DTENSORS = "mesh: DTensor parameters are not supported on a mesh with an axis of
 GRAPH_BREAK_NOTE = "torch.compile ends the graph here and continues in Python"
 # symbol -> (input, dim) whose size it is, by index; dim None if the input is the symbol itself (`symbol_sources`)
 Symbols = Mapping[sympy.Symbol, tuple[int, int | None]]
+
+
+def lower(
+    program: UserProgram, options: AnyOptions, session: CompileSession, repeats: FewLayers | None = None
+) -> RankProgram:
+    """Lower a program to that of one rank.
+
+    A program with a sequence is split along it. A program with collectives of its own, such as those of tensor
+    parallelism, is not split if no ranks are left for a sequence, or if it has none. If no ranks are left, its
+    collectives are optimized in the joint graph.
+
+    Args:
+        program: The program.
+        options: The options of the backend.
+        session: The ranks that compile the program.
+        repeats: In a dry run, the layers of the model that a program with a few layers represents; None for all.
+
+    Raises:
+        SpError: The ranks disagree, or the program cannot be split.
+    """
+    session.exchange_facts(program.graph, program.inputs)
+    if not session.splits:  # the program has its own collectives, and no axis of a mesh is left for a sequence
+        return lower_unsplit(program, options, session)
+    # Without a mesh or seq_dims, a program with collectives of its own is split only if it has a sequence.
+    if not session.names_sequence and program.has_only_user_exchanges():
+        log.info("%s", UNSPLIT_NOTE.text)
+        return lower_unsplit(program, options, CompileSession(), UNSPLIT_NOTE)  # without groups nothing is optimized
+    return SplitProgram.capture(program, options, session, repeats).lower()
 
 
 @dataclass
@@ -64,7 +93,7 @@ class SplitProgram:
     ) -> SplitProgram:
         """Capture the global view of a program, and agree with the other ranks on the cost model's constants.
 
-        Arguments are those of `lower` in `backend.py`.
+        Arguments are those of `lower`.
         """
         try:
             config = SPConfig.of(options)

@@ -78,10 +78,12 @@ def _kernel_key(
     bias = None if mask is None or mask.dtype == torch.bool else mask.dtype
     kind = Kind.FULL if mask is None or bias is not None else Kind.MASKED  # an additive mask excludes no pair
     head_dim = max(q.shape[3], v.shape[3])
-    elements = head_dim * max(math.prod(q.shape[:3]), math.prod(v.shape[:3]))
+    q_rows, k_rows = math.prod(q.shape[:3]), v.shape[0] * v.shape[2]
+    sizes = [head_dim * max(q_rows, k_rows * key_heads) for key_heads in (v.shape[1], q.shape[1])]
+    elements, repeated_elements = (size if isinstance(size, int) else 0 for size in sizes)  # a symbol: unknown
     return KernelKey(
         device, q.dtype, kind, head_dim, rows, dropout=dropout, score=score, bias=bias, bias_grad=mask_grad,
-        elements=elements if isinstance(elements, int) else 0,  # a symbol: unknown
+        elements=elements, repeated_elements=repeated_elements,
     )  # fmt: skip
 
 

@@ -75,6 +75,7 @@ class KernelKey(NamedTuple):
     window: Window = FULL_WINDOW  # window of a BAND or PACKED call
     square: bool = False  # whether the block, or each of its sequences, has the same number of queries and keys
     elements: int = 0  # of the largest operand of the call, of which the block may be a part; 0 if unknown
+    repeated_elements: int = 0  # the same if key heads are repeated to the number of query heads
 
 
 class BiasSupport(NamedTuple):
@@ -125,6 +126,7 @@ class Kernel:
     head_dim: int | None = None  # maximum head dim
     rows: int = 0  # minimum number of rows
     elements: int | None = None  # maximum number of elements of an operand, for kernels with 32-bit offsets
+    repeats_heads: bool = False  # True if it is called with key heads repeated to the number of query heads
     capability: tuple[int, int] = (0, 0)  # minimum CUDA capability
     generations: frozenset[int] | None = None  # major versions of supported CUDA capabilities
     flash: str | None = None  # implementation that must be active in aten's flash attention; "" for torch's own
@@ -173,7 +175,7 @@ class Kernel:
             and self.windows(key.window, key.square)
             and self.biases.supports(key)
             and _is_within(key.head_dim, self.head_dim)
-            and _is_within(key.elements, self.elements)
+            and _is_within(key.repeated_elements if self.repeats_heads else key.elements, self.elements)
             and self.rows <= key.rows
         )
 

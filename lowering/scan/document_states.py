@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .log_decays import LogDecay
+
 
 class DocumentRows(NamedTuple):
     """Place of one token of each document, its first or its last, among the chunks of T tokens of a rank."""
@@ -85,8 +87,8 @@ def add_initial_states(
 
 def final_states(
     written: list[tuple[Tensor, Tensor, Tensor | None]],
-    after: Tensor,
-    base: Tensor,
+    after: LogDecay,
+    base: LogDecay,
     segment: Tensor,
     before: Tensor,
     closed: Tensor,
@@ -100,8 +102,7 @@ def final_states(
     Args:
         written: What tokens write, (1, H, chunks, T, ...): keys, and values of the form ``values + reading @ h``, where
             h is the state at the start of the segment, and a reading may be None.
-        after: Logarithm of the decay from the start of the chunk to each token, this one included, (1, H, chunks, T, 1)
-            or (..., K).
+        after: The decay from the start of the chunk to each token, this one included, (1, H, chunks, T, 1) or (..., K).
         base: Like `after`, but from the start of the chunk to the start of each token's segment.
         segment: Numbers of the segments of a chunk, int64 (1, 1, chunks, T, 1); 0 is that of the state before it.
         before: (1, H, chunks, K, V), states before the chunks.
@@ -110,12 +111,12 @@ def final_states(
     """
     ends = find_documents(closed, initial.shape[0])
     segments, own_segment = ends.select(segment), ends.select_row(segment)
-    decay_to_end = ends.select_row(after)
+    to_end, to_start = after.map(ends.select_row), base.map(ends.select_row)
     row = torch.arange(segment.shape[-2], device=segment.device).view(-1, 1)
     is_written = (segments == own_segment) & (row <= ends.row.view(-1, 1, 1, 1))
-    kept = (decay_to_end - ends.select(after)).masked_fill(~is_written, -torch.inf).exp()  # of what each token writes
+    kept = to_end.since(after.map(ends.select), is_written)  # of what each token writes
     start = torch.where(own_segment == 0, ends.select(before), initial)  # segment 0 has started in an earlier chunk
-    state = (decay_to_end - ends.select_row(base)).exp().mT * start
+    state = to_end.since(to_start).mT * start
     for key, values, reading in written:
         values = ends.select(values)
         values = values if reading is None else values + ends.select(reading) @ start

@@ -32,6 +32,7 @@ from sp_compile.lowering.base.library import composite
 from .attention_kernels import has_kernel, run_attention_kernel, state_dtype
 from .carries import CarryExchange, last_end
 from .document_states import add_initial_states, final_states
+from .log_decays import Decays, LogDecay
 from .scan_ops import SHARD_ARGUMENTS, ScanShards, to_chunks
 
 sp = torch.ops.sp
@@ -72,44 +73,16 @@ class ChunkMaps(NamedTuple):
     ends: Callable[[Tensor], Tensor]  # returns the states after documents, from the states before chunks
 
 
-class Decays(NamedTuple):
-    """Logarithms of the decays of the tokens of chunks, (..., T, 1) or (..., T, K), and the documents of the tokens."""
-
-    after: Tensor  # from the start of the chunk, this token included
-    before: Tensor  # from the start of the chunk to the token before
-    base: Tensor | None  # `before` of the first token of the token's document, if that is in the chunk; None for zeros
-    segment: Tensor | None  # number of the document within the chunk, (..., T, 1); 0 is that of the token before it
-
-    def since_start(self, x: Tensor) -> Tensor:
-        """Return the decay factor from the start of each token's document, for a decay x from the start of the chunk.
-
-        For a document that started before the chunk, it is exp(x): the decay from the start of the chunk.
-        """
-        return (x if self.base is None else x - self.base).exp()
-
-    def of_first(self, x: Tensor) -> Tensor:
-        """Return x (..., T, D) with zeros for tokens of documents that start in the chunk.
-
-        Such tokens do not read the state before the chunk.
-        """
-        return x if self.segment is None else x * (self.segment == 0)
-
-    def causal_mask(self) -> Tensor:
-        """Return True for pairs of a token and an earlier one, or the same, of its document: bool (..., T, T)."""
-        size = self.after.shape[-2]
-        causal = torch.ones(size, size, dtype=torch.bool, device=self.after.device).tril()
-        return causal if self.segment is None else causal & (self.segment == self.segment.mT)
-
-
 @composite(f"linear_attention({ATTENTION_OPERANDS}) -> Tensor", padded="nearest")
 def linear_attention(*operands: Any) -> Tensor:
     """Compute attention through a state of one matrix a head.
 
     Placement: Shard(1) for operands with S, invariant for initial -> Shard(1).
-    Shapes: q, k, a, b (B, S, H, K); v (B, S, H, V); decay (B, S, H, 1) or (B, S, H, K), at most 0; beta (B, S, H);
-    starts bool (B, S); initial (B, H, K, V), the state before the first token -> (B, S, H, V), v's dtype. With opened
-    and closed, int64 (1, S), initial (N, H, K, V) has a state for each document (``document_states.py``), and its
-    gradient is partial. Computed in float32, or float64. kernel: a key of `attention_kernels.KERNELS`, or "".
+    Shapes: q, k, a, b (B, S, H, K); v (B, S, H, V); decay (B, S, H, 1) or (B, S, H, K), at most 0, where -inf resets
+    the state; beta (B, S, H); starts bool (B, S); initial (B, H, K, V), the state before the first token ->
+    (B, S, H, V), of the dtype of v. With opened and closed, int64 (1, S), initial (N, H, K, V) has a state for each
+    document (``document_states.py``), and its gradient is partial. Computed in float32, or float64. kernel: a key of
+    `attention_kernels.KERNELS`, or "".
     Bytes: (n - 1) * B * H * K * (K + V) in the dtype of the computation, the same
     backward. Backward: through the same products, differentiable once.
     """
@@ -185,18 +158,6 @@ def _join_chunks(x: Tensor, rows: int, exchange: CarryExchange) -> Tensor:
     return x.narrow(2, 0, rows // exchange.folds).flatten(1, 2)
 
 
-def _chunk_decays(x: TokenRows) -> Decays:
-    """Return the accumulated decays of chunked operands (B, H, N, T, ...)."""
-    after = x.decay.cumsum(-2)
-    before = after - x.decay
-    if x.starts is None:
-        return Decays(after, before, None, None)
-    row = torch.arange(after.shape[-2], device=after.device).view(-1, 1)
-    first = torch.where(x.starts, row, 0).cummax(-2).values  # row of the first token of each token's document
-    base = before.gather(-2, first.expand(after.shape))  # exactly 0 at the first row of a chunk
-    return Decays(after, before, base, x.starts.cumsum(-2))
-
-
 def _map_chunks(x: TokenRows, initial: Tensor | None) -> ChunkMaps:
     """Return the results of chunks as functions of the states before them.
 
@@ -213,15 +174,15 @@ def _map_chunks(x: TokenRows, initial: Tensor | None) -> ChunkMaps:
         x: Operands (B, H, N, T, ...).
         initial: (N, H, K, V), the initial states of N documents, if ``x.opened`` marks documents; else not used.
     """
-    decays = _chunk_decays(x)
-    after, causal = decays.after, decays.causal_mask()
-    kept_last = (after[..., -1:, :] - after).exp()  # decay from each token to the end of the chunk
+    decays = Decays.of(x.decay, x.starts)
+    after, base, causal = decays.after, decays.base, decays.causal_mask()
+    kept_last = after.map(lambda y: y[..., -1:, :]).since(after)  # decay from each token to the end of the chunk
     if decays.segment is not None:
         kept_last = kept_last * (decays.segment == decays.segment[..., -1:, :])  # only of the chunk's last document
     written = _written_values(x, decays, causal)
     # Without what the tokens of the chunk write: the queries read the decayed h, which remains in the state.
-    out, reads, state = 0, x.q * decays.since_start(after), 0
-    factor = decays.since_start(after)[..., -1:, :].mT
+    out, reads, state = 0, x.q * after.since(base), 0
+    factor = after.since(base)[..., -1:, :].mT
     for key, values, reading in written:  # token t writes the outer product of key_t and values_t + reading_t @ h
         weights, kept = _decayed_products(x.q, key, after, after, causal), (key * kept_last).mT
         out, state = out + weights @ values, state + kept @ values
@@ -235,7 +196,7 @@ def _map_chunks(x: TokenRows, initial: Tensor | None) -> ChunkMaps:
 
     def ends(before: Tensor) -> Tensor:
         """Return the states after documents, from the states before chunks."""
-        return final_states(written, after, decays.base, decays.segment, before, x.closed, initial)
+        return final_states(written, after, base, decays.segment, before, x.closed, initial)
 
     if decays.segment is not None:  # a chunk in which a document starts discards the state before it
         factor = factor * (decays.segment[..., -1:, :] == 0)
@@ -261,13 +222,13 @@ def _written_values(x: TokenRows, decays: Decays, causal: Tensor) -> list[tuple[
         # u_t = v_t - k_t h - sum over s < t of (k_t . key_s) u_s, each decayed up to t
         key = x.k * x.beta
         system = identity + _decayed_products(x.k, key, after, after, strict)
-        solution = _solve(system, torch.cat([x.v, -x.k * decays.since_start(after)], -1))
+        solution = _solve(system, torch.cat([x.v, -x.k * after.since(decays.base)], -1))
         return [(key, solution[..., :size], solution[..., size:])]
     if x.a is not None and x.b is not None:
         # u_t = a_t h + sum over s < t of ((a_t . k_s) v_s + (a_t . b_s) u_s), each decayed up to t - 1
         read_values = _decayed_products(x.a, x.k, decays.before, after, strict) @ x.v
         system = identity - _decayed_products(x.a, x.b, decays.before, after, strict)
-        solution = _solve(system, torch.cat([read_values, x.a * decays.since_start(decays.before)], -1))
+        solution = _solve(system, torch.cat([read_values, x.a * decays.before.since(decays.base)], -1))
         return [(x.b, solution[..., :size], solution[..., size:]), (x.k, x.v, None)]
     return [(x.k, x.v, None)]
 
@@ -277,17 +238,16 @@ def _solve(system: Tensor, values: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(system, values, upper=False, unitriangular=True)
 
 
-def _decayed_products(x: Tensor, y: Tensor, at_x: Tensor, at_y: Tensor, is_allowed: Tensor) -> Tensor:
-    """Return the sum over k of x_ik y_jk exp(at_x_ik - at_y_jk), and 0 for pairs (i, j) that are not allowed.
+def _decayed_products(x: Tensor, y: Tensor, at_x: LogDecay, at_y: LogDecay, is_allowed: Tensor) -> Tensor:
+    """Return the sum over k of x_ik y_jk, decayed from j to i, and 0 for pairs (i, j) that are not allowed.
 
-    These are the products of rows of tokens i and of earlier tokens j, decayed from j to i. at_x and at_y are decays
-    from the start of the chunk.
+    These are the products of rows of tokens i and of earlier tokens j.
     Shapes: x, y (..., T, K); at_x, at_y (..., T, 1) or (..., T, K); is_allowed (..., T, T) -> (..., T, T).
     """
-    if at_x.shape[-1] == 1:
-        return (x @ y.mT) * (at_x - at_y.mT).masked_fill(~is_allowed, -torch.inf).exp()
-    exponents = (at_x.unsqueeze(-2) - at_y.unsqueeze(-3)).masked_fill(~is_allowed.unsqueeze(-1), -torch.inf)
-    return (x.unsqueeze(-2) * y.unsqueeze(-3) * exponents.exp()).sum(-1)
+    if at_x.log.shape[-1] == 1:
+        return (x @ y.mT) * at_x.since(at_y.map(lambda z: z.mT), is_allowed)
+    factors = at_x.map(lambda z: z.unsqueeze(-2)).since(at_y.map(lambda z: z.unsqueeze(-3)), is_allowed.unsqueeze(-1))
+    return (x.unsqueeze(-2) * y.unsqueeze(-3) * factors).sum(-1)
 
 
 def _scan_states(maps: ChunkMaps, initial: Tensor | None, exchange: CarryExchange) -> tuple[Tensor, Tensor]:

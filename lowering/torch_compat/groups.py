@@ -120,19 +120,11 @@ def group_store(group: dist.ProcessGroup) -> dist.Store:
     return dist.distributed_c10d._world.pg_map[group][1]
 
 
-def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Return a CPU communicator for the package's own messages, which torch does not list or destroy.
-
-    Args:
-        store: Store through which the ranks connect.
-        rank: Rank in the communicator.
-        size: Number of ranks.
-        timeout: Timeout of the connection, which signals do not interrupt.
-
-    Raises:
-        RuntimeError: A rank does not connect.
-    """
-    return dist.ProcessGroupGloo(store, rank, size, timeout)
+def store_host(store: dist.Store) -> str:
+    """Return the host of a key-value store, a name or an address; "" for one without a server, such as a file."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return str(getattr(store, "host", ""))
 
 
 def leak(x: object) -> None:

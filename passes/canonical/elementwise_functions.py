@@ -40,7 +40,7 @@ class ReplaceTokenFunctions(CanonicalPass):
 
     def _rewrite(self, node: Node) -> bool:
         """Replace a call of an autograd.Function if it is elementwise with one result; return False if not."""
-        bodies = function_bodies(self.gm, node)
+        bodies = function_bodies(node)
         operands, values = list(node.args[2:]), node_tensors(node)  # the first two arguments are the bodies
         if len(bodies) != 2 or len(values) != 1 or not operands or not all(map(is_tensor, operands)):
             return False

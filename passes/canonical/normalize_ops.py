@@ -10,6 +10,7 @@
     assert x's dtype     ->  nothing                           checked by the trace; shards have the same dtype
     multiply(x, y)       ->  mul(x, y)                         torch has two names for one op
     hstack([x, y])       ->  cat([x, y], 1)                    and other shorthands
+    adaptive_avg_pool1d(x, 1)  ->  mean(x, -1, True)           as torch computes it
 
 A *normalizer* is a function of a node that returns its canonical call (`CallForm`), or None if the node keeps its
 call; `_NORMALIZERS` maps ops to normalizers. Every entry keeps the value exactly. An *alias* is another name of an op,
@@ -163,6 +164,15 @@ def _normalize_flip(dim: int, node: Node) -> CallForm:
     return CallForm(aten.flip.default, (node.args[0], [dim]))
 
 
+def _normalize_pool(node: Node) -> CallForm | None:
+    """Return an average pool with one result for each channel as a mean over all positions; None for other pools."""
+    call = OpCall(node)
+    if any(size != 1 for size in call["output_size"]):
+        return None
+    dims = [-1 - i for i in range(len(call["output_size"]))]
+    return CallForm(aten.mean.dim, (call.operands[0], dims, True))
+
+
 def _normalize_tile(node: Node) -> CallForm:
     """Return tile as repeat, which needs a number for every dim: 1 for the leading dims without one."""
     call = OpCall(node)
@@ -214,6 +224,9 @@ def _find_aliases() -> Iterator[tuple[Any, Any]]:
 _CANONICAL_OVERLOADS = dict(_find_aliases())  # overload of an alias to that of the canonical op
 
 _NORMALIZERS: dict[Any, Callable[[Node], CallForm | None]] = {
+    aten.adaptive_avg_pool1d.default: _normalize_pool,
+    aten.adaptive_avg_pool2d.default: _normalize_pool,
+    aten.adaptive_avg_pool3d.default: _normalize_pool,
     aten.cat.default: _normalize_cat,
     aten.dstack.default: partial(_normalize_join, 2),
     aten.fliplr.default: partial(_normalize_flip, 1),

@@ -40,7 +40,7 @@ class ReplaceReducePairs(CanonicalPass):
 
         A Function that contains an all_reduce and is not replaced is reported.
         """
-        bodies = function_bodies(self.gm, node)
+        bodies = function_bodies(node)
         operands = [a for a in node.args[2:] if is_tensor(a)]  # the first two arguments are the bodies
         # The result that each user reads: an int for a getitem; another user may read all, and represents itself.
         read_indices = {user.args[1] if user.target is operator.getitem else user for user in node.users}
@@ -63,9 +63,10 @@ class ReplaceReducePairs(CanonicalPass):
         return True
 
 
-def function_bodies(gm: GraphModule, node: Node) -> list[GraphModule]:
-    """Return the graphs of a call of an autograd.Function, [forward, backward], or fewer if one is no graph."""
-    modules = [getattr(gm, str(x.target), None) for x in node.args[:2] if isinstance(x, Node)]
+def function_bodies(node: Node) -> list[GraphModule]:
+    """Return the graphs of the forward and the backward of an autograd.Function; [] for an operator."""
+    body_nodes = node.args[:2] if node.target is autograd_function_apply else ()
+    modules = [node.graph.owning_module.get_submodule(str(x.target)) for x in body_nodes if isinstance(x, Node)]
     return [module for module in modules if isinstance(module, GraphModule)]
 
 

@@ -1,4 +1,4 @@
-"""Find kernel functions of packages, for which Dynamo traces those of `kernel_stand_ins.py` and `loss_stand_ins.py`.
+"""Find kernel functions of packages, for which Dynamo traces those of `stand_ins`.
 
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule      ->  sp.linear_attention
     from causal_conv1d import causal_conv1d_fn                       ->  shifted products
@@ -26,8 +26,8 @@ from sp_compile.lowering import torch_compat
 from sp_compile.lowering.base.ranks import process_rank
 from sp_compile.lowering.scan.attention_kernels import KERNELS, register_kernel
 
-from . import loss_stand_ins  # noqa: F401  (fills the table)
-from .kernel_stand_ins import DOCUMENTS, STAND_INS, make_stand_in
+from .stand_ins import loss_stand_ins, state_space_stand_ins  # noqa: F401  (fill the table)
+from .stand_ins.kernel_stand_ins import DOCUMENTS, STAND_INS, make_stand_in
 
 log = logging.getLogger(__name__)
 

@@ -30,7 +30,6 @@ from sp_compile.passes.graph.sizes import Size
 from .collective_time import HeadBytes
 from .machine import Machine
 
-BACKWARD_FLOPS = 2.5  # FLOPs of an attention's backward over those of its forward
 # Kernels whose backward has a workspace, see `cost/walk/workspace.py`
 WORKSPACE_KERNELS = frozenset({"cudnn", "flash", "flash3", "flash4"})
 # candidates up to this factor slower, or with this factor more memory, count as equal to the fastest one

@@ -15,6 +15,8 @@ from sp_compile.lowering.base.errors import SpError, did_you_mean
 
 from .collective_time import LatencyBandwidth, collective_bytes
 
+BACKWARD_FLOPS = 2.5  # FLOPs of an attention's backward over those of its forward
+
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
@@ -33,6 +35,7 @@ class Machine:
     efficient_efficiency: float  # rate of memory-efficient attention
     fused_efficiency: float  # rate of a kernel with text masks or scores
     dense_efficiency: float  # rate of arithmetic on all scores, without a kernel
+    backward_efficiency: float  # rate of the backward of an attention over that of its forward
     ring_efficiency: float  # rate of a ring block over a single block (transfers use some cores)
     overlap: float  # part of a transfer that compute hides, 0 to 1
     call: float  # seconds per block or merge (launches, Python)
@@ -84,14 +87,18 @@ class Machine:
         Args:
             device_type: Type of the device, as for `of`.
         """
-        default = CPU if device_type == "cpu" else GPU
-        replaced = [name for name, value in vars(self).items() if name != "memory" and value != getattr(default, name)]
+        replaced = self.replaced_names(device_type)
         name = "Gloo processes of one CPU thread each" if device_type == "cpu" else "H100 GPUs"
         nodes = f", {self.inter_node_bandwidth / 1e9:g} GB/s between nodes of {self.ranks_per_node:g}"
         links = f"links {self.all_gather_bandwidth / 1e9:g} GB/s" + ("" if math.isinf(self.ranks_per_node) else nodes)
         rates = f"attention {self.flops / 1e12:g} TFLOP/s, memory {self.memory_bandwidth / 1e9:g} GB/s, {links}"
         source = f"cost sets {', '.join(replaced)}" if replaced else "cost={...} sets other constants"
         return f"assumes {name}: {rates}; {source}"
+
+    def replaced_names(self, device_type: str) -> list[str]:
+        """Return the names of the constants that differ from the defaults of a device type, without `memory`."""
+        default = CPU if device_type == "cpu" else GPU
+        return [name for name, value in vars(self).items() if name != "memory" and value != getattr(default, name)]
 
     def efficiency(self, kernel: str) -> float:
         """Return the FLOP/s of an attention kernel, divided by `flops`; 1 for "named"."""
@@ -103,6 +110,10 @@ class Machine:
         Calls over few keys are slower: a call over `block_keys` keys runs at half of the rate.
         """
         return flops / self.flops * (1 + self.block_keys / max(keys, 1))
+
+    def attention_backward(self, forward: float) -> float:
+        """Return the seconds of the backward of attention kernels whose forward takes `forward` seconds."""
+        return BACKWARD_FLOPS * forward / self.backward_efficiency
 
     def copy(self, nbytes: float) -> float:
         """Return the seconds of a kernel that reads and writes `nbytes` in total on the device."""
@@ -172,19 +183,22 @@ def _expected_range(name: str, value: Any) -> str:
 # then run at 82 % of `flops`, which is still 8 to 18 % above published ring throughput. An all-reduce's latencies:
 # those that torch._inductor.comm_analysis has for NCCL. The host: PCIe 5.0 of 16 lanes at 80 %, from pinned memory.
 # The kernels: forward and backward as measured or published for 8K keys (`lowering/attention/kernels_cuda.py`), without
-# what block_keys takes off, over FlashAttention-3; nothing is known of -4 on this device. fused_efficiency:
+# what block_keys takes off, over FlashAttention-3; nothing is known of -4 on this device. cuDNN: 612 forward and 533
+# backward for 64K causal keys, together 0.851 of `flops`. backward_efficiency: 0.87 there, and 0.84 as published for
+# FlashAttention-3. fused_efficiency:
 # FlexAttention at 0.9 of FlashAttention-2 as published. dense_efficiency: 50 bytes read and written for each score of
 # heads of 128.
 _DEFAULTS = {  # constant -> (of a CPU, of a GPU)
     "flops": (5e10, 650e12),
     "block_keys": (100, 340),
-    "cudnn_efficiency": (1.0, 0.95),
+    "cudnn_efficiency": (1.0, 0.94),
     "flash_efficiency": (1.0, 0.52),
     "flash3_efficiency": (1.0, 1.0),
     "flash4_efficiency": (1.0, 1.0),
     "efficient_efficiency": (1.0, 0.25),
     "fused_efficiency": (1.0, 0.47),
     "dense_efficiency": (0.23, 0.045),
+    "backward_efficiency": (1.0, 0.87),
     "ring_efficiency": (1.0, 0.888),
     "overlap": (0.0, 1.0),
     "call": (1e-4, 1e-5),

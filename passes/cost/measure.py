@@ -41,11 +41,16 @@ from .collective_time import LatencyBandwidth, collective_bytes, fit_line
 from .known_groups import Partition
 from .machine import Machine
 
-FILE_VERSION = 2  # version of the format of cache files
+FILE_VERSION = 3  # version of the format of cache files
 CPU_SIZES = (1 << 10, 1 << 16, 1 << 19, 1 << 21, 1 << 22)
 GPU_SIZES = (1 << 12, 1 << 18, 1 << 22, 1 << 24, 1 << 26)  # bytes of the measured messages
 HOPPER = 9  # first GPU generation on which cuDNN attention runs in place of FlashAttention-2
-MACHINE_REPEATS, REDUCTION_REPEATS = 8, 40  # timed calls of each size
+MACHINE_REPEATS, REDUCTION_REPEATS = 8, 40  # timed rounds of each size
+COLLECTIVE_CALLS = 4  # back-to-back calls of a collective in a round; the first one has the skew of the ranks
+
+# Device memory that a plan may not use, in addition to what is in use when the ranks have started.
+COMMUNICATOR_BYTES = 1 << 30  # NCCL's buffers, 0.3 to 1.5 GB, which it allocates at the first collectives
+FRAGMENTED_SHARE = 0.04  # of torch's memory that no tensor can use
 
 # Exchange of all ranks: it returns the value of every rank, in order, or [] if all pass None. If any rank passes an
 # exception, it raises the same SpError on every rank.
@@ -139,6 +144,7 @@ class Measurement:
     sizes: Sequence[int]  # sizes to time: bytes of a message, or length of a sequence
     call: Callable[[int], Callable[[], object] | None]  # size -> function to time; None if this rank does not take part
     point: Callable[[int, float], tuple[float, float]]  # (size, seconds) -> point (x, y) on the line
+    calls: int = 1  # in a round; of several, the first one is not timed
 
 
 def _time_collective(kind: str, name: str | None, partition: Partition, device: torch.device) -> Measurement:
@@ -171,7 +177,7 @@ def _time_collective(kind: str, name: str | None, partition: Partition, device: 
         return collective_bytes(kind, 4 * math.prod(shape(size)), n), seconds
 
     sizes = CPU_SIZES if device.type == "cpu" else GPU_SIZES
-    return Measurement((kind, device.type, partition), device, sizes, call, point)
+    return Measurement((kind, device.type, partition), device, sizes, call, point, COLLECTIVE_CALLS)
 
 
 def _attention_sizes(device: torch.device) -> tuple[int, int, torch.dtype]:
@@ -182,33 +188,36 @@ def _attention_sizes(device: torch.device) -> tuple[int, int, torch.dtype]:
 def _measured_kernel(device: torch.device) -> Kernel:
     """Return the kernel that runs the measured attention, whose rate the constants are divided by."""
     _, dim, dtype = _attention_sizes(device)
-    return expected_kernel(KernelKey(device, dtype, Kind.FULL, dim, 1024))
+    return expected_kernel(KernelKey(device, dtype, Kind.CAUSAL, dim, 1024))
 
 
-def _unmasked_args(scale: float, span: list[Any]) -> LocalArgs:
-    """Return the arguments of attention on one rank, without mask, score function and dropout."""
+def _causal_args(scale: float, span: list[Any]) -> LocalArgs:
+    """Return the arguments of attention on one rank, with a causal mask, and no score function and dropout."""
     vectors: dict[str, Any] = {"rows": [], "cols": [], "pieces": [], "sizes": [], "heads": [], "tables": []}
-    no_mask: dict[str, Any] = {"mask": None, "predicate": "", "score": "", "seed": None, "dropout_p": 0.0}
+    no_mask: dict[str, Any] = {"mask": None, "predicate": "k <= q", "score": "", "seed": None, "dropout_p": 0.0}
     return LocalArgs(scale=scale, q_span=span, k_span=span, split_heads=1, group="", **vectors, **no_mask)
 
 
 def _measure_attention(device: torch.device) -> Measurement:
     """Return the measurement of attention on a rank, whose two constants follow from a line through its points.
 
-    With k keys, a FLOP takes (1 + block_keys / k) / flops seconds: a line in 1 / k, whose value at 0 is 1 / flops and
-    whose slope is block_keys / flops. With `block_keys` keys, attention has half of its rate.
+    The mask is causal and the operands are random, as in a program: with constant operands a GPU draws less power and
+    is faster. With k keys, a FLOP takes (1 + block_keys / k) / flops seconds: a line in 1 / k, whose value at 0 is
+    1 / flops and whose slope is block_keys / flops. With `block_keys` keys, attention has half of its rate.
     """
     is_cpu, (heads, dim, dtype) = device.type == "cpu", _attention_sizes(device)
 
     def call(length: int) -> Callable[[], object]:
-        """Return a call of attention over a sequence of this length, without a mask."""
-        q, rows = torch.ones(1, heads, length, dim, device=device, dtype=dtype), full_span(length)
-        args = _unmasked_args(dim**-0.5, rows)
-        return lambda: args.attend(q, q, q, rows)
+        """Return a call of causal attention over a sequence of this length."""
+        generator = torch.Generator(device).manual_seed(0)  # the program's random numbers stay as they are
+        shape, rows = (3, 1, heads, length, dim), full_span(length)
+        q, k, v = torch.randn(shape, device=device, generator=generator).to(dtype)
+        args = _causal_args(dim**-0.5, rows)
+        return lambda: args.attend(q, k, v, rows)
 
     def point(length: int, seconds: float) -> tuple[float, float]:
-        """Return 1 / length, and the seconds per FLOP of the products q @ k.T and p @ v."""
-        return 1 / length, seconds / (4 * heads * dim * length**2)
+        """Return 1 / length, and the seconds per FLOP of the causal half of the products q @ k.T and p @ v."""
+        return 1 / length, seconds / (2 * heads * dim * length**2)
 
     key = ("attention", device.type, *([] if is_cpu else [_measured_kernel(device).name]))
     return Measurement(key, device, (256, 1024) if is_cpu else (1024, 8192), call, point)
@@ -256,28 +265,32 @@ def _measure_and_fit(jobs: Sequence[Measurement], repeats: int, meet: MeetFuncti
         timed_jobs = [job for job in jobs if k < len(job.sizes)]
         with torch.no_grad():
             with _raised_on_all(meet):
-                calls = [(job.call(job.sizes[k]), job.device) for job in timed_jobs]
-            rounds = [[_time_call(call, device, meet) for call, device in calls] for _ in range(repeats + 1)]
+                calls = [(job.call(job.sizes[k]), job) for job in timed_jobs]
+            rounds = [[_time_calls(call, job, meet) for call, job in calls] for _ in range(repeats + 1)]
         by_rank = torch.tensor(meet(None, rounds[1:]), dtype=torch.float64)  # (ranks, rounds, jobs), seconds
         for job, seconds in zip(timed_jobs, mean_of_middle(by_rank.amax(0)).tolist()):
             points[job.key].append(job.point(job.sizes[k], seconds))
     return [fit_line(*zip(*points[job.key])) for job in jobs]
 
 
-def _time_call(call: Callable[[], object] | None, device: torch.device, meet: MeetFunction) -> float:
-    """Return the seconds of a call between two barriers; 0 for a rank that does not take part.
+def _time_calls(call: Callable[[], object] | None, job: Measurement, meet: MeetFunction) -> float:
+    """Return the seconds of a call of a job between two barriers; 0 for a rank that does not take part.
 
-    The barriers are exchanges: of the exception of this call, and before it of that of the previous call or of the
-    setup. After them ranks have to wake up, as in a program, which dominates the time of small messages.
+    The barriers are exchanges: of the exception of these calls, and before it of that of the previous ones or of the
+    setup. The ranks leave a barrier at different times. The first call of a collective waits for the last rank, so it
+    is not timed, and the others run back to back.
     """
-    seconds = 0.0
+    seconds, timed = 0.0, max(1, job.calls - 1)
     with _raised_on_all(meet):
         if call is not None:
-            synchronize(device)
+            for _ in range(job.calls - timed):
+                call()
+            synchronize(job.device)
             start = time.perf_counter()
-            call()
-            synchronize(device)
-            seconds = time.perf_counter() - start
+            for _ in range(timed):
+                call()
+            synchronize(job.device)
+            seconds = (time.perf_counter() - start) / timed
     return seconds
 
 
@@ -308,16 +321,28 @@ def synchronize(device: torch.device) -> None:
 
 
 def _base_constants(device: torch.device, meet: MeetFunction) -> Machine:
-    """Return default constants with the smallest memory and the oldest generation of the ranks' devices.
+    """Return default constants with the smallest usable memory and the oldest generation of the ranks' devices.
 
     CPU memory is unlimited, because it is shared.
     """
     limits = [math.inf, math.inf]  # memory in bytes, generation
     if device.type == "cuda":
-        limits = [torch.cuda.get_device_properties(device).total_memory, torch.cuda.get_device_capability(device)[0]]
+        torch.cuda.synchronize(device)  # creates the context, whose memory is not free
+        memory = usable_memory(torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device))
+        limits = [memory, torch.cuda.get_device_capability(device)[0]]
     memory, generation = map(min, zip(*meet(None, limits)))
     base = replace(Machine.of(device.type), memory=memory)
     return base if generation >= HOPPER else replace(base, cudnn_efficiency=base.flash_efficiency)
+
+
+def usable_memory(free: float, reserved: float) -> float:
+    """Return the bytes of a device that a plan may use, after this process has started on it.
+
+    Args:
+        free: Bytes that no process uses: all bytes without the contexts and what other processes have allocated.
+        reserved: Bytes that torch has allocated in this process, for tensors of the plan as well.
+    """
+    return max(0.0, (1 - FRAGMENTED_SHARE) * (free + reserved - COMMUNICATOR_BYTES))
 
 
 def _cache_path(group: Any, device: torch.device) -> Path:

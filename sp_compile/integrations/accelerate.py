@@ -36,7 +36,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from sp_compile.lowering.base.errors import SpError
 
-from ._compat import NAME, choose_fsdp_units, is_prepared, mark_unprepared, register_backend_name, use_fsdp
+from ._compat.trainers import NAME, choose_fsdp_units, is_prepared, mark_unprepared, register_backend_name, use_fsdp
 from .ddp import compile_under_ddp
 from .fsdp import compile_under_fsdp
 from .over_replicas import collect_tensors, gather_over_replicas, sum_over_replicas

@@ -18,8 +18,8 @@ from unittest import mock
 
 import transformers.trainer
 
-from ._compat import ItemCounter, WeightSaver, register_backend_name
 from ._compat.sampling import SampleSharer
+from ._compat.trainers import ItemCounter, WeightSaver, register_backend_name
 from .accelerate import SequenceParallelAccelerator
 
 __all__ = ["SequenceParallel"]

@@ -20,6 +20,7 @@ import jinja2
 from sp_compile.passes.cost.step_memory import format_bytes
 
 from .byte_sizes import SizeUnit
+from .ranges import format_byte_range, format_range
 
 CHART_WIDTH, CHART_HEIGHT = 960, 220  # size of the memory chart in pixels
 MAX_POINTS = 2000  # maximum number of points of the memory chart
@@ -106,8 +107,9 @@ def _plan_values(plan: Mapping[str, Any]) -> dict[str, Any]:
         row += ["each layer" if variant["checkpoint"] else "as written"]
         row += [f"auto: {variant['most_tiles'] or 'none'}" if variant["tiles"] == "auto" else variant["tiles"]]
         row += [f"{variant['offload']:.0%}: {unit(variant['host_bytes'])}" if variant["offload"] else "never"]
-        row += [variant["state"], f"{'' if variant['measured'] else '~'}{unit(variant['memory_bytes'])}"]
-        row += [variant["phase"], f"{variant['seconds']:.3g}", f"{variant['tokens_per_second']:,.0f}"]
+        memory = format_byte_range(variant["memory_bytes_range"], unit)
+        row += [variant["state"], f"{'' if variant['measured'] else '~'}{memory}", variant["phase"]]
+        row += [format_range(variant[f"{name}_range"]) for name in ("seconds", "tokens_per_second")]
         rows.append(row)
         if i in fastest.values():
             marks.append("best")

@@ -31,6 +31,7 @@ from sp_compile.passes.cost.weight_memory import ModelBytes, state_per_weight
 from .byte_sizes import SizeUnit, parse_bytes, parse_unit
 from .dry_run import split_kwargs
 from .planned_steps import OFFLOAD_SHARES, PlanConfig, PlannedStep, StepPlanner, merge_options
+from .ranges import Ranges, format_byte_range, format_range
 
 # number of tiles of token-wise work that is tried if "auto", the number that the memory requires, is not enough
 TILE_COUNTS = 16
@@ -119,6 +120,7 @@ class StepPlan:
     unit: SizeUnit = SizeUnit("GB")  # of sizes in the table  # noqa: RUF009
     host_memory: float | None = None  # bytes of the host for each rank; None for no limit
     hardware: str = ""  # the hardware that the predictions assume
+    ranges: Ranges = Ranges()  # the uncertainty of the predictions  # noqa: RUF009
 
     @property
     def best(self) -> Variant:
@@ -178,10 +180,11 @@ class StepPlan:
     def _table_row(self, row: Variant) -> list[Any]:
         """Return the columns of a variant in the table of `str(plan)`."""
         columns = [show(row) for show in COLUMNS.values()]
-        columns += [f"{'' if row.is_measured else '~'}{self.unit(row.memory)}", self.unit(row.host) if row.host else ""]
-        columns += [show(row) for show in MORE_COLUMNS.values()]
-        fits = "fits" if row.fits else ""
-        return [*columns, "best" if row == self.of(row.ranks) else fits]
+        memory = format_byte_range(self.ranges.memory(row.memory, row.is_measured), self.unit)
+        columns += [f"{'' if row.is_measured else '~'}{memory}", self.unit(row.host) if row.host else "", row.phase]
+        bounds = self.ranges.seconds(row.seconds), self.ranges.tokens_per_second(row.tokens_per_second)
+        columns += map(format_range, bounds)
+        return [*columns, "best" if row == self.of(row.ranks) else "fits" if row.fits else ""]
 
 
 def _time_key(row: Variant) -> tuple[float, float]:
@@ -190,7 +193,7 @@ def _time_key(row: Variant) -> tuple[float, float]:
 
 
 ESTIMATED = "~: estimated from the program with another attention or other shards of the state"
-# columns of the table of a plan before the memory, and after it: heading -> text of the cell of a variant
+# columns of the table of a plan before the memory: heading -> text of the cell of a variant
 COLUMNS: dict[str, Callable[[Variant], Any]] = {
     "ranks": lambda r: r.ranks,
     "attention": lambda r: r.attention,
@@ -200,11 +203,7 @@ COLUMNS: dict[str, Callable[[Variant], Any]] = {
     "offload": lambda r: f"{r.offload:.0%}" if r.offload else "never",
     "state": lambda r: r.state,
 }
-MORE_COLUMNS: dict[str, Callable[[Variant], Any]] = {
-    "peak of": lambda r: r.phase,
-    "s/step": lambda r: f"{r.seconds:.3g}",
-    "tokens/s": lambda r: f"{r.tokens_per_second:,.0f}",
-}
+MORE_COLUMNS = "peak of", "s/step", "tokens/s"
 
 
 def plan(
@@ -260,6 +259,7 @@ def plan(
     planner = _make_planner(model, args, model_kwargs, {**options, "cost": cost}, optimizer)
     planner.host = math.inf if host is None else host
     result.hardware = planner.machine.describe(_device_type(model))
+    result.ranges = Ranges.of(planner.machine.replaced_names(_device_type(model)))
     _plan_first(planner, result, all_ranks, options.get("tiles"))
     _refine_best(planner, result, all_ranks)
     result.rows.sort(key=lambda row: (row.ranks, not row.fits, *_time_key(row)))  # those that fit first, by seconds

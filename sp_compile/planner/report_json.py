@@ -23,14 +23,15 @@
      "hardware": "assumes H100 GPUs: ...",
      "parameters_bytes": 1, "best": 0 | null,
      "ways": [{"ranks", "attention", "layout", "checkpoint", "tiles", "most_tiles", "offload", "host_bytes", "state",
-               "memory_bytes", "phase", "kept_bytes", "seconds", "tokens_per_second", "fits", "measured", "options"}],
+               "memory_bytes", "phase", "kept_bytes", "seconds", "tokens_per_second", "fits", "measured", "options",
+               "memory_bytes_range": [1, 2], "seconds_range", "tokens_per_second_range"}],
      "changes": {"8": "..."}, "notes": ["..."]}
 
 A block is a line of the user's program. Bytes are of one rank; sizes that are symbols are taken as 2**20. constant:
 bytes throughout the step: parameters and optimizer state in `shards` shards, buffers and inputs. values: all other
 values, with gradients and gathered weights. unit: that of the requested memory. measured: true if predicted with
-exactly these options, false if estimated from others. error: the largest relative error; null if it is infinite.
-Options that are not JSON are stored as their text.
+exactly these options, false if estimated from others. range: [the least, the most] that is expected. error: the largest
+relative error; null if it is infinite. Options that are not JSON are stored as their text.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from sp_compile.passes.cost.step_memory import StepMemory, StepMoment
 from sp_compile.passes.graph.sizes import assume_large
 from sp_compile.passes.report import Report
 
-from .plan import StepPlan
+from .plan import StepPlan, Variant
 
 VERSION = 1
 MAX_ALIVE_VALUES = 20
@@ -110,9 +111,22 @@ def plan_json(plan: StepPlan) -> dict[str, Any]:
         "unit": plan.unit.name,
         "parameters_bytes": plan.weights.parameters,
         "best": None if best is None else plan.rows.index(best),
-        "ways": [_select_fields(row, attributes) | {"options": _option_json(row.options)} for row in plan.rows],
+        "ways": [
+            _select_fields(row, attributes) | _ranges_json(plan, row) | {"options": _option_json(row.options)}
+            for row in plan.rows
+        ],
         "changes": {str(ranks): text for ranks, text in plan.changes.items()},
         "notes": plan.notes,
+    }
+
+
+def _ranges_json(plan: StepPlan, row: Variant) -> dict[str, Any]:
+    """Return the [least, most] values that are expected of a variant, by key."""
+    ranges = plan.ranges
+    return {
+        "memory_bytes_range": [*ranges.memory(row.memory, row.is_measured)],
+        "seconds_range": [*ranges.seconds(row.seconds)],
+        "tokens_per_second_range": [*ranges.tokens_per_second(row.tokens_per_second)],
     }
 
 

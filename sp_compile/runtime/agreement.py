@@ -1,10 +1,10 @@
 """Exchange messages between ranks before an operation, and describe mismatches.
 
-One exchange, an all-gather of messages, is used in all situations: before an eager call, during compilation, before and
-after a compiled program, and where groups are declared. Ranks that are about to run different operations therefore
-receive each other's message and all raise.
+One exchange, a comparison or an all-gather of messages, is used in all situations: before an eager call, during
+compilation, before and after a compiled program, and where groups are declared. Ranks that are about to run different
+operations therefore receive each other's message and all raise.
 
-The messages are sent over a control channel, a gloo connection of the group that the model does not use. The operation
+The messages are sent over a control channel, connections of the group that the model does not use. The operation
 of a message is its verb, subject, model and number: CALL_VERB is a call of a compiled program, COMPILE_VERB a
 compilation, and READ_VERB the gather of a sharded value that eager code reads. Its fields are values by name that must
 be equal, its answer is a value that each rank sends to all. A mismatch is the SpError of ranks that do not agree.
@@ -24,12 +24,10 @@ from dataclasses import replace
 from math import isnan
 from typing import Any
 
-import torch
-
 from sp_compile.lowering.base.errors import RemoteError, SpError
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.collectives.checksums import SUMMARY_PREFIX
-from sp_compile.runtime.control.channel import channel_of, gather_integers, publish_stop
+from sp_compile.runtime.control.channel import are_messages_equal, channel_of, gather_bodies, publish_stop
 from sp_compile.runtime.control.message import COMPILE_VERB, READ_VERB, STOP_VERB, Message
 
 TOLERANCE_RATIO = 3e-3  # relative to the first value, the magnitude; accounts for half precision
@@ -56,17 +54,11 @@ def all_gather_messages(ranks: Ranks, mine: Message) -> list[Message] | None:
         if channel.raised:  # an exception since the last exchange, which the other ranks have not received
             mine, channel.raised = replace(mine, raised=channel.raised), None
     # Compare digests first. Ranks with equal digests and without an error exchange nothing more.
-    headers = gather_integers(mine.header, ranks, torch.int64, mine)
-    is_same = all(header == headers[0] for header in headers)
-    if is_same and mine.error is None and not mine.expects_answer:
+    if are_messages_equal(mine, ranks, channel):
         if channel is not None:  # the last operation of each rank, which the error of a later timeout shows
             channel.last_fields = [str(mine)] * ranks.n
         return None
-    # Exchange the complete messages, padded to the longest one.
-    lengths = gather_integers([len(mine.body)], ranks, torch.int64, mine)  # [length] of each rank
-    longest = max(length for (length,) in lengths)
-    bodies = gather_integers(list(mine.body.ljust(longest)), ranks, torch.uint8, mine)
-    messages = [Message.read(bytes(body)) for body in bodies]
+    messages = [Message.read(body) for body in gather_bodies(mine, ranks, channel)]
     if channel is not None:
         channel.last_fields = [str(m) if m.error is None else f"{m} and failed" for m in messages]
         if describe_operation_mismatch(messages):  # the ranks may have counted different numbers of calls

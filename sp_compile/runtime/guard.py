@@ -228,9 +228,20 @@ class GuardedProgram:
         self.called.discard(model)  # until the ranks agree: the call after an error is compared in full
         earlier = {} if channel is None else channel.take_earlier()
         error = not_compiled(self.error) or refusal
-        mine = Message(CALL_VERB, subject, number, model=model, program=self._record, earlier=earlier, error=error)
+        mine = Message(CALL_VERB, subject, number, model=model)
         with self._announce_failure(mine):
-            return replace(mine, mode=mode_fields(), inputs=self._describe_inputs(args, compares_all, channel, mine))
+            inputs = self._describe_inputs(args, compares_all, channel, mine)
+        return Message(
+            CALL_VERB,
+            subject,
+            number,
+            model=model,
+            mode=mode_fields(),
+            program=self._record,
+            inputs=inputs,
+            earlier=earlier,
+            error=error,
+        )
 
     def _stop_inner_guards(self) -> None:
         """Notify the groups of the inner guards, whose other ranks wait for this call, that it raises."""

@@ -87,8 +87,9 @@ def test_the_kernel_of_a_window(kind: Kind, window: Window, square: bool, kernel
 )
 def test_kernels_with_32_bit_offsets_run_no_larger_operands(dtype: torch.dtype, small: str, large: str) -> None:
     need = KernelKey(torch.device("cuda"), dtype, Kind.CAUSAL, 128, 1 << 19)
-    assert expected_kernel(need._replace(elements=2**31 - 1)).name == small
-    assert expected_kernel(need._replace(elements=2**31)).name == large
+    most, more = 2**31 - 1, 2**31
+    assert expected_kernel(need._replace(elements=most, repeated_elements=most)).name == small
+    assert expected_kernel(need._replace(elements=more, repeated_elements=more)).name == large
 
 
 def test_the_key_has_the_elements_of_the_largest_operand() -> None:
@@ -96,6 +97,16 @@ def test_the_key_has_the_elements_of_the_largest_operand() -> None:
     key = attend._kernel_key(torch.device("cuda"), q, v, 1 << 20, None, False, False, False)
     assert key.elements == 2**31
     assert expected_kernel(key).name != "cuDNN"
+
+
+@pytest.mark.parametrize("key_heads", [32, 8])
+def test_efficient_attention_runs_fewer_than_512k_keys_of_32_heads(key_heads: int) -> None:
+    """Its strides are int32, and it reads key heads that are repeated for each query head, also for few queries."""
+    q = torch.empty(1, 32, 256, 128, device="meta", dtype=FP32)
+    for keys, is_efficient in (((1 << 19) - 1, True), (1 << 19, False)):
+        v = torch.empty(1, key_heads, keys, 128, device="meta", dtype=FP32)
+        key = attend._kernel_key(torch.device("cuda"), q, v, 256, None, False, False, False)
+        assert (expected_kernel(key).name == "efficient") == is_efficient
 
 
 def test_a_cpu_takes_a_bias_without_its_gradient() -> None:

@@ -23,7 +23,6 @@ from sp_compile.lowering.collectives import checksums
 from sp_compile.lowering.torch_compat import FakeTensorMode, use_real_tensors
 from sp_compile.runtime import fingerprint as spmd_fingerprint
 from sp_compile.runtime.agreement import is_close
-from sp_compile.runtime.control.channel import GatherBuffers
 from sp_compile.runtime.control.message import hash_text
 from sp_compile.runtime.fingerprint import exchange_digest, graph_digest
 from sp_compile.runtime.settings_digest import FUNCTORCH, INDUCTOR, mode_fields, settings_fields
@@ -117,14 +116,6 @@ def test_modes_of_a_call() -> None:
     with torch.no_grad(), torch.autograd.graph.save_on_cpu():
         look(torch.ones(2))
     assert modes == ["grad, checkpoint", "grad, checkpoint", "no_grad"]
-
-
-def test_gather_buffers_are_on_the_cpu_for_every_default_device() -> None:
-    with torch.device("meta"):
-        words = GatherBuffers.of((3, torch.int64), 2)
-    assert {x.device.type for x in (*words.mine_given, *words.out_given[0])} == {"cpu"}
-    words.mine[:] = [1, 2, 3]
-    assert words.mine_given[0].tolist() == [1, 2, 3]
 
 
 def test_memory_that_was_freed() -> None:

@@ -133,6 +133,10 @@ def test_long_files_have_a_reason() -> None:
     assert not [m for m in long if "One file because" not in FILES[m].read_text()]
 
 
+def test_the_entry_point_is_short() -> None:
+    assert (ROOT / "sp_compile/backend.py").read_text().count("\n") <= 150
+
+
 def test_long_functions_have_a_reason() -> None:
     """More than 60 lines: the docstring of the file says "Functions of more than 60 lines because ..."."""
     for file in FILES.values():

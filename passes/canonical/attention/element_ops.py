@@ -16,6 +16,7 @@ from typing import Any
 import sympy
 import torch
 from sympy import And, Not, Or, Xor
+from torch.fx import Node
 
 from sp_compile.lowering.torch_compat import schema_of
 from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape
@@ -31,6 +32,7 @@ from .elements import (
     as_number,
     as_truth,
     element_handler,
+    round_constants,
     select_element,
 )
 from .proofs import IndexBox
@@ -266,7 +268,10 @@ def _compare_element(compare: Compare, *names: str) -> None:
     def handler(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
         """Return the element of the comparison, as a condition: it holds for one of the combinations of cases."""
         conditions = []
-        x_cases, y_cases = map(as_cases, _operands(reader, call, coords))
+        # Both operands are compared in their common dtype: of 256 and 257 in bfloat16, none is larger.
+        values = [x.meta["val"] if isinstance(x, Node) else x for x in (call["self"], call["other"])]
+        dtype = torch.result_type(*values)
+        x_cases, y_cases = (round_constants(as_cases(x), dtype) for x in _operands(reader, call, coords))
         for (x_condition, x), (y_condition, y) in itertools.product(x_cases, y_cases):
             if And(x_condition, y_condition) != sympy.false:
                 conditions.append(And(x_condition, y_condition, compare(reader.box, _difference(x, y))))
@@ -276,9 +281,15 @@ def _compare_element(compare: Compare, *names: str) -> None:
 
 
 def _difference(x: sympy.Expr, y: sympy.Expr) -> sympy.Expr:
-    """Return x - y, of which callers use the sign; if x or y is infinite, return 1, 0 or -1 of the same sign."""
+    """Return an integer expression with the sign of x - y.
+
+    It is x - y times the common denominator of its coefficients, or 1, 0 or -1 if x or y is infinite. Callers compare
+    integers: d > 0 is d - 1 >= 0.
+    """
     if not x.is_infinite and not y.is_infinite:
-        return x - y
+        difference = sympy.expand(x - y)
+        denominators = [factor.as_numer_denom()[1] for factor in difference.as_coefficients_dict().values()]
+        return sympy.expand(difference * sympy.ilcm(1, *denominators))
     if x == y:
         return sympy.Integer(0)
     is_greater = x == sympy.oo or y == -sympy.oo

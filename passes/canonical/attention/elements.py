@@ -248,10 +248,11 @@ def as_truth(value: Element) -> Boolean:
 
 
 def cast_element(value: Element, dtype: torch.dtype) -> Element:
-    """Return an element in another dtype. Raises NotSymbolic if the cast could round or wrap."""
+    """Return an element in another dtype. Raises NotSymbolic if the cast could round a position, or wrap."""
     if dtype == torch.bool:
         return as_truth(value)
     cases = as_cases(value)
+    cases = round_constants(cases, dtype)
     for _, number in cases:
         is_exact_constant = number.is_infinite or (
             number.is_Integer and (dtype.is_floating_point or abs(number) < 128)  # int8 has numbers up to 127
@@ -262,6 +263,18 @@ def cast_element(value: Element, dtype: torch.dtype) -> Element:
         if not is_exact_constant and not is_exact_position:
             raise NotSymbolic(f"may round or overflow in {dtype}")
     return cases
+
+
+def round_constants(cases: Cases, dtype: torch.dtype) -> Cases:
+    """Return cases with their integer constants as a floating dtype represents them, in bfloat16 257 as 256."""
+
+    def _round(number: sympy.Expr) -> sympy.Expr:
+        if not number.is_Integer or not dtype.is_floating_point:
+            return number
+        ((_, value),) = as_cases(as_number(torch.tensor(float(number), dtype=torch.float64).to(dtype).item()))
+        return value
+
+    return tuple((condition, _round(number)) for condition, number in cases)
 
 
 def apply_by_cases(function: Callable[..., Any], *values: Element) -> Cases:

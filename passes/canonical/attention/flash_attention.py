@@ -28,6 +28,7 @@ from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.torch_compat import autograd_function_apply, set_grad_enabled
 from sp_compile.passes.base import register_pass
+from sp_compile.passes.canonical.reduce_pairs import function_bodies
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall, node_packet, node_shape, read_results
 from sp_compile.passes.graph.closure import reachable_set
@@ -80,7 +81,7 @@ class ReplaceFlashFunctions(RewriteVarlenAttention):
 
         Returns False for other Functions and, with a note, for calls that are not supported.
         """
-        bodies = _function_bodies(node)
+        bodies = function_bodies(node)
         if not bodies:
             kernel = node
             reason = None if set(read_results(node)) == {0} else "its log-sum-exp is read"
@@ -174,13 +175,6 @@ class ReplaceFlashFunctions(RewriteVarlenAttention):
             score -= head_symbol(0) * sympy.Abs(QUERY_INDEX - KEY_INDEX)
             options["heads"] = [value_of(slopes)]
         return options if score == SCORE else {**options, "score": register_expression(score)}
-
-
-def _function_bodies(node: Node) -> list[GraphModule]:
-    """Return the graphs of the forward and the backward of an autograd.Function; [] for an operator."""
-    body_nodes = node.args[:2] if node.target is autograd_function_apply else ()
-    modules = [node.graph.owning_module.get_submodule(str(x.target)) for x in body_nodes if isinstance(x, Node)]
-    return [module for module in modules if isinstance(module, GraphModule)]
 
 
 def _kernel_name(node: Node) -> str:

@@ -93,9 +93,8 @@ class LoopBuilder:
         while waiting:
             still_waiting = [c for c in waiting if not self._compute_column(c)]
             if len(still_waiting) == len(waiting):  # no column can be computed alone: states depend on each other
-                # Its columns remain in the list, as those that are no states are computed from the states.
                 self._scan_together(waiting)
-            waiting = still_waiting
+            waiting = [c for c in still_waiting if c not in self.values]
         result = self.value(self.loop.root, 0, self.loop.length)
         if not isinstance(result, BatchedValue):
             raise NotALoop("the same at every step")

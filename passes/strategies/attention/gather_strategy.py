@@ -18,7 +18,7 @@ from torch.fx import Node
 from sp_compile.lowering.base.frames import LAYOUTS
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.comm import routes
-from sp_compile.passes.cost.attention_cost import BACKWARD_FLOPS, AttentionShape, Candidate, Strategy
+from sp_compile.passes.cost.attention_cost import AttentionShape, Candidate, Strategy
 from sp_compile.passes.cost.collective_time import collective_bytes
 from sp_compile.passes.cost.exchange_cost import head_bytes, relayout_bytes
 from sp_compile.passes.cost.machine import Machine
@@ -62,7 +62,7 @@ def _gather_candidates(shape: AttentionShape, machine: Machine, layout: str) -> 
     # A reduce_scatter takes the time of an all_gather of the same bytes.
     scatter = runs * machine.seconds("all_gather", grad_bytes / runs, n) + machine.copy(2 * n * grad_bytes)
     forward = compute + gather + calls
-    backward = BACKWARD_FLOPS * compute + gather + scatter + calls
+    backward = machine.attention_backward(compute) + gather + scatter + calls
     if shape.causal:
         forward += machine.copy(shape.merge_bytes)
         backward += machine.copy(shape.accumulate_bytes)

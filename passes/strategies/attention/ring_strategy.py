@@ -25,7 +25,7 @@ from sp_compile.lowering.attention.ring_kernel import window_hops
 from sp_compile.lowering.base.frames import LAYOUTS
 from sp_compile.lowering.comm import routes
 from sp_compile.lowering.masks.predicate import depends_on_distance, evaluate_over, predicate_symbols, split_conjuncts
-from sp_compile.passes.cost.attention_cost import BACKWARD_FLOPS, TIE_RATIO, AttentionShape, Candidate, Strategy
+from sp_compile.passes.cost.attention_cost import TIE_RATIO, AttentionShape, Candidate, Strategy
 from sp_compile.passes.cost.collective_time import collective_bytes
 from sp_compile.passes.cost.exchange_cost import head_bytes, relayout_bytes
 from sp_compile.passes.cost.machine import Machine
@@ -153,7 +153,7 @@ def ring_candidate(shape: AttentionShape, machine: Machine, layout: str, ulysses
     # `compute` of the last step, and of each step before it together with the shift that sends the next keys.
     forward = calls + compute + hops * machine.together(compute, hop_seconds)
     forward += hops * share * machine.copy(shape.merge_bytes)
-    compute_backward = BACKWARD_FLOPS * compute
+    compute_backward = machine.attention_backward(compute)
     backward = calls + compute_backward + hops * share * machine.copy(shape.accumulate_bytes)
     # Current and next keys, and the accumulators with their increments.
     memory: float = 2 * kv_bytes + shape.heads * shape.out_bytes * (1 + shape.widening)

@@ -28,7 +28,7 @@ from torch.fx import Node
 
 from sp_compile.lowering.base.errors import SpError, describe_node
 from sp_compile.lowering.base.frames import LAYOUTS
-from sp_compile.passes.cost.attention_cost import BACKWARD_FLOPS, AttentionShape, Candidate, Strategy
+from sp_compile.passes.cost.attention_cost import AttentionShape, Candidate, Strategy
 from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.node_info import node_info
@@ -290,7 +290,7 @@ def _ulysses_seconds(shape: AttentionShape, machine: Machine, chunks: int) -> tu
     visible = exchange / chunks + chunks * machine.call
     hidden = exchange - exchange / chunks
     forward = machine.together(compute, hidden)
-    backward = machine.together(BACKWARD_FLOPS * compute, hidden)
+    backward = machine.together(machine.attention_backward(compute), hidden)
     return forward + visible, backward + visible
 
 

@@ -1,8 +1,8 @@
 """Exchange control messages on the CPU, separately from the collectives of the group.
 
-Messages use a Gloo communicator over the group's store, for every backend of the group. No exchange therefore waits
-for a device. Collectives of the group itself, such as a barrier of the user or half a step that a rank has skipped,
-cannot be matched with messages, whose size differs and would abort the process.
+Messages use connections of this package (`peers.py`), for every backend of the group. No exchange therefore waits for a
+device, nor can it be matched with collectives of the group itself, such as a barrier of the user or half a step that a
+rank has skipped.
 
 A wait ends within the group's timeout with an SpError. It has the last operation of every rank, and the stop notice in
 the store. A rank that compiles writes heartbeats to the store, since compilation may exceed any timeout. Heartbeats and
@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,54 +34,29 @@ from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.collectives.checksums import PendingChecksums
 from sp_compile.lowering.comm.communicator import FunctionalCommunicator, current_communicator
 from sp_compile.lowering.torch_compat import (
-    gloo_group,
     group_store,
     group_timeout,
     is_in_backward,
-    is_lost_connection,
-    leak,
     process_groups,
+    store_host,
     use_real_tensors,
 )
 
 from .message import CALL_VERB, GROUP_ENDED, LIKELY_CAUSE, NO_RANK, READ_VERB, Message, StopNotice
+from .peers import PeerLinks, PeerListener
 from .store import package_store, query_store
 
-WAIT_SLICE = timedelta(seconds=1)  # longest part of a wait during which Python handles no signal
 READ_SECONDS = 10.0  # seconds within which all ranks should read a value
 STORE_DELAY = 2.0  # seconds of a wait before the store is read
 RETRY_SECONDS = 5.0  # seconds within which a rank that has raised in a call makes the next one
 CONNECT_TIMEOUT = timedelta(seconds=60)  # timeout of connecting after all ranks have arrived
-FEW_INTEGERS = 8  # largest exchange whose buffers are reused, in integers
 POLL_INTERVAL = 0.005  # seconds between checks for ranks that have not connected
 MAX_NOTICE_WIDTH = 1000  # characters of the published reason of a stop
 HEARTBEAT_INTERVAL = 2.0  # seconds between heartbeats of a rank that compiles
 TWO_THREADS = "two threads of this process call programs over one process group, so their exchanges have no order."
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
-
-
-class GatherBuffers(NamedTuple):
-    """Buffers of an all-gather: integers of this rank, (n,), and of all ranks, (ranks, n)."""
-
-    mine: Any  # numpy array of this rank's integers, (n,)
-    out: Any  # numpy array of all ranks' integers, (ranks, n)
-    mine_given: list[torch.Tensor]  # [tensor of `mine`], the input of Gloo's allgather
-    out_given: list[list[torch.Tensor]]  # [rows of `out`], the output of Gloo's allgather
-    options: Any  # AllgatherOptions, without a timeout
-
-    @classmethod
-    def of(cls, form: tuple[int, torch.dtype], ranks: int) -> GatherBuffers:
-        """Return new buffers for a form, the number of integers and their dtype, and a number of ranks."""
-        count, dtype = form
-        with torch.inference_mode(False), torch.device("cpu"):  # inference tensors could not be written later
-            mine, out = torch.empty(count, dtype=dtype), torch.empty(ranks, count, dtype=dtype)
-        options = _without_timeout(dist.distributed_c10d.AllgatherOptions())
-        return cls(mine.numpy(), out.numpy(), [mine], [[*out.unbind()]], options)
-
-    def start(self, gloo: Any) -> Any:
-        """Start the all-gather and return its work handle."""
-        return gloo.allgather(self.out_given, self.mine_given, self.options)
 
 
 @dataclass(eq=False)
@@ -93,7 +68,8 @@ class ControlChannel:
     store: Any  # the group's store, with a prefix of this channel
     timeout: timedelta  # the group's timeout, which limits each wait
     last_fields: list[str]  # last operation of each rank
-    gloo: Any = None  # None until all ranks have connected
+    links: PeerLinks | None = None  # None until all ranks have connected
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held during an exchange: any thread may read a value
     broken: str = ""  # why the group cannot be used any more
     ended: StopNotice | None = None  # the rank whose exception has ended the group
     raised: tuple[int, str] | None = None  # this rank and its exception since the last exchange
@@ -110,90 +86,103 @@ class ControlChannel:
     process: int = field(default_factory=os.getpid)  # PID of the process that created the channel; see `_channels`
     # live models, each its number and weak references to its parameters, by the identities of the parameters
     models: dict[tuple[int, ...], tuple[int, list[Any]]] = field(default_factory=dict)
-    # buffers of small exchanges that are not in use, by form
-    free_buffers: dict[tuple[int, torch.dtype], GatherBuffers] = field(default_factory=dict)
 
-    def gather(self, mine: Sequence[int], dtype: torch.dtype, message: Message) -> list[list[int]]:
-        """Return the integers of every rank; each rank passes the same number of them.
+    def all_equal(self, message: Message) -> bool:
+        """Return True, on every rank, if all ranks announce equal messages and none requires the complete messages.
 
         Args:
-            mine: Integers of this rank.
-            dtype: dtype of the integers.
-            message: The operation of this rank, for the error of a wait.
+            message: The operation of this rank.
 
         Raises:
             SpError: If a rank does not arrive within the group's timeout or is lost, or the channel is already broken.
         """
-        form = len(mine), dtype
-        buffers = self.free_buffers.pop(form, None)  # removed, so that a second thread allocates its own
-        buffers = buffers or GatherBuffers.of(form, len(self.last_fields))
-        buffers.mine[:] = mine
-        self._exchange(buffers.start, (buffers,), message)
-        gathered: list[list[int]] = buffers.out.tolist()
-        if len(mine) <= FEW_INTEGERS:
-            self.free_buffers[form] = buffers
-        return gathered
+        value, is_complete = message.digest, message.requires_body
+        return self._exchange(lambda links, on_wait: links.all_equal(value, is_complete, on_wait), message)
 
-    def _exchange(self, start: Callable[[Any], Any], tensors: tuple[Any, ...], message: Message) -> None:
-        """Start an exchange of the communicator and wait for it; arguments and errors are those of `gather`.
+    def all_gather(self, mine: bytes, message: Message) -> list[bytes]:
+        """Return the bytes of every rank, in the order of the ranks.
 
         Args:
-            start: Starts the exchange on the Gloo communicator, and returns its work handle.
-            tensors: Buffers that it reads and writes.
+            mine: Bytes of this rank.
+            message: The operation of this rank, for the error of a wait.
+
+        Raises:
+            SpError: As `all_equal`.
+        """
+        return self._exchange(lambda links, on_wait: links.all_gather(mine, on_wait), message)
+
+    def _exchange(self, run: Callable[[PeerLinks, Callable[[], None]], T], message: Message) -> T:
+        """Run an exchange and return its result; the errors are those of `all_equal`.
+
+        Args:
+            run: Runs the exchange on the connections; the second argument is called about once a second of a wait.
             message: The operation of this rank.
         """
         if os.getpid() != self.process:  # the sockets are shared, so its bytes would be mixed with those of the rank
             raise SpError("SP682", "a process that was forked from a rank calls a program of the rank's process group.")
+        with self.lock:
+            return self._exchange_alone(run, message)
+
+    def _exchange_alone(self, run: Callable[[PeerLinks, Callable[[], None]], T], message: Message) -> T:
+        """Run an exchange while no other thread runs one; arguments, result and errors are those of `_exchange`."""
         self.check_broken()
         start_time, finished = time.monotonic(), False
         _waiting_channels.set()
         try:
-            if self.gloo is None:
-                self._connect(message, start_time)
-            work = start(self.gloo)
-            while not _is_done(work):
-                self._check_progress(message, start_time)
+            links = self.links or self._connect(message, start_time)
+            result = run(links, partial(self._check_progress, message, start_time))
             finished = True
             self.exchanges += 1
-        except SpError:
-            raise
-        except RuntimeError as error:
-            if not is_lost_connection(error):
-                raise
+            return result
+        except OSError as error:
             raise self.fail_timeout(message, time.monotonic() - start_time, error) from error
         finally:
             _waiting_channels.clear()
-            if not finished:  # after an interrupt, messages of the others remain in transit
-                if not self.broken:
-                    self.broken = f"rank {dist.get_rank()} {message} and was interrupted"
-                    publish_stop(f"it {message} and was interrupted", continues=True, within=self.name)
-                # The communicator's destructor would wait for missing ranks, and its threads free tensors after exit.
-                leak((self.gloo, *tensors))
+            if not finished and not self.broken:  # after an interrupt, messages of the others remain in transit
+                self.broken = f"rank {dist.get_rank()} {message} and was interrupted"
+                publish_stop(f"it {message} and was interrupted", continues=True, within=self.name)
 
-    def _connect(self, message: Message, start_time: float) -> None:
-        """Connect all ranks after all have arrived, since connecting cannot be interrupted.
+    def _connect(self, message: Message, start_time: float) -> PeerLinks:
+        """Connect all ranks after all have arrived, and return the connections; arguments are those of `_exchange`.
 
-        The store counts the arrived ranks. A rank that stops waiting is removed from the count.
+        Each rank writes its address to the store, which counts the arrived ranks. A rank that stops waiting is removed
+        from the count.
         """
         counted: list[bool] = []  # not empty if this rank is in the count
+        me, size = self.ranks.index(dist.get_rank()), len(self.last_fields)
+        try:
+            listener = PeerListener(store_host(self.store))
+        except OSError as error:
+            self.broken = str(error)
+            publish_stop(f"it cannot connect: {error}", within=self.name)
+            raise SpError("SP625", self.broken) from error
 
         def arrived() -> int:
-            """Count this rank once, and return the number of ranks that have arrived."""
+            """Publish the address of this rank and count it once, and return the number of ranks that have arrived."""
+            if not counted:
+                self.store.set(f"address/{me}", listener.address)
             count: int = self.store.add("here", 0 if counted else 1)
             counted.append(True)
             return count
 
+        def find_address(rank: int) -> bytes:
+            """Return the address of a rank of the group."""
+            return query_store(lambda: bytes(self.store.get(f"address/{rank}")), b"")
+
         try:
-            while query_store(arrived, 0) < len(self.last_fields):
+            while query_store(arrived, 0) < size:
                 time.sleep(POLL_INTERVAL)
                 self._check_progress(message, start_time)
-            me = self.ranks.index(dist.get_rank())
-            self.gloo = gloo_group(self.store, me, len(self.last_fields), min(self.timeout, CONNECT_TIMEOUT))
-        except RuntimeError as error:
+            timeout = min(self.timeout, CONNECT_TIMEOUT)
+            on_wait = partial(self._check_progress, message, start_time)
+            self.links = listener.connect(me, size, find_address, timeout, on_wait)
+        except RuntimeError as error:  # the rank that hosts the store is lost
             raise self.fail_timeout(message, time.monotonic() - start_time, error) from error
         finally:
-            if self.gloo is None and counted:
+            listener.close()
+            if self.links is None and counted:
                 query_store(lambda: self.store.add("here", -1), 0)
+        return self.links
 
     def _check_progress(self, message: Message, start_time: float) -> None:
         """Raise SpError if a wait exceeds the timeout, or another rank has stopped; announce and log a long wait."""
@@ -394,17 +383,6 @@ def _read_line(message: Message) -> tuple[str, str]:
     return str(message), message.note if message.verb == READ_VERB else ""
 
 
-def _is_done(work: Any) -> bool:
-    """Return True if the work is done, after waiting for one time slice."""
-    try:
-        work.wait(WAIT_SLICE)
-    except RuntimeError:
-        if not work.is_completed():
-            return False
-        work.wait()  # raises the error, if it has failed
-    return True
-
-
 _own_stop: list[StopNotice] = []  # last notice of this rank
 
 
@@ -481,19 +459,37 @@ def channel_of(ranks: Ranks) -> ControlChannel | None:
     return _channels.setdefault(group, ControlChannel(ranks.group, members, store, group_timeout(group), last))
 
 
-def gather_integers(mine: Sequence[int], ranks: Ranks, dtype: torch.dtype, message: Message) -> list[list[int]]:
-    """Return the integers of every rank; simulated ranks use their communicator. Raises as `ControlChannel.gather`."""
+def are_messages_equal(mine: Message, ranks: Ranks, channel: ControlChannel | None) -> bool:
+    """Return True if the messages of all ranks are equal and none requires the complete messages.
+
+    Raises as `ControlChannel.all_equal`.
+
+    Args:
+        mine: The message of this rank.
+        ranks: The ranks that run the operation.
+        channel: Their channel; None for simulated ranks, which use their communicator.
+    """
+    if channel is not None:
+        return channel.all_equal(mine)
+    votes = _simulate_gather([mine.digest, mine.requires_body], ranks, torch.int64)
+    return not mine.requires_body and all(vote == votes[0] for vote in votes)
+
+
+def gather_bodies(mine: Message, ranks: Ranks, channel: ControlChannel | None) -> list[bytes]:
+    """Return the complete messages of all ranks, encoded; arguments and errors are those of `are_messages_equal`."""
+    if channel is not None:
+        return channel.all_gather(mine.body, mine)
+    lengths = [length for (length,) in _simulate_gather([len(mine.body)], ranks, torch.int64)]
+    bodies = _simulate_gather(list(mine.body.ljust(max(lengths))), ranks, torch.uint8)
+    return [bytes(body[:length]) for body, length in zip(bodies, lengths)]
+
+
+def _simulate_gather(mine: list[int], ranks: Ranks, dtype: torch.dtype) -> list[list[int]]:
+    """Return the integers of every simulated rank; those of this process for each rank if it runs alone."""
+    if isinstance(current_communicator(), FunctionalCommunicator):
+        return [mine] * ranks.n
     with use_real_tensors():
-        channel = channel_of(ranks)
-        if channel is not None:
-            return channel.gather(mine, dtype, message)
-        if isinstance(current_communicator(), FunctionalCommunicator):
-            return [list(mine)] * ranks.n
         sent = torch.tensor(mine, dtype=dtype, device="cpu")
-        return current_communicator().all_gather(sent, ranks.n, ranks.group).view(ranks.n, len(mine)).tolist()
-
-
-def _without_timeout(options: Any) -> Any:
-    """Return exchange options with a long timeout, so that the caller can check progress and wait again."""
-    options.timeout = timedelta(days=7)
-    return options
+        gathered = current_communicator().all_gather(sent, ranks.n, ranks.group).view(ranks.n, len(mine))
+    result: list[list[int]] = gathered.tolist()
+    return result

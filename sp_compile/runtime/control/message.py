@@ -1,7 +1,7 @@
 """Define the messages that ranks exchange before an operation of a group, and their encoding.
 
-Each rank first sends a header of 24 bytes with a digest. The message itself, its body, follows only if digests differ,
-an answer is expected or a rank has failed. It is JSON, so that decoding executes no code. An answer is a value of the
+The ranks first compare digests of 8 bytes. The message itself, its body, follows only if digests differ, an answer is
+expected or a rank has failed. It is JSON, so that decoding executes no code. An answer is a value of the
 rank that all ranks receive. A stop notice is the reason why a rank does not come to an exchange; it is in the store.
 """
 
@@ -75,14 +75,16 @@ class Message:
         return f"{self.verb} {self.subject}{model}{number}".strip()
 
     @property
-    def header(self) -> list[int]:
-        """Return three integers: the hash of what ranks compare, and whether there is an error, and an answer.
-
-        Each rank sends its header first. If all are equal, with no error and no answer, no rank sends its body.
-        """
+    def digest(self) -> int:
+        """Return the hash of what the ranks compare."""
         values = [*self.fields.items(), *self.inputs.items(), *self.earlier.items()]
         contents = [self.verb, self.subject, self.model, self.number, self.note, self.mode, self.program.hash, values]
-        return [hash_text(json.dumps(contents)), self.error is not None, self.expects_answer]
+        return hash_text(json.dumps(contents))
+
+    @property
+    def requires_body(self) -> bool:
+        """Return True if the ranks exchange the complete messages even if the digests are equal."""
+        return self.error is not None or self.expects_answer
 
     @property
     def body(self) -> bytes:

@@ -213,6 +213,58 @@ def test_vectors_of_three_dims_follow_their_heads(attention: str, ranks: int, le
     check(model, tokens(length), sp=ranks, attention=attention)
 
 
+def at_most_a_fraction(distance: Tensor) -> Tensor:
+    return (distance >= 0) & (distance <= 2.5)
+
+
+def below_a_fraction(distance: Tensor) -> Tensor:
+    return (distance > -0.5) & (distance < 2.5)
+
+
+def halves(distance: Tensor) -> Tensor:
+    return (distance * 0.5 >= -0.25) & (distance * 0.5 != 1.5)
+
+
+@pytest.mark.parametrize("mask", [at_most_a_fraction, below_a_fraction, halves])
+def test_positions_are_compared_with_fractions(mask: Callable[[Tensor], Tensor]) -> None:
+    class Masked(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            positions, q = torch.arange(x.shape[1]), x.unsqueeze(1)
+            keep = mask(positions[:, None] - positions)
+            return F.scaled_dot_product_attention(q, q, q, attn_mask=keep).squeeze(1)
+
+    check(Masked(), floats(2, 9, 8), sp=3)
+
+
+def cast_constants(causal: Tensor) -> Tensor:
+    return torch.where(causal, 256, 257).to(torch.bfloat16) == 256
+
+
+def add_constants(causal: Tensor) -> Tensor:
+    return torch.where(causal, 256, 255).to(torch.bfloat16) + 1 == 256
+
+
+def overflowing_constants(causal: Tensor) -> Tensor:
+    return torch.where(causal, 0, -100_000).to(torch.float16) >= -100_000
+
+
+def compare_constants(causal: Tensor) -> Tensor:
+    return torch.where(causal, 256, 0).to(torch.bfloat16) == 257
+
+
+@pytest.mark.parametrize("mask", [cast_constants, add_constants, overflowing_constants, compare_constants])
+def test_constants_are_rounded_to_their_dtype(mask: Callable[[Tensor], Tensor]) -> None:
+    """In bfloat16, 257 is 256."""
+
+    class Masked(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            positions, q = torch.arange(x.shape[1]), x.unsqueeze(1)
+            keep = mask(positions[:, None] >= positions)
+            return F.scaled_dot_product_attention(q, q, q, attn_mask=keep).squeeze(1)
+
+    check(Masked(), floats(2, 9, 8), sp=3)
+
+
 class Goldens(expecttest.TestCase):
     def test_window_and_padding(self):
         gm = captured(lambda p, x: (p[:, None, None] & causal()) & (i()[:, None] - i() < 3))

@@ -10,7 +10,7 @@ import torch
 from support.scans.kernel_package import attend
 from torch import Tensor
 
-from sp_compile.passes.capture.kernel_stand_ins import make_stand_in
+from sp_compile.passes.capture.stand_ins.kernel_stand_ins import make_stand_in
 
 
 def torch_delta_rule(
@@ -80,3 +80,16 @@ def test_a_wrapper_drops_what_its_function_does_not_have() -> None:
     torch.testing.assert_close(out, call(Q, K, V, BETA)[0])
     assert state is None
     assert isinstance(call(Q, K, V, BETA, drops_unknown=True, state_v_first=False), str)
+
+
+def test_the_last_state_has_a_gradient_in_plain_torch_only() -> None:
+    def scan(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, return_last_state: bool = False) -> Any:
+        """A function with arguments of transformers' selective scan."""
+
+    torch.manual_seed(0)
+    u, delta, vectors = torch.rand(2, 3, 5, requires_grad=True), torch.rand(2, 3, 5), torch.rand(2, 4, 5)
+    for is_wrapper in (False, True):
+        stand_in = make_stand_in("selective_scan_fn", inspect.signature(scan), lambda reason, *_: reason, is_wrapper)
+        out, state = stand_in(u, delta, -torch.rand(3, 4), vectors, vectors, return_last_state=True)
+        assert out.requires_grad
+        assert state.requires_grad == is_wrapper

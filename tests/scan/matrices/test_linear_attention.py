@@ -239,8 +239,68 @@ def test_lengths_that_change(ranks: Ranks, kernel: str) -> None:
 
 
 def test_padding_of_a_convolution_is_zero() -> None:
-    from sp_compile.passes.capture.kernel_stand_ins import STAND_INS
+    from sp_compile.passes.capture.stand_ins.kernel_stand_ins import STAND_INS
 
     ids = torch.tensor([[0, 0, 1, -1, -1]])
     out = STAND_INS["causal_conv1d_fn"](torch.ones(1, 1, 5), torch.ones(1, 4), torch.ones(1), seq_idx=ids)
     assert out.flatten().tolist() == [2, 3, 2, 0, 0]
+
+
+LENGTH = 37  # of the programs below; two ranks cut it at 19, three at 13 and 26
+RESETS = {"first": [0], "last": [36], "cuts": [12, 13, 18, 19, 20, 26], "all": [*range(LENGTH)]}
+
+
+@pytest.mark.parametrize("resets", RESETS)
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("vector", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_infinite_decays_reset_the_state(kind: str, vector: bool, documents: bool, resets: str) -> None:
+    operands = [x if x is None else x.detach() for x in random_operands(kind, vector, documents, True)]
+    is_reset = torch.zeros_like(operands[3], dtype=torch.bool)
+    is_reset[:, RESETS[resets], 0, :1] = True  # of one head, and of one row of its state if it has several decays
+    is_reset[1, RESETS[resets]] = True
+    operands[3] = operands[3].masked_fill(is_reset, -torch.inf)
+    operands = [x.requires_grad_() if x is not None and x.is_floating_point() else x for x in operands]
+    leaves = [x for x in operands if x is not None and x.requires_grad]
+    expected, call = attend(*operands, 0.5), (*operands[:8], None, None, operands[8], 0.5, "")
+    found = sp.linear_attention(*call), sp.linear_attention_state(*call)
+    cotangents = [torch.randn_like(x) for x in expected]
+    torch.testing.assert_close(found, expected)
+    found_grads = torch.autograd.grad(found, leaves, cotangents)
+    torch.testing.assert_close(found_grads, torch.autograd.grad(expected, leaves, cotangents))
+
+
+class Resetting(Mixer):
+    """A layer whose decays are -inf at the first tokens of documents."""
+
+    def forward(self, x: Tensor, is_reset: Tensor) -> Tensor:
+        q, k, v, a, _ = (y.unflatten(-1, (HEADS, SIZE)) for y in self.project(x).chunk(5, -1))
+        g, beta = self.gates(x).chunk(2, -1)
+        if self.kernel == "loop":  # a recurrence of the user's own
+            decay, state, states = a.masked_fill(is_reset[..., None, None], -torch.inf), torch.zeros_like(v[:, 0]), []
+            for t in range(x.shape[1]):
+                state = decay[:, t].clamp(max=0).exp() * state + v[:, t]
+                states.append(state)
+            mixed = torch.stack(states, 1)
+        elif self.kernel == "chunk_gla":
+            decay = F.logsigmoid(a).masked_fill(is_reset[..., None, None], -torch.inf)
+            mixed = fla.chunk_gla(q, k, v, decay)[0]
+        else:
+            decay = F.logsigmoid(g).masked_fill(is_reset[..., None], -torch.inf)
+            mixed = fla.chunk_gated_delta_rule(q, _unit(k), v, decay, beta.sigmoid())[0]
+        return (self.out(mixed.flatten(2)) - x).pow(2).mean()
+
+
+def _train_with_resets(kernel: str, resets: str) -> Any:
+    torch.manual_seed(1)
+    x, is_reset = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64), torch.zeros(2, LENGTH, dtype=torch.bool)
+    is_reset[:, RESETS[resets]] = True
+    return against_eager(Resetting(kernel), x, is_reset, mesh=mesh(), seq_dims={"x": 1, "is_reset": 1})
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("resets", RESETS)
+@pytest.mark.parametrize("kernel", ["chunk_gated_delta_rule", "chunk_gla", "loop"])
+@pytest.mark.sampled(every=8)
+def test_states_reset_at_the_cuts_of_ranks(ranks: Ranks, kernel: str, resets: str, n: int) -> None:
+    check_ranks(ranks.run(n, _train_with_resets, kernel, resets))

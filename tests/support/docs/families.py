@@ -53,6 +53,19 @@ models are in `tests/support/docs/family_models.py`, the generic sizes in `famil
 - *gathered inside*: the number of fallbacks, with the most frequent reasons and their source lines; then graph breaks.
 - *refused*: the code and the first words of the error. An exception that is not an `SpError` is shown with its type.
 - *seconds*: CPU seconds of `explain` on one core.
+
+Why families have less than 95% on shards:
+
+- Swin, SAM: attention within windows. The windows are cut by reshapes of a padded or shifted image, so that a dim with all
+  tokens does not reach them, and the search takes no dim inside a window.
+- TimeSformer: attention over frames and over patches in turn, with a reshape of the residual between the two.
+- MobileViT: convolutions and attention in turn, with a reshape of the image to patches between the two.
+- ViT-MAE: the encoder reads a random selection of the patches, so that the patches and the selection are two sequences.
+- Hiera: the early stages attend within units; the sequence is that of the last stages.
+- Mochi, Qwen3-VL vision, Mimi: the program reads values of tensors (prompt lengths, image sizes, lengths of windows), so
+  that Dynamo breaks the graph, and the graphs between the breaks have no sequence.
+- RWKV-4, FNet, FocalNet: no attention or scan. RWKV-4 is a loop with a running maximum, FNet a Fourier transform over the
+  tokens, FocalNet convolutions.
 """
 
 

@@ -37,6 +37,7 @@ from .family_sizes import (
     shrink_arguments,
     shrink_config,
 )
+from .partial_families import PARTIAL
 
 AUTO_CLASSES = {
     "causal": "CAUSAL_LM",
@@ -55,7 +56,7 @@ def families(table: str) -> list[Family]:
         table: The key of the table.
     """
     if table == "named":
-        return NAMED
+        return [*NAMED, *PARTIAL]
     if table == "diffusion":
         named = {build.__name__.replace("_", "").removesuffix("video") for build in DIFFUSION.values()}
         names = [name for name in dir(diffusers) if "Transformer" in name and name.endswith("Model")]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 CALLS: list[str] = []  # names of the functions that ran
 
@@ -154,6 +154,8 @@ def mamba_chunk_scan_combined(
     dt = F.softplus(dt) if dt_softplus else dt
     B, C = (y.repeat_interleave(x.shape[2] // y.shape[2], 2) for y in (B, C))
     first = None if initial_states is None else initial_states.mT
+    if first is not None and seq_idx is not None:  # the kernel continues document 0 only
+        first = first * (seq_idx[:, 0] == 0).view(-1, 1, 1, 1)
     decay = (dt * A).unsqueeze(-1)
     out, state = attend(C, B, x * dt.unsqueeze(-1), decay, None, None, None, _starts(seq_idx), first, 1.0)
     out = out if D is None else out + x * D.unsqueeze(-1)
@@ -161,29 +163,147 @@ def mamba_chunk_scan_combined(
     return (out, state.mT) if return_final_states else out
 
 
-@torch.compiler.disable
-def causal_conv1d_fn(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_idx: Tensor | None = None, activation: str | None = None
+def _convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    seq_idx: Tensor | None,
+    initial: Tensor | None,
+    activation: str | None,
 ) -> Tensor:
-    CALLS.append("causal_conv1d_fn")
+    """Convolve x (B, D, S), token by token; initial (B, D, W - 1) are the tokens before the first."""
     ids = x.new_zeros(x.shape[0], x.shape[-1]) if seq_idx is None else seq_idx
     columns = []
     for t in range(x.shape[-1]):
         out = torch.zeros_like(x[..., 0]) if bias is None else bias.expand(x.shape[0], -1)
-        for j in range(min(weight.shape[1], t + 1)):
-            out = out + x[..., t - j] * weight[:, -1 - j] * (ids[:, t - j] == ids[:, t]).unsqueeze(-1)
+        for j in range(weight.shape[1]):
+            if j <= t:
+                out = out + x[..., t - j] * weight[:, -1 - j] * (ids[:, t - j] == ids[:, t]).unsqueeze(-1)
+            elif initial is not None:
+                out = out + initial[..., t - j] * weight[:, -1 - j]
         columns.append(out)
     y = torch.stack(columns, -1)
     return y if activation is None else F.silu(y)
+
+
+@torch.compiler.disable
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    final_states_out: Tensor | None = None,
+    activation: str | None = None,
+) -> Any:
+    CALLS.append("causal_conv1d_fn")
+    y = _convolve(x, weight, bias, seq_idx, initial_states, activation)
+    return (y, x[..., 1 - weight.shape[1] :]) if return_final_states else y
+
+
+@torch.compiler.disable
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool | None = False,
+    activation: str | None = None,
+    backend: str | None = "triton",
+    cu_seqlens: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    CALLS.append("causal_conv1d")
+    assert weight is not None
+    ids = None if cu_seqlens is None else torch.bucketize(torch.arange(x.shape[1]), cu_seqlens, right=True)[None]
+    y = _convolve(x.mT, weight, bias, ids, None if initial_state is None else initial_state[..., 1:], activation).mT
+    last = x[:, -weight.shape[1] :].mT
+    final = torch.cat([last[..., :1].detach(), last[..., 1:]], -1) if output_final_state else None
+    return y if residual is None else y + residual, final
+
+
+class ShortConvolution(nn.Conv1d):
+    """A module that calls `causal_conv1d`, as in flash-linear-attention."""
+
+    def __init__(self, hidden_size: int, kernel_size: int, bias: bool = False, activation: str | None = "silu") -> None:
+        super().__init__(hidden_size, hidden_size, kernel_size, groups=hidden_size, bias=bias, padding=kernel_size - 1)
+        self.activation = activation
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        mask: Tensor | None = None,
+        cache: Tensor | None = None,
+        output_final_state: bool = False,
+        cu_seqlens: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if mask is not None:
+            x = x.mul_(mask.unsqueeze(-1))
+        weight = self.weight.squeeze(1)
+        return causal_conv1d(
+            x=x,
+            weight=weight,
+            bias=self.bias,
+            residual=residual,
+            initial_state=cache,
+            output_final_state=output_final_state,
+            activation=self.activation,
+            backend="triton",
+            cu_seqlens=cu_seqlens,
+            **kwargs,
+        )
+
+
+@torch.compiler.disable
+def selective_scan_fn(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Any:
+    CALLS.append("selective_scan_fn")
+    delta = delta if delta_bias is None else delta + delta_bias.unsqueeze(-1)
+    delta = F.softplus(delta) if delta_softplus else delta
+    starts = [] if cu_seqlens is None else cu_seqlens[1:-1].tolist()
+    state, columns = u.new_zeros(u.shape[0], *A.shape), []
+    for t in range(u.shape[-1]):
+        write, read = (
+            x
+            if x.ndim == 2
+            else x[..., t].unsqueeze(1)
+            if x.ndim == 3
+            else x[..., t].repeat_interleave(len(A) // x.shape[1], 1)
+            for x in (B, C)
+        )
+        state = torch.zeros_like(state) if t in starts else state
+        step = delta[..., t].unsqueeze(-1)
+        state = (step * A).exp() * state + step * u[..., t].unsqueeze(-1) * write
+        columns.append((state * read).sum(-1))
+    out = torch.stack(columns, -1)
+    out = out if D is None else out + u * D.unsqueeze(-1)
+    out = out if z is None else out * F.silu(z)
+    return (out, state.detach()) if return_last_state else out
 
 
 def install() -> ModuleType:
     """Add the functions to a module whose name is that of a package of kernels."""
     module = ModuleType("fla_of_tests")
     for name, function in list(globals().items()):
-        if name.startswith(("chunk_", "mamba_", "causal_")):
+        if name.startswith(("chunk_", "mamba_", "causal_", "selective_")):
             function.__module__ = module.__name__
             setattr(module, name, function)
+    module.ShortConvolution = ShortConvolution  # type: ignore[attr-defined]
     sys.modules[module.__name__] = module
     return module
 

@@ -26,9 +26,9 @@ HINTS = frozenset(
     "safe_gate use_graph".split()
 )
 NORM_EPSILON = 1e-6  # of the kernels' normalization of queries and keys
-SILU = ("silu", "swish")
 ATTENTION_OPTIONS = frozenset({"scale", "initial_state", "output_final_state", "cu_seqlens"})
 DELTA_OPTIONS = ATTENTION_OPTIONS | {"use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval"}
+PLAIN_TORCH = "is_plain_torch"  # argument of stand-ins: the original is a function in plain torch, not a kernel
 DOCUMENTS = ("cu_seqlens", "seq_idx")  # arguments by which a kernel separates documents
 
 
@@ -101,6 +101,8 @@ def make_stand_in(
             is_dropped = name in HINTS or (drops_unknown and name not in positions and name not in defaults)
             if name not in known and not is_dropped and not _is_default(value, defaults.get(name)):
                 return run_original(f"its argument {name} has no equivalent", args, kwargs)
+        if drops_unknown and PLAIN_TORCH in known:
+            named[PLAIN_TORCH] = True
         if len(args) > len(positions) or any(name not in named for name in required):
             return run_original("its arguments do not match", args, kwargs)
         values = compute(**{name: value for name, value in named.items() if name in known})
@@ -122,7 +124,7 @@ def _is_default(value: Any, default: Any) -> bool:
     return bool(value == default)
 
 
-def _attend(
+def attend_kernel(
     kernel: str,
     q: Tensor,
     k: Tensor,
@@ -149,7 +151,7 @@ def _attend(
     """
     opened = closed = None  # numbers of the documents that start and end at each token
     if cu_seqlens is not None:
-        starts = _document_starts(cu_seqlens, v)
+        starts = document_starts(cu_seqlens, v)
     if cu_seqlens is not None and (initial_state is not None or output_final_state):  # one state for each document
         count = cu_seqlens.shape[0] - 1
         if v.shape[0] != 1 or (initial_state is not None and initial_state.shape[0] != count):
@@ -174,7 +176,7 @@ def _attend(
     return out, state
 
 
-def _document_starts(cu_seqlens: Tensor, x: Tensor) -> Tensor:
+def document_starts(cu_seqlens: Tensor, x: Tensor) -> Tensor:
     """Return True for the first token of each document, bool (B, S), from the bounds of the documents in x.
 
     For cu_seqlens = [0, 2, 5] and S = 5 this is [True, False, True, False, False].
@@ -200,11 +202,6 @@ def _number_documents(cu_seqlens: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return opened[None], torch.where(reversed_numbers > 0, count + 1 - reversed_numbers, 0)[None]
 
 
-def _changes(ids: Tensor) -> Tensor:
-    """Return True for tokens whose document has another id than that of the token before, bool (B, S)."""
-    return F.pad(ids[:, 1:] != ids[:, :-1], (1, 0))
-
-
 def _normalize(x: Tensor) -> Tensor:
     """Return x with rows of norm 1, as the kernels normalize queries and keys."""
     y = x.to(state_dtype(x))
@@ -224,12 +221,12 @@ def _attend_delta(
     allow_neg_eigval: bool = False,
     **options: Any,
 ) -> Any:
-    """Call linear attention with the delta rule; arguments as in `_attend`, and those of the kernels by name."""
+    """Call linear attention with the delta rule; arguments as in `attend_kernel`, and those of the kernels by name."""
     if use_qk_l2norm_in_kernel:
         q, k = _normalize(q), _normalize(k)
     if use_beta_sigmoid_in_kernel:
         beta = beta.sigmoid() * (2.0 if allow_neg_eigval else 1.0)
-    return _attend(kernel, q, k, v, decay, beta=beta, **options)
+    return attend_kernel(kernel, q, k, v, decay, beta=beta, **options)
 
 
 def _gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any) -> Any:
@@ -277,7 +274,7 @@ def _simple_gla(
     """Compute fla's chunk_simple_gla: a decay per head and token (g), a constant one per head (g_gamma), or both."""
     if g_gamma is not None:
         g = g_gamma.expand(v.shape[:3]) if g is None else g + g_gamma
-    return _attend("chunk_simple_gla", q, k, v, g, **options)
+    return attend_kernel("chunk_simple_gla", q, k, v, g, **options)
 
 
 def _lightning_attention(q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_layers: int, **options: Any) -> Any:
@@ -290,7 +287,7 @@ def _lightning_attention(q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_la
 
 def _gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Any) -> Any:
     """Compute fla's chunk_gla: a decay for each row of the state."""
-    return _attend("chunk_gla", q, k, v, g, **options)
+    return attend_kernel("chunk_gla", q, k, v, g, **options)
 
 
 def _rwkv7(
@@ -308,142 +305,7 @@ def _rwkv7(
 
     `lower_bound`, a bound on w for the kernel, does not change the results.
     """
-    return _attend("chunk_rwkv7", r, k, v, w, scale, a=a, b=b, **options)
-
-
-def _mamba_chunk_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    chunk_size: int,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    return_final_states: bool = False,
-) -> Any:
-    """Compute mamba_ssm's mamba_chunk_scan_combined as linear attention: C, B and x are queries, keys and values.
-
-    The states of the kernel are (B, H, V, K), those of `_attend` (B, H, K, V).
-    """
-    if cu_seqlens is not None:
-        return NotImplemented
-    dt = dt.to(state_dtype(dt))
-    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
-    dt = (F.softplus(dt) if dt_softplus else dt).clamp(dt_limit[0], dt_limit[1])
-    initial = None if initial_states is None else initial_states.mT
-    if initial is not None and seq_idx is not None:  # the kernel applies them to documents of number 0 only
-        initial = initial * (seq_idx[:, 0] == 0).view(-1, 1, 1, 1)
-    attended = _attend(
-        kernel="",
-        q=C,
-        k=B,
-        v=x * dt.unsqueeze(-1),
-        decay=dt * A,
-        scale=1.0,
-        initial_state=initial,
-        output_final_state=return_final_states,
-        starts=None if seq_idx is None else _changes(seq_idx),
-    )
-    if attended is NotImplemented:
-        return attended
-    out, state = attended
-    if D is not None:
-        out = out + x * (D if D.ndim == 2 else D.unsqueeze(-1))
-    out = (out if z is None else out * F.silu(z)).to(x.dtype)
-    return (out, state.mT) if return_final_states else out
-
-
-def _mamba_split_conv_scan(
-    zxbcdt: Tensor,
-    conv1d_weight: Tensor,
-    conv1d_bias: Tensor | None,
-    dt_bias: Tensor,
-    A: Tensor,
-    D: Tensor,
-    chunk_size: int,
-    initial_states: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    return_final_states: bool = False,
-    activation: str = "silu",
-    rmsnorm_weight: Tensor | None = None,
-    rmsnorm_eps: float = 1e-6,
-    outproj_weight: Tensor | None = None,
-    outproj_bias: Tensor | None = None,
-    headdim: int | None = None,
-    ngroups: int = 1,
-    norm_before_gate: bool = True,
-) -> Any:
-    """Compute mamba_ssm's mamba_split_conv1d_scan_combined: convolution, scan, gated norm and projection.
-
-    The last dim of zxbcdt has the gate z, the convolved x, B and C, and one dt per head.
-    """
-    heads, size = A.shape[0], D.shape[1] if D.ndim == 2 else headdim
-    if initial_states is not None or size is None:
-        return NotImplemented
-    width, channels = heads * size, conv1d_weight.shape[0]  # of x and z; of x, B and C together
-    z, convolved, dt = zxbcdt[..., -(width + channels + heads) :].split([width, channels, heads], -1)
-    if zxbcdt.shape[-1] != width + channels + heads:  # an MLP in the same projection
-        return NotImplemented
-    convolved = _causal_conv(convolved.mT, conv1d_weight, conv1d_bias, seq_idx, activation=activation)
-    if convolved is NotImplemented:
-        return convolved
-    x, B, C = convolved.mT.split([width, (channels - width) // 2, (channels - width) // 2], -1)
-    x, B, C = x.unflatten(-1, (heads, size)), B.unflatten(-1, (ngroups, -1)), C.unflatten(-1, (ngroups, -1))
-    gate = z.unflatten(-1, (heads, size)) if rmsnorm_weight is None else None
-    options: dict[str, Any] = {"dt_limit": dt_limit, "return_final_states": return_final_states, "dt_softplus": True}
-    scanned = _mamba_chunk_scan(x, dt, A, B, C, chunk_size, D, gate, dt_bias, seq_idx=seq_idx, **options)
-    if scanned is NotImplemented:
-        return scanned
-    out, states = scanned if return_final_states else (scanned, None)
-    out = out.flatten(-2)
-    if rmsnorm_weight is not None:
-        out = out if norm_before_gate else out * F.silu(z)
-        out = F.rms_norm(out.unflatten(-1, (ngroups, -1)), (width // ngroups,), eps=rmsnorm_eps).flatten(-2)
-        out = out * rmsnorm_weight
-        out = out * F.silu(z) if norm_before_gate else out
-    if outproj_weight is not None:
-        out = F.linear(out.to(outproj_weight.dtype), outproj_weight, outproj_bias)
-    return (out, states) if return_final_states else out
-
-
-def _causal_conv(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    return_final_states: bool = False,
-    final_states_out: Tensor | None = None,
-    activation: str | None = None,
-) -> Any:
-    """Compute causal_conv1d's causal_conv1d_fn: each channel of x (B, D, S) is convolved with its row of weight (D, W).
-
-    With `seq_idx`, the number of the document of each token (B, S), a token reads only tokens of its document.
-    """
-    has_states = initial_states is not None or return_final_states or final_states_out is not None
-    if has_states or activation not in (None, *SILU):
-        return NotImplemented
-    length, width = x.shape[-1], weight.shape[-1]
-    rows = x.to(weight.dtype)
-    if seq_idx is None:
-        out = F.conv1d(rows, weight.unsqueeze(1), bias, padding=width - 1, groups=weight.shape[0])[..., :length]
-    else:  # a sum of shifted products over earlier tokens of the same document
-        out = rows * weight[:, -1:]
-        for distance in range(1, width):
-            is_same = F.pad(seq_idx, (distance, 0), value=-1)[:, :length] == seq_idx
-            earlier = F.pad(rows, (distance, 0))[..., :length] * is_same.unsqueeze(1)
-            out = out + earlier * weight[:, width - 1 - distance].unsqueeze(-1)
-        out = out if bias is None else out + bias.unsqueeze(-1)
-        out = out.masked_fill((seq_idx < 0).unsqueeze(1), 0)  # as the kernel does for padding
-    return (out if activation is None else F.silu(out)).to(x.dtype)
+    return attend_kernel("chunk_rwkv7", r, k, v, w, scale, a=a, b=b, **options)
 
 
 def _quantized_linear(x: Tensor, weight: Tensor) -> Any:
@@ -458,7 +320,4 @@ STAND_INS["chunk_simple_gla"] = KernelStandIn(_simple_gla, ATTENTION_OPTIONS)
 STAND_INS["chunk_lightning_attn"] = KernelStandIn(_lightning_attention, ATTENTION_OPTIONS)
 STAND_INS["chunk_gla"] = KernelStandIn(_gla, ATTENTION_OPTIONS)
 STAND_INS["chunk_rwkv7"] = KernelStandIn(_rwkv7, ATTENTION_OPTIONS)
-STAND_INS["mamba_chunk_scan_combined"] = KernelStandIn(_mamba_chunk_scan)
-STAND_INS["mamba_split_conv1d_scan_combined"] = KernelStandIn(_mamba_split_conv_scan)
-STAND_INS["causal_conv1d_fn"] = KernelStandIn(_causal_conv)
 STAND_INS["LinearNF4"] = KernelStandIn(_quantized_linear)

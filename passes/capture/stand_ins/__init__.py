@@ -1,0 +1,1 @@
+"""Define what Dynamo traces in place of kernel functions of packages."""

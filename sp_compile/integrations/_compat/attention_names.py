@@ -1,0 +1,79 @@
+"""Access private parts of transformers that a sharded cache requires: how a model selects its attention function.
+
+Tested with transformers 5.24.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+
+def register_attention(name: str, attention: Callable[..., Any]) -> None:
+    """Register an attention function whose masks are bool tensors for all positions, also where a flag would do.
+
+    Args:
+        name: The name that a configuration selects.
+        attention: The function.
+
+    Returns:
+        None.
+    """
+
+    def make_mask(*args: Any, **kwargs: Any) -> Any:
+        """Return the mask of sdpa as a tensor."""
+        return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, make_mask)
+
+
+def has_attention_interface(model: torch.nn.Module) -> bool:
+    """Return True if a model of transformers calls the attention function that its configuration selects.
+
+    Args:
+        model: The model.
+
+    Returns:
+        False for models with attention code of their own.
+    """
+    return all(m._supports_attention_backend for m in model.modules() if isinstance(m, PreTrainedModel))
+
+
+@contextmanager
+def select_attention(model: torch.nn.Module, name: str) -> Iterator[None]:
+    """Select a registered attention function for all parts of a model in the context.
+
+    Args:
+        model: The model.
+        name: The name of the function.
+
+    Returns:
+        A context manager that yields None.
+    """
+    found = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
+    before = [(config, config._attn_implementation_internal) for config in _with_parts(found)]
+    try:
+        for config, _ in before:
+            config._attn_implementation_internal = name
+        yield
+    finally:
+        for config, selected in before:
+            config._attn_implementation_internal = selected
+
+
+def _with_parts(configs: dict[int, Any]) -> list[Any]:
+    """Return configurations, by their id, with those of their parts, such as the text model's, each once."""
+    left = [*configs.values()]
+    while left:
+        config = left.pop()
+        parts = [getattr(config, name, None) for name in config.sub_configs]
+        new = [part for part in parts if part is not None and id(part) not in configs]
+        configs.update((id(part), part) for part in new)
+        left += new
+    return [*configs.values()]

@@ -1,0 +1,76 @@
+"""A training step of every named family of docs/families.md on 2 ranks equals eager mode: loss and every gradient."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from typing import Any
+
+import pytest
+import torch
+from support import ranks as worker
+from support.parity import Outcome, against_eager, check
+from support.ranks import Ranks
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+pytest.importorskip("transformers")
+pytest.importorskip("diffusers")
+
+from support.docs.family_models import NAMED
+
+QUICK = ("LFM2", "DINOv3 ViT", "Flux")  # families with a fast test; the others are slow
+# Parts of many models, such as norms, rotary positions and losses, are float32 for every dtype of the model.
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-5}
+# Models in transformers compute the delta rule in float32 with sums that cancel. The tolerance is twice the distance of
+# the gradients of the model in eager mode from those of a copy of its code with float64 in place of float32.
+DELTA_RULE_TOLERANCE = {"OlmoHybrid": 1e-5, "Qwen3-Next": 7e-5, "Qwen3.5 (text)": 2.3e-4}
+
+
+class WithLoss(nn.Module):
+    """A model with its own loss, or with a loss of its first result."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Any) -> Tensor:
+        results = self.model(**inputs)
+        loss = getattr(results, "loss", None)
+        if loss is not None:
+            return loss
+        first = results[0]
+        while isinstance(first, (list, tuple)):
+            first = first[0]
+        return (first.sin() + first.square()).mean()
+
+
+def _build(name: str) -> tuple[nn.Module, dict[str, Any], torch.dtype]:
+    """Return a model with its loss, its arguments and its dtype: float64, or float32 if it does not run in float64."""
+    torch.manual_seed(zlib.crc32(name.encode()))
+    model, inputs = next(family for family in NAMED if family.name == name).build()
+    model = WithLoss(model.eval())
+    model.requires_grad_(True)
+    for parameter in model.parameters():  # some libraries initialize gates and last layers with zeros
+        if not parameter.any():
+            nn.init.normal_(parameter, std=0.1)
+    wide = pytree.tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, inputs)
+    try:
+        copy.deepcopy(model).double()(**wide).backward()
+    except RuntimeError:
+        return model, inputs, torch.float32
+    return model.double(), wide, torch.float64
+
+
+def _train(name: str) -> tuple[Outcome, torch.dtype]:
+    model, inputs, dtype = _build(name)
+    return against_eager(model, kwargs=inputs, mesh=worker.mesh()), dtype
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x.name, marks=() if x.name in QUICK else pytest.mark.slow) for x in NAMED]
+)
+def test_a_family_trains_as_a_single_device(ranks: Ranks, name: str) -> None:
+    answers = ranks.run(2, _train, name)
+    tolerance = DELTA_RULE_TOLERANCE.get(name, TOLERANCE[answers[0][1]])
+    check([answer for answer, _ in answers], tolerance)
