@@ -6,8 +6,8 @@
 The rows that have a gradient depend on the rank and on documents. They are known on the host, as one flag per row.
 
     part     the gradient that one step contributes
-    narrow   of a part in the dtype of its kernel, such as bfloat16: exact if every row is of one kernel call. Parts
-             with several calls per row are summed in float32
+    narrow   of a part in the dtype of its kernel, such as bfloat16: exact if every row is of one kernel call. Several
+             calls of a row, such as strips of queries, are summed in float32, and the sum is rounded once
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from .ring_kernel import split_keys_values
 class PartAccumulator:
     """Accumulator of the parts of a gradient (B, H, S, D) whose missing rows are not filled.
 
-    A first part with all rows becomes the result without a copy, if its dtype and strides are those of the result.
+    A first part with all rows becomes the result without a copy, if its dtype and strides are those of the result. Wide
+    parts of a kernel, and a second part of a row, widen the sum, so that nothing is added in a half type.
     """
 
     def __init__(self, like: Tensor, empty: Tensor) -> None:
@@ -48,7 +49,10 @@ class PartAccumulator:
         if has_all_rows and part.dtype == self._empty.dtype and part.stride() == self._empty.stride():
             self._total = part
             return
-        total = self.total()
+        if self._total is None:
+            self._total = torch.empty_like(self._empty, device=self._like.device)
+        dtype = part.dtype if all(x.is_new for x in ranges) else accumulation_dtype(part.dtype)
+        total = self._total = self._total.to(torch.promote_types(self._total.dtype, dtype))
         for offset, length, is_new in ranges:
             target, addend = total.narrow(2, offset, length), part.narrow(2, offset - rows[0], length)
             target.copy_(addend) if is_new else target.add_(addend)
@@ -56,8 +60,8 @@ class PartAccumulator:
     def total(self) -> Tensor:
         """Return the gradient; rows without a part have any values."""
         if self._total is None:
-            self._total = torch.empty_like(self._empty, device=self._like.device)
-        return self._total
+            return torch.empty_like(self._empty, device=self._like.device)
+        return self._total.to(self._empty.dtype)
 
     def rows(self) -> Tensor:
         """Return a flag per row on the host, bool (S,): whether it has a part."""

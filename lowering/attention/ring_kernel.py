@@ -33,7 +33,7 @@ from sp_compile.lowering.base.frames import FrameArg, is_known
 from sp_compile.lowering.comm import routes
 from sp_compile.lowering.comm.communicator import current_communicator
 from sp_compile.lowering.masks.block_plan import plan_blocks
-from sp_compile.lowering.masks.blocks import Block, PackedCall
+from sp_compile.lowering.masks.blocks import Block, PackedCall, has_masked
 from sp_compile.lowering.masks.spans import Span, shard_span, span_rows
 
 from .op_args import LocalArgs
@@ -221,7 +221,8 @@ def split_keys_values(both: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
 def is_narrow(q: Tensor, k: Tensor, args: LocalArgs, k_span: Sequence[int]) -> bool:
     """Return True if parts of this step are exact in the dtype of q: on no rank a row is of several kernel calls.
 
-    Masks that read vectors are planned at run time, and sizes may be symbols; False for these. Equal on all ranks.
+    Masks that read vectors are planned at run time, sizes may be symbols, and blocks with mask tensors may be cut into
+    strips of queries; False for these. Equal on all ranks.
     """
     if q.dtype == accumulation_dtype(q.dtype):
         return True
@@ -238,10 +239,12 @@ def is_narrow(q: Tensor, k: Tensor, args: LocalArgs, k_span: Sequence[int]) -> b
 def _is_planned_once(
     predicate: str, q_span: tuple[int, ...], k_span: tuple[int, ...], queries: int, keys: int, sizes: tuple[int, ...]
 ) -> bool:
-    """Return True if on no rank two kernel calls share a query or a key, for kernels with and without windows."""
+    """Return True if no block is masked, and on no rank two calls share a row, for kernels with and without windows."""
     for rank in range(max(q_span[0], k_span[0])):
         plan = plan_blocks(predicate, span_rows(q_span, queries, rank), span_rows(k_span, keys, rank), sizes)
         forms: list[list[Block | PackedCall]] = [[*plan.blocks], [*plan.packed, *plan.others]]
+        if has_masked((*plan.blocks, *plan.others)):
+            return False
         for calls in forms:
             if _share_rows([x.query_rows for x in calls]) or _share_rows([x.key_rows for x in calls]):
                 return False

@@ -13,6 +13,8 @@ import torch
 from support.attention.attending import Problem
 from torch import Tensor
 
+from sp_compile.lowering.attention import attend
+from sp_compile.lowering.attention.attend_parts import PartAccumulator
 from sp_compile.lowering.attention.merge_blocks import WrittenRows, merge
 from sp_compile.lowering.attention.op_args import LocalArgs
 from sp_compile.lowering.attention.ring_kernel import is_narrow
@@ -142,7 +144,10 @@ test_merge.check(in_place)
 @needs_triton
 def test_triton_kernel_in_the_interpreter() -> None:
     """Triton reads TRITON_INTERPRET when it is imported: in a process of its own."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.path.dirname(__file__)}
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path]),
+    }
     run = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
 
@@ -182,6 +187,29 @@ def test_rows_are_added(dtype: torch.dtype, narrow: bool, packed: str) -> None:
     torch.testing.assert_close(keys, 1 + both, **tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_strips_are_added_in_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernel calls of strips of queries share keys: their parts, of any dtype, are summed in float32 and rounded once."""
+    p = Problem("none", ROWS, ROWS, key_heads=2)
+    arguments = p.arguments(full_span(ROWS), full_span(ROWS), seed=torch.tensor(3), dropout_p=0.3)
+    grad, q, k, v = (x.bfloat16() for x in (p.grad, p.q, p.k, p.v))
+    operands = [grad, q, k, v, *sp.attend(q, k, v, *arguments)]
+    sums, calls, add = [torch.zeros(x.shape) for x in (q, k, v)], [], PartAccumulator.add
+
+    def add_and_sum(accumulator: PartAccumulator, part: Tensor, rows: tuple[int, int]) -> None:
+        part = part.to(dtype)
+        sums[len(calls) % 3].narrow(2, *rows).add_(part)
+        calls.append(rows)
+        add(accumulator, part, rows)
+
+    monkeypatch.setattr(PartAccumulator, "add", add_and_sum)
+    monkeypatch.setattr(attend, "CPU_SCORES", 2 * 4 * ROWS)  # of one query
+    found = sp.attend_backward_parts(*operands, *arguments, False, True)[:3]
+    assert calls == [rows for i in range(ROWS) for rows in ((i, 1), (0, ROWS), (0, ROWS))]
+    for x, total in zip(found, sums):
+        assert torch.equal(x, total.bfloat16())
+
+
 @pytest.mark.parametrize("narrow", [False, True])
 def test_opcheck_of_parts(narrow: bool) -> None:
     """Every row has a gradient: others have any values."""
@@ -200,6 +228,8 @@ def test_opcheck_of_parts(narrow: bool) -> None:
         ("(k <= q) & (q - k < 300)", 0, torch.bfloat16, False),
         ("(k <= q) & (q - k < 300)", 0, torch.float32, True),
         ("Eq(row0, col0)", 1, torch.bfloat16, False),
+        ("Ne(q - k, 3)", 0, torch.bfloat16, False),
+        ("Ne(q - k, 3)", 0, torch.float32, True),
     ],
 )
 def test_parts_are_narrow_if_rows_have_one_call(predicate: str, step: int, dtype: torch.dtype, expected: bool) -> None:
