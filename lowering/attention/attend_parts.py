@@ -129,8 +129,8 @@ def attend_backward_parts(
     Bytes: none.
     """
     args, (mask_grad, narrow, *_) = LocalArgs.of(arguments)
-    meta = (torch.empty(x.shape, dtype=x.dtype, device="meta") for x in (q, k, v))
-    empty = _empty_parts(*meta, narrow)
+    like_q, like_k, like_v = (torch.empty(x.shape, dtype=x.dtype, device="meta") for x in (q, k, v))
+    empty = _empty_parts(like_q, like_k, like_v, narrow)
     dq, dk, dv = (PartAccumulator(x, y) for x, y in zip((q, k, v), empty))
     sign, dmask = sum_gradients((grad, q, k, v, out, lse), args, mask_grad, (dq, dk, dv))
     q_total = dq.total() if sign == 1 else dq.total() * sign
