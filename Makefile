@@ -49,7 +49,7 @@ bench: $(VENV)/.examples
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/compile_time.py
 
-# Compare each recipe of docs/ with a single device, under Inductor: minutes each. Writes benchmarks/results/recipes.md.
+# Compare each recipe of docs/ with a single device, under Inductor: minutes each. Writes benchmarks/results/checks/recipes.md.
 RECIPES ?=
 recipes: $(VENV)/.test $(VENV)/.recipes
 	PYTHONPATH=tests:. $(BIN)/python -m support.docs.typed $(RECIPES)

@@ -5,7 +5,7 @@
 A small decoder trains on ranks of this machine over sequences of many lengths in turn. The table has the
 counts of rank 0 and of the last rank after each tenth of the steps. After the first tenth, the graphs are compiled, and
 no count may grow.
-Writes benchmarks/results/long_run.md.
+Writes benchmarks/results/checks/long_run.md.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SHORTEST = 32  # tokens
 STRIDE = 7  # between the lengths of two steps, of which all come where the number of lengths is no multiple
 TENTHS = 10
 HEADER = ["rank", "steps", "RSS, MiB", "threads", "open files", "keys of the store", "process groups", "graphs"]
-RESULTS = Path(__file__).parent / "results" / "long_run.md"
+RESULTS = Path(__file__).parent / "results" / "checks" / "long_run.md"
 
 
 def held(store: dist.Store) -> list[int]:

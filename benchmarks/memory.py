@@ -2,10 +2,10 @@
 
 python benchmarks/memory.py           activations of the demo's model; takes the flags of examples/train_lm.py
 python benchmarks/memory.py --plan [--only "Llama|experts"] [--compilers inductor]
-                                       predicted against measured tensors of a step, to results/memory_plan.md
+                                       predicted against measured tensors of a step, to results/memory/memory_plan.md
 python benchmarks/memory.py --tiles 16 [--tokens 2048] [--ranks 1 2 4] [--repeats 3] [--only "ours|DeepSpeed"]
-                                       work in tiles next to DeepSpeed's (see peers.py), to results/tiles.md
-python benchmarks/memory.py --growth   how the peak grows with tokens, compile time, to results/tiles_growth.md
+                                       work in tiles next to DeepSpeed's (see peers.py), to results/memory/tiles.md
+python benchmarks/memory.py --growth   how the peak grows with tokens, compile time, to results/memory/tiles_growth.md
 """
 
 import argparse
@@ -29,7 +29,7 @@ from measuring.tables import markdown, processor
 from measuring.tiled_ways import VOCAB, Run, compared, compile_seconds, growth
 from train_lm import parse_args
 
-RESULTS = Path(__file__).parent / "results" / "memory_plan.md"
+RESULTS = Path(__file__).parent / "results" / "memory" / "memory_plan.md"
 COMPILERS = ("aot_eager", "inductor")
 COLUMNS = "model", "ranks", "compiler", "predicted MB", "measured MB", "off by", "made"
 WORDS = """# Memory of a training step, predicted and measured

@@ -1,10 +1,10 @@
 """CPU time of plans of packed documents: of finding a vector's pieces, and of a plan from them, which layers share.
 
     python benchmarks/plans.py [--tokens 1048576] [--documents 100 1000 10000] [--window 1024] [--ranks 8 64]
-        [--output benchmarks/results/packed_documents.md]
-    python benchmarks/plans.py --models [Llama-8B ...] [--lengths 131072 ...] [--memory 80GB]    to results/plans.md:
+        [--output benchmarks/results/plans/packed_documents.md]
+    python benchmarks/plans.py --models [Llama-8B ...] [--lengths 131072 ...] [--memory 80GB] to results/plans/plans.md:
         what `sp_compile.plan` finds for models on the meta device, and its CPU time
-    python benchmarks/plans.py --explain [Llama-8B ...] [--ranks 8 64]    to results/explain.md:
+    python benchmarks/plans.py --explain [Llama-8B ...] [--ranks 8 64]    to results/plans/explain.md:
         what `sp_compile.explain` says of such a model that trains at --tokens, and its CPU time
 
 Documents are of log-normal lengths; one thread; the least CPU time of several calls. "steps" are the Python calls of a
@@ -66,7 +66,7 @@ SIZES = {
 """transformers' names, and sizes of the published models where they are not its defaults."""
 RANKS = (8, 16, 64, 512)
 MINUTE = 60.0
-RESULTS = Path(__file__).parent / "results" / "plans.md"
+RESULTS = Path(__file__).parent / "results" / "plans" / "plans.md"
 WORDS = """# Plans of models on the meta device
 
 `python benchmarks/plans.py --models`: transformers' models in bfloat16 that return loss and logits, one sequence,
@@ -78,8 +78,8 @@ numbers of ranks in one call. From a minute up, the next column has the longest 
 
 PACKED_WORDS = """# Plans of packed documents, and how evenly layouts share their work
 
-`python benchmarks/plans.py --output benchmarks/results/packed_documents.md`, {processor}, {commit}: least CPU ms of
-several calls on one thread. "steps": Python calls by a document; "packed calls": for many documents + others.
+`python benchmarks/plans.py --output benchmarks/results/plans/packed_documents.md`, {processor}, {commit}: least CPU ms
+of several calls on one thread. "steps": Python calls by a document; "packed calls": for many documents + others.
 
 "stretches": contiguous positions of a rank. "heap": MagiAttention's assignment of chunks, implemented again in
 `measuring/balance.py`. It has 8 chunks per rank by default, and chunks of 512 tokens in its examples. A third row has

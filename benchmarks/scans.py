@@ -25,8 +25,8 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measuring.scan_cases import Times, cases, time_of
-from measuring.scan_linear import WIDTH, extra_bytes, fresh, slope
+from measuring.scans.scan_cases import Times, cases, time_of
+from measuring.scans.scan_linear import WIDTH, extra_bytes, fresh, slope
 from measuring.tables import markdown, processor
 
 RESULTS = Path(__file__).parent / "results" / "scans_cpu.md"

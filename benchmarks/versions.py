@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="processes that run tests")
     parser.add_argument("--uv", default="uv", help="the command that makes environments")
     parser.add_argument("--environments", type=Path, default=Path.home() / ".cache/sp_compile/versions")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/versions.md")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/checks/versions.md")
     given = parser.parse_args()
     for version in given.versions:
         torch, python = version.split("/")

@@ -80,4 +80,4 @@ def setup(app) -> None:
         lines[:] = to_rst(lines)
 
     app.connect("autodoc-process-docstring", process_docstring, priority=400)  # before napoleon
-    app.connect("doctree-read", lambda app, document: app.env.docname == "errors" and add_anchors(document))
+    app.connect("doctree-read", lambda app, document: app.env.docname == "reference/errors" and add_anchors(document))

@@ -18,7 +18,7 @@ from sp_compile.lowering import scan as _scan  # noqa: F401
 from sp_compile.lowering import tiles as _tiles  # noqa: F401
 from sp_compile.lowering import windows as _windows  # noqa: F401
 from sp_compile.lowering.base.errors import SpError
-from sp_compile.lowering.base.options import SPConfig
+from sp_compile.lowering.base.options import SPConfig, SPOptions
 from sp_compile.lowering.scan import kernels as _kernels  # noqa: F401  (registers the implementations of scans)
 from sp_compile.passes.capture.capture import capture_export
 from sp_compile.passes.report import Report
@@ -37,6 +37,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Report",
     "SPConfig",
+    "SPOptions",
     "SpError",
     "StepPlan",
     "__version__",

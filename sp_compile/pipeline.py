@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Unpack
 
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from sp_compile.lowering.base.errors import SpError
-from sp_compile.lowering.base.options import SPConfig
+from sp_compile.lowering.base.options import SPConfig, SPOptions
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.comm.simulate import SIMULATED_GROUP
 from sp_compile.passes.base import Pass, Passes, check_pass_order, iterate_passes
-from sp_compile.passes.canonical.associative_scan import ExpandAssociativeScans
 from sp_compile.passes.canonical.canonicalize import Canonicalize
+from sp_compile.passes.canonical.scan_forms.associative_scan import ExpandAssociativeScans
 from sp_compile.passes.capture.capture import capture_export
 from sp_compile.passes.context import Note, NoteKind, PassContext, Refusal
 from sp_compile.passes.cost.decision import merge_decisions
@@ -171,16 +171,17 @@ def _note_idle_options(job: PassContext) -> Iterator[Note]:
             yield Note(NoteKind.DECLINED, requested, f"{option}={requested!r} has no effect on one rank")
 
 
-def parallelize(program: ExportedProgram | GraphModule, sp: int | None = None, **config: Any) -> GraphModule:
+def parallelize(
+    program: ExportedProgram | GraphModule, sp: int | None = None, **options: Unpack[SPOptions]
+) -> GraphModule:
     """Run all passes on an exported program, and return the module that each rank runs.
 
     Args:
         program: The exported program, or its graph module.
         sp: The number of ranks, for an examination or a simulation without processes. None selects the ranks of the
             option `mesh`, or of the default process group.
-        **config: Fields of `SPConfig`. `seq_dims` contains names of inputs of the exported graph, and `outputs` is
-            "gather" (the default) or "local". The names are open so that `SPConfig` alone defines the options; other
-            names raise.
+        **options: See `SPConfig`. `seq_dims` contains names of inputs of the exported graph, and `outputs` is "gather"
+            (the default) or "local".
 
     Returns:
         A module with the calling convention of the program. `meta["sp_report"]` is its report.
@@ -189,18 +190,18 @@ def parallelize(program: ExportedProgram | GraphModule, sp: int | None = None, *
         SpError: An option is invalid (SP101 to SP116) or has no effect on a graph that is not compiled (SP109), or the
             backend would raise.
     """
-    options = SPConfig.of({"outputs": "gather", **config})
+    config = SPConfig.of({"outputs": "gather", **options})
     # `refuse` raises if one of the named options is set; the texts are the reasons.
-    options.refuse("parallelize", WHEN_COMPILED, **CALL_OPTIONS)
+    config.refuse("parallelize", WHEN_COMPILED, **CALL_OPTIONS)
     if sp is not None:
-        options.refuse(f"sp={sp}", mesh="already sets the number of ranks", mesh_dim="has no mesh")
-    ranks = options.ranks() if sp is None else Ranks(sp, SIMULATED_GROUP)
-    seq_dims, outputs = options.seq_dims, options.outputs
+        config.refuse(f"sp={sp}", mesh="already sets the number of ranks", mesh_dim="has no mesh")
+    ranks = config.ranks() if sp is None else Ranks(sp, SIMULATED_GROUP)
+    seq_dims, outputs = config.seq_dims, config.outputs
     if outputs not in ("gather", "local"):
         raise SpError("SP103", f"outputs: expected 'gather' or 'local' for parallelize, got {outputs!r}.")
     gm = capture_export(program)
     dims_by_input = None if isinstance(seq_dims, str) else seq_dims  # None for "auto": the passes find the sequence
-    result = run_pipeline(gm, PassContext(ranks, options, dims_by_input, outputs=outputs))
+    result = run_pipeline(gm, PassContext(ranks, config, dims_by_input, outputs=outputs))
     if isinstance(result, Refusal):
         raise result.error()
     local, report = result

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
 from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.base.options import ReportOptions
 from sp_compile.lowering.base.progress import set_step, show_progress
 from sp_compile.lowering.comm.simulate import run_ranks
 from sp_compile.lowering.torch_compat import pytree
@@ -35,7 +36,7 @@ REFUSED_OPTIONS = {
 }
 
 
-def verify(model: Callable[..., Any], *args: Any, sp: int | None = None, **config: Any) -> Report:
+def verify(model: Callable[..., Any], *args: Any, sp: int | None = None, **options: Unpack[ReportOptions]) -> Report:
     """Compare `model(*args)` on `sp` simulated ranks with a single device.
 
     Both run forward and backward. The errors of a model with dropout are large, since each run draws other numbers.
@@ -44,7 +45,7 @@ def verify(model: Callable[..., Any], *args: Any, sp: int | None = None, **confi
         model: The model, or a function.
         *args: Its arguments, with global shapes; not on the meta device.
         sp: The number of ranks. By default 2, or the size of the axis of `mesh`.
-        **config: Fields of `SPConfig`, and keyword arguments of the model, which are passed through, as for `explain`.
+        **options: See `SPConfig`. Keyword arguments of the model are passed as for `explain`.
 
     Returns:
         The report. Its `errors` holds the largest relative error over the ranks of every result, every gradient, and
@@ -55,12 +56,12 @@ def verify(model: Callable[..., Any], *args: Any, sp: int | None = None, **confi
         SpError: The model or an input is on the meta device (SP715), no sequence is split (SP716), or `explain` would
             raise.
     """
-    tensors = pytree.tree_leaves((args, config))
+    tensors = pytree.tree_leaves((args, options))
     tensors += model.parameters() if isinstance(model, torch.nn.Module) else ()
     if any(isinstance(x, Tensor) and x.is_meta for x in tensors):
         raise SpError("SP715", "verify: expected a model and inputs with values, got a tensor on the meta device.")
     with show_progress("verify"):
-        (result,) = DryRun("verify", model, args, [(sp, config)], REFUSED_OPTIONS, compare=_compare).run()
+        (result,) = DryRun("verify", model, args, [(sp, options)], REFUSED_OPTIONS, compare=_compare).run()
     if not result.report.errors:
         cause = "there is nothing to compare: no sequence of the program is split, and its own collectives do not run."
         raise SpError("SP716", f"verify: {cause}")

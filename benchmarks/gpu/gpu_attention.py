@@ -12,7 +12,7 @@ merge   the log-sum-exp merge of two blocks, as a share of a copy_ of the same n
 ranks   the steps of all ranks, one after another on this device, against single-device causal attention on the full
         sequence. The ranks' exchanges are copies within the device and are not counted; the packing around them is
 
-Times are medians over interleaved repeats, by CUDA events. Writes benchmarks/results/attention_<device name>.md.
+Times are medians over interleaved repeats, by CUDA events. Writes benchmarks/results/gpu/attention_<device name>.md.
 """
 
 import argparse
@@ -55,7 +55,7 @@ from sp_compile.lowering.masks.spans import full_span, span_rows
 from sp_compile.lowering.triton.flex.flex_texts import PairTexts
 from sp_compile.passes.canonical.attention.score_functions import SCORE, register_expression
 
-RESULTS = Path(__file__).parents[1] / "results"
+RESULTS = Path(__file__).parents[1] / "results" / "gpu"
 WAYS = {"ulysses": "contiguous", "ring": "zigzag", "gathered": "zigzag"}
 TARGETS = {"ulysses": (0.97, 0.97), "ring": (0.85, 0.90), "gathered": (0.95, 0.95)}
 MERGE_TARGETS = {"share of copy": 0.85, "over eager": 4.0}

@@ -1,6 +1,6 @@
 """Check permutes around all-to-alls on one GPU, then measure their times. Run this script on a machine with a GPU.
 
-    python benchmarks/gpu/gpu_collectives.py          values and times of the kernels; writes results/collectives_gpu.md
+    python benchmarks/gpu/gpu_collectives.py      values and times of kernels; writes results/gpu/collectives_gpu.md
     python benchmarks/gpu/gpu_collectives.py --smoke  tiny sizes, on a CPU in Triton's interpreter; nothing is written
 
 values   the pack kernel, of many shapes and dtypes, against PyTorch
@@ -39,7 +39,7 @@ from measuring.tables import describe_run, markdown
 
 from sp_compile.lowering.triton import move_kernel as move
 
-RESULTS = Path(__file__).parents[1] / "results" / "collectives_gpu.md"
+RESULTS = Path(__file__).parents[1] / "results" / "gpu" / "collectives_gpu.md"
 BF16 = torch.bfloat16
 TARGETS = {"1 KB": 0.90, "64 B": 0.80, "32 B": 0.65, "16 B": 0.50}
 ROPE_TARGET = 1.7

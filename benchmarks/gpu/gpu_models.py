@@ -49,7 +49,7 @@ from measuring.staged import stage
 from measuring.tables import describe_run, markdown
 from models import DecoderLM
 
-RESULTS = Path(__file__).parents[1] / "results" / "models_gpu.md"
+RESULTS = Path(__file__).parents[1] / "results" / "gpu" / "models_gpu.md"
 VOCAB = 512
 ALLOWED = 3.0
 """Largest error as a multiple of the single-device error in the same dtype."""

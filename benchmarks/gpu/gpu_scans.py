@@ -9,8 +9,8 @@ times   every way next to torch and cupy, as a share of a copy_ in the same proc
         reads and writes; "default" is the choice of the table in `kernels/triton/dispatch.py`. That table should
         have a row for the way with the best share on a shape
 
-Times are medians over interleaved repeats, by CUDA events. Writes benchmarks/results/scans_gpu.md. Without a GPU the
-values of tiny tensors are checked in Triton's interpreter, and nothing is written.
+Times are medians over interleaved repeats, by CUDA events. Writes benchmarks/results/gpu/scans_gpu.md. Without a GPU
+the values of tiny tensors are checked in Triton's interpreter, and nothing is written.
 """
 
 import argparse
@@ -35,8 +35,8 @@ if not torch.cuda.is_available():
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from measuring.clock import Clock, Job
-from measuring.scan_schedules import SCHEDULES, using_schedule
-from measuring.scan_values import CHECKED, F32, FEW, I64, ROW, Shape, draw, draw_starts, values
+from measuring.scans.scan_schedules import SCHEDULES, using_schedule
+from measuring.scans.scan_values import CHECKED, F32, FEW, I64, ROW, Shape, draw, draw_starts, values
 from measuring.tables import describe_run, markdown
 
 from sp_compile import linear_scan
@@ -44,7 +44,7 @@ from sp_compile.lowering.scan import scan_table as table
 from sp_compile.lowering.scan.kernels.triton.dispatch import TileSizes
 
 PARTS = ["values", "times"]
-RESULTS = Path(__file__).parents[1] / "results" / "scans_gpu.md"
+RESULTS = Path(__file__).parents[1] / "results" / "gpu" / "scans_gpu.md"
 BF16 = torch.bfloat16
 SIZES = [TileSizes(walk) for walk in [(8192, 4), (4096, 2), (16384, 4), (16384, 8), (32768, 8)]]
 

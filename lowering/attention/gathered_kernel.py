@@ -68,12 +68,13 @@ class GatheredKeys(NamedTuple):
             mask_grad: Whether the mask or the tables of a score function need a gradient.
 
         Returns:
-            dq, dk and dv with the shapes of q, k and v, and the gradient of the mask or the flat one of the tables.
+            dq, dk and dv with the shapes of q, k and v, and the gradient of the mask, or of the tables of the score
+            function, flattened; without `mask_grad` an empty tensor.
         """
         dq: Tensor | None = None
         dmask: Tensor | None = None
         key_grads = []  # dk and dv of this rank's keys, from each gathered part
-        # dk and dv of all keys are one tensor, which the reduce-scatter sends without a copy.
+        # With packed="rows", `dk` has the gradients of keys and values, which the reduce-scatter sends without a copy.
         packed = "rows" if self.n > 1 and self.frame is not None else ""
         for keys, values, span in self._gather_parts(k, v, args, wait_then_concat(upstream[0])):
             part_dq, dk, dv, part_dmask = args.grads(upstream, q, keys, values, span, mask_grad, packed=packed)

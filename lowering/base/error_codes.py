@@ -1,6 +1,6 @@
 """Load the registry of error codes: a title and a fix for each code, such as SP101.
 
-The rows are in `error_codes.toml`. `docs/errors.md` is generated from it:
+The rows are in `error_codes.toml`. `docs/reference/errors.md` is generated from it:
 `python -m sp_compile.lowering.base.error_codes`.
 
 Sections: SP1xx options, SP2xx capture, SP3xx sequence and sharding, SP4xx attention, SP5xx scans and collectives,
@@ -44,7 +44,7 @@ ERRORS = {
 
 
 def errors_page() -> str:
-    """Return the text of `docs/errors.md`, which this module prints if it is run, and a test compares."""
+    """Return the text of `docs/reference/errors.md`, which this module prints if it is run, and a test compares."""
     lines = [
         "# Errors",
         "",

@@ -1,6 +1,7 @@
 """Define and validate the options of the backend: `torch.compile(model, backend="sp", options={...})`.
 
 `SPConfig` has one field per option, `OPTION_RULES` the valid values of each. `SPConfig.of` validates what users pass.
+`SPOptions` repeats the names and types for the keyword arguments of functions; type checkers cannot derive it.
 A joint graph has the forward and the backward of a program; passes on it run only if the compiler supports them.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -127,7 +128,7 @@ JOINT_GRAPH_OPTIONS = {
 class SPConfig:
     """Options of the backend. Every field has a working default.
 
-    `docs/options.md` describes each option in detail.
+    `docs/reference/options.md` describes each option in detail.
 
     Args:
         mesh: DeviceMesh whose ranks share the sequence. None selects the default process group, or a single rank
@@ -199,7 +200,11 @@ class SPConfig:
     compiler: str | Callable[..., Any] = "inductor"
 
     def __post_init__(self) -> None:
-        """Validate each option, then the options that depend on the compiler or on the attention strategy."""
+        """Validate each option, then the options that depend on the compiler or on the attention strategy.
+
+        Raises:
+            SpError: A value is invalid (SP103, SP104), or the compiler (SP105) or strategy (SP106) excludes it.
+        """
         for name, rule in OPTION_RULES.items():
             rule.check(name, getattr(self, name))
         for name, (supported, purpose) in JOINT_GRAPH_OPTIONS.items():
@@ -314,6 +319,46 @@ def suggest_option(name: str, known: Iterable[str]) -> str:
     """
     other = OTHER_NAMES.get(name)
     return f" (did you mean {other!r}?)" if other is not None else did_you_mean(name, known)
+
+
+class PlanOptions(TypedDict, total=False):
+    """Options of `plan`, which has other arguments for `cost` and `inputs`, and no mesh; see `SPConfig`."""
+
+    seq_dims: str | Mapping[str, int]
+    attention: str
+    layout: str
+    ulysses_chunks: str | int
+    outputs: str | Mapping[str | int, str]
+    param_grads: str
+    state: str
+    fallback: str
+    sequence_parallel_linear: str
+    merge_reductions: str
+    tiles: str | int
+    offload: str | float
+    activation_memory_budget: float | None
+    check_every: int
+    compiler: str | Callable[..., Any]
+
+
+class MeshOptions(PlanOptions, total=False):
+    """Options of functions with an argument `mesh`, such as `fully_shard_and_compile`; see `SPConfig`."""
+
+    mesh_dim: str | None
+    cost: Mapping[str, Any] | None
+    inputs: str
+
+
+class SPOptions(MeshOptions, total=False):
+    """The fields of `SPConfig` as keyword arguments, such as those of `parallelize`; see `SPConfig`."""
+
+    mesh: DeviceMesh | None
+
+
+class ReportOptions(SPOptions, total=False):
+    """Options of `explain` and `verify`: the fields of `SPConfig`, and arguments of the model."""
+
+    kwargs: Mapping[str, Any]
 
 
 # Options as passed to `torch.compile`: an SPConfig, or its fields before validation.

@@ -184,7 +184,7 @@ def all_to_all(
     Bytes: (n - 1) / n of the operands', in one all_to_all_single for all tensors of one dtype whose local gather
     lengths are multiples of the smallest.
     Backward: the inverse exchange, of the same number of bytes.
-    Source: one copy into the send buffer, all_to_all_single, views.
+    Kernels: one copy into the send buffer, all_to_all_single, views.
     Errors: SpError if the dims are equal or the outer factor of a frame is not 1.
     """
     ndim = xs[0].ndim
@@ -195,4 +195,5 @@ def all_to_all(
     if not (frames.is_known(scatter[0] == 1) and frames.is_known(gather[0] == 1)):
         cause = f"sp::all_to_all: expected frames with outer == 1, got {scatter[0]} and {gather[0]}."
         raise SpError("SP507", cause, "Unflatten the dims, so that the sequence is the first factor of each.")
-    return list(_AllToAllFunction.apply(reshard, True, *xs))
+    edge = True  # padding copies the nearest valid row
+    return list(_AllToAllFunction.apply(reshard, edge, *xs))

@@ -7,6 +7,9 @@
 Reading a value gathers it; ops that only move a value do not read it. Autograd operates on the single-device value, so
 that reading is differentiable. In a backward, gradients are such values, too, or full tensors (equal on every rank),
 which are sliced where they enter a graph. `shard_storage.py` defines storage, layout, rows, length and origin.
+
+A token of a gradient is a tensor of one element that a program returns next to a value. Its own gradient is a number,
+under which `store_grad` stores the gradient of the value for the program's backward (`grad_tokens.py`).
 """
 
 from __future__ import annotations
@@ -427,8 +430,7 @@ def from_local(
         layout: Layout of the value.
         length: Length of the sharded dim in the full tensor.
         origin: Description of the value for messages, and what a read of it calls; None: a general text and no calls.
-        grad_token: Second result of ``sp::tap`` of the rows, by whose gradient the program's backward finds that of the
-            rows (`grad_tokens.py`). If None, the gradient flows to `local`.
+        grad_token: Token of the gradient of the rows. If None, the gradient flows to `local`.
     """
     shape = [length if dim == layout.dim else extent for dim, extent in enumerate(local.shape)]
     storage = ShardStorage(layout, length, local.detach(), origin or Origin())
@@ -438,20 +440,17 @@ def from_local(
 
 
 def from_deferred(
-    deferred: DeferredRows, shape: Sequence[int], layout: Layout, length: int, origin: Origin, tokens: Sequence[Tensor]
+    deferred: DeferredRows, shape: Sequence[int], layout: Layout, length: int, origin: Origin, grad_tokens: list[Tensor]
 ) -> Tensor:
-    """Return a sharded value whose rows are computed when they are needed, differentiable.
+    """Return a sharded value whose rows `deferred` computes when they are needed, differentiable.
 
-    Args:
-        deferred: Computation of the rows.
-        shape: Shape of the full tensor.
-        layout: Layout of the value.
-        length: Length of the sharded dim in the full tensor.
-        origin: Origin of the value.
-        tokens: Tokens of the gradients of the operands that need one.
+    `shape` is that of the full tensor, and `length` that of its sharded dim. `grad_tokens` has a token for each operand
+    of `deferred` that needs a gradient, in the order of `deferred.gradients`, which computes these gradients.
     """
     storage = ShardStorage(layout, length, None, origin, deferred=deferred)
-    return _FromLocalFunction.apply(storage, shape, lambda rows: map(store_grad, deferred.gradients(rows)), *tokens)
+    return _FromLocalFunction.apply(
+        storage, shape, lambda rows: map(store_grad, deferred.gradients(rows)), *grad_tokens
+    )
 
 
 class _WriteFunction(torch.autograd.Function):

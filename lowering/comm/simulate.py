@@ -7,6 +7,7 @@ rank that misses a collective raises an error instead of a timeout.
     turn       the permission to run, a semaphore per rank; rank r passes it to rank r + 1, the last one to rank 0
     call       the next collective of a rank (its name and operand), which the rank stores before it passes its turn
     combine    the function that computes a collective: operands of all ranks -> results of all ranks
+    route      the ranks that each rank sends to and receives from, if these are not all; a group name (`routes.py`)
 """
 
 import threading
@@ -225,6 +226,7 @@ class _SimulatedRank(Communicator):
         """Exchange blocks between all ranks, or over a route."""
         if routes.parent_group(group) == group:  # not a route: block i of a rank is for rank i
             return self._exchange("all_to_all", x, lambda xs: list(torch.stack(xs, 1).unbind(0)))
+        # The destinations and sources of each rank.
         ends = [routes.route_ends(group, rank, self._world.n) for rank in range(self._world.n)]
         return self._exchange(group, x, lambda xs: _route_blocks(xs, ends))
 

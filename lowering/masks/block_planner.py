@@ -162,7 +162,8 @@ class BlockPlanner:
     def _cover_tile(self, tile: CellPair) -> list[Block]:
         """Return the blocks of a tile (a rectangle of queries and keys), for kernels without windows.
 
-        It is one MASKED block if it is small, strips of a band (lower <= key - query <= upper), or else halved.
+        It is one MASKED block if it is small, strips of a band (lower <= key - query <= upper), or else covered like a
+        call of its own, which may divide its queries again.
         """
         if max(tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]) < 2 * TILE_ROWS:
             return [Block.of(tile.q, tile.k, Kind.MASKED, tile.undecided)]

@@ -175,7 +175,8 @@ def recurrence_chunks(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return h_i = a_i * h_(i-1) + b_i in spec.dtype, the carries into the chunks, and the state after the last chunk.
 
-    The carries are (..., chunks, 1, ...). `initial` and the final state are like h without chunks and rows. The carries
+    If spec.lagged, the factor applies after the sum: h_i = s_(i-1) + b_i with s_i = a_i * h_i. The carries are
+    (..., chunks, 1, ...). `initial` and the final state are like h without chunks and rows. The carries
     and the final state are None on one rank, and the final state with exchange in steps.
     """
     lagged, exchange, dtype, accumulate = spec

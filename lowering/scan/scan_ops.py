@@ -87,7 +87,7 @@ def scan(
     from one run of equal ids into the next. dtype: x is cast to it first; torch's defaults. accumulate: the dtype of
     the accumulation, ``monoids.accumulate_dtype`` if None; unused for max and min. ``across``: fields of `ScanShards`.
     Bytes: (n - 1) * C * bytes(accumulate), with C = elements of x without dim; segments add two ids and a flag to each
-    element. Bytes of the backward: those of the forward for sum (segments add the flag only), else twice as many.
+    element. Bytes of the backward: those of the forward for sum (segments add the flag only), twice these otherwise.
     Backward: a scan or a recurrence in the other direction, see ``scan_autograd.py``; differentiable again.
     """
     if x.ndim == 0:

@@ -168,8 +168,8 @@ def omit_views(gm: GraphModule, views: Sequence[ResultView], hidden: int) -> Non
 def _read_aliases(graph: Graph) -> Aliases:
     """Return the aliases at the end of a program with in-place ops, by visiting all its nodes in order.
 
-    As in functionalization, an in-place op is read as the argument that it writes, if it has a functional form or
-    returns the argument.
+    As in functionalization, readers of x.add_(y) read x, if the op has a functional form or returns x. An op that
+    changes the shape of x, such as x.t_(), is a view instead: later readers of x read its result.
     """
     aliases = Aliases(graph)
     for node in graph.nodes:

@@ -112,19 +112,20 @@ def scatter_partitions(partitions: Sequence[Partition]) -> Partition | None:
 
 
 def _joined_ranks(partitions: Sequence[Partition]) -> list[tuple[int, ...]] | None:
-    """Return the distinct sequences of ranks whose values a rank has after an all_gather over each partition in order.
+    """Return the ranks whose values a rank has, in order, after an all_gather over each partition in order.
 
-    None if a partition has groups of different sizes or other ranks than the first one.
+    There is one sequence for each group of the last partition. Two of them may be equal, which the caller refuses as an
+    overlap. The result is None if a partition has groups of different sizes or other ranks than the first one.
     """
     # rank -> ranks whose values it has
     sequences: dict[int, tuple[int, ...]] = {rank: (rank,) for group in partitions[0] for rank in group}
+    gathered: dict[tuple[int, ...], tuple[int, ...]] = {}  # group of the partition -> ranks whose values its ranks have
     for partition in partitions:
         if set(itertools.chain(*partition)) != sequences.keys() or len(set(map(len, partition))) != 1:
             return None
         gathered = {group: tuple(itertools.chain(*(sequences[rank] for rank in group))) for group in partition}
         sequences = {rank: gathered[group] for group in partition for rank in group}
-    # One entry for each group: its ranks have the same tuple object. Equal tuples of two groups, an overlap, remain.
-    return list({id(ranks): ranks for ranks in sequences.values()}.values())
+    return list(gathered.values())
 
 
 def _as_disjoint(groups: Collection[tuple[int, ...]]) -> Partition | None:

@@ -36,7 +36,7 @@ def shard_demanded(plan: PlacementPlan, gm: GraphModule, axes: Axes, n: int, sta
     """
     for node in reversed(gm.graph.nodes):  # users first: a node that becomes sharded demands shards of its operands
         is_constant = node.target in FACTORIES
-        if not is_constant and not (starts_sequences and n > 1 and _is_equal_everywhere(plan, node)):
+        if not is_constant and not (starts_sequences and n > 1 and _can_be_divided(plan, node)):
             continue
         # A user that does not run on shards reads all rows.
         demanded = {p for user in node.users for p in demanded_placements(node, user, plan) or [REPLICATE]}
@@ -50,8 +50,11 @@ def shard_demanded(plan: PlacementPlan, gm: GraphModule, axes: Axes, n: int, sta
             plan.wants[node], plan.placements[node] = step.wants, step.results
 
 
-def _is_equal_everywhere(plan: PlacementPlan, node: Node) -> bool:
-    """Return True for an op whose replicated result every rank may compute in part: no draw, write or exchange."""
+def _can_be_divided(plan: PlacementPlan, node: Node) -> bool:
+    """Return True for an op with a replicated result of which each rank may compute only a shard.
+
+    It is no draw, write or exchange, and no earlier step has demanded placements of its operands (`plan.wants`).
+    """
     if node.op != "call_function" or not is_tensor(node) or node in plan.wants or plan.of(node) != REPLICATE:
         return False
     return transfer_of(node.target) is None and not is_written(node) and not is_random(node)

@@ -458,7 +458,7 @@ def constant_value(node: Any) -> Number | None:
     if node.target in FILL_OPS or node.target is aten.scalar_tensor.default:
         fill = OpCall(node)["fill_value" if node.target in FILL_OPS else "s"]
         number = fill if isinstance(fill, Number) else constant_value(fill)
-        return None if number is None else _round_to_dtype(number, node.meta["val"].dtype)
+        return None if number is None else round_to_dtype(number, node.meta["val"].dtype)
     if node.target is aten.repeat.default:
         return constant_value(node.args[0])
     if node.target is aten.sqrt.default:
@@ -468,11 +468,11 @@ def constant_value(node: Any) -> Number | None:
     number = constant_value(source) if source is not None else None
     if number is None or source is None or _has_same_type(source, node):
         return number
-    rounded = _round_to_dtype(number, node.meta["val"].dtype)
+    rounded = round_to_dtype(number, node.meta["val"].dtype)
     return rounded if rounded == number else None  # a cast that rounds is not followed
 
 
-def _round_to_dtype(number: Number, dtype: torch.dtype) -> Number | None:
+def round_to_dtype(number: Number, dtype: torch.dtype) -> Number | None:
     """Return the number as an element of a tensor of the dtype, or None if it does not fit."""
     try:
         return torch.tensor(number, dtype=dtype, device="cpu").item()

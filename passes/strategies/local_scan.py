@@ -17,7 +17,7 @@ from sp_compile.lowering.scan.monoids import accumulate_dtype
 from sp_compile.lowering.scan.scan_table import ScanProblem, is_torch_lowering
 from sp_compile.lowering.torch_compat import size_hint
 from sp_compile.passes.base import Pass
-from sp_compile.passes.canonical.scan_calls import CUMULATIVE_OPS, TORCH_SCANS, is_scannable_call, to_sp_scan
+from sp_compile.passes.canonical.scan_forms.scan_calls import CUMULATIVE_OPS, TORCH_SCANS, is_scannable_call, to_sp_scan
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall
 

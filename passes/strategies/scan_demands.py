@@ -34,7 +34,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 from sp_compile.lowering.scan.linear_attention import LINEAR_ATTENTION_OPS
 from sp_compile.lowering.scan.monoids import accumulate_dtype
 from sp_compile.lowering.torch_compat import size_hint
-from sp_compile.passes.canonical.scan_calls import (
+from sp_compile.passes.canonical.scan_forms.scan_calls import (
     EXTREME_OPS,
     RECURRENCES,
     SP_SCANS,

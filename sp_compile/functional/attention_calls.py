@@ -31,12 +31,12 @@ sp = torch.ops.sp
 
 
 def _run_hybrid(call: AttentionCall, args: tuple[Any, ...]) -> Tensor:
-    """Run the hybrid operator; its width is the number of adjacent ranks that exchange heads (Ulysses: all ranks)."""
+    """Return the hybrid operator's result; its width is the number of ranks that exchange heads (Ulysses: all)."""
     return sp.hybrid_attention(*args, call.width, call.kv_grads)
 
 
 def _run_ring(call: AttentionCall, args: tuple[Any, ...]) -> Tensor:
-    """Run the ring operator with the number of key blocks that the mask requires."""
+    """Return the ring operator's result with the number of key blocks that the mask requires."""
     return sp.ring_attention(*args, call.steps(), call.kv_grads)
 
 

@@ -101,7 +101,11 @@ class SequenceParallelAccelerator(Accelerator):
         sp_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Create the Accelerator; see the class."""
+        """Create the Accelerator; see the class.
+
+        Raises:
+            SpError: A setting is not supported, as the class lists.
+        """
         config = parallelism_config or config_of_environment()
         if fsdp_plugin is None and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
             fsdp_plugin = FullyShardedDataParallelPlugin()
@@ -138,7 +142,11 @@ class SequenceParallelAccelerator(Accelerator):
                 self.state.parallelism_config = ParallelismConfig(**shards, tp_size=1, cp_size=1, sp_size=1)
 
     def _check_settings(self, plugin: FullyShardedDataParallelPlugin | None) -> None:
-        """Raise SpError for settings of accelerate that do not support ranks that share a sequence."""
+        """Raise SpError for settings of accelerate that do not support ranks that share a sequence.
+
+        Raises:
+            SpError: The distributed type (SP823), `dispatch_batches` (SP824), or checkpointing of no layers (SP834).
+        """
         kind = str(self.distributed_type.value)
         if kind != "FSDP" and not kind.startswith("MULTI_"):
             raise SpError("SP823", f"distributed_type: expected DDP or FSDP, got {self.distributed_type}.")
@@ -150,7 +158,11 @@ class SequenceParallelAccelerator(Accelerator):
             )
 
     def _check_processes(self) -> None:
-        """Raise SpError if accelerate uses fewer processes than were started, as on machines without a GPU."""
+        """Raise SpError if accelerate uses fewer processes than were started, as on machines without a GPU.
+
+        Raises:
+            SpError: The numbers of processes differ (SP825).
+        """
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         started = max(world_size, int(os.environ.get("WORLD_SIZE", "1")))
         if self.num_processes != started:

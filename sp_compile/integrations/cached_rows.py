@@ -63,13 +63,17 @@ class CachedRows(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return a size or another property; raise SpError for an operation, whose result would be incomplete."""
+        """Return a size or another property; raise SpError for an operation, whose result would be incomplete.
+
+        Raises:
+            SpError: The model applies an operation (SP843).
+        """
         name = getattr(func, "__name__", str(func))
         if name == "__get__":
             found = func(args[0].plain)
             if not isinstance(found, Tensor):  # x.mT is one
                 return found
-        raise SpError("SP843", f"the model applies {name} to cached keys or values before its attention function.")
+        raise SpError("SP843", f"{name} is called on cached keys or values, of which this rank has only a part.")
 
 
 class PromptLayer(CacheLayerMixin):
@@ -134,6 +138,20 @@ class PromptLayer(CacheLayerMixin):
         return -1
 
 
+class _GuardedRows:
+    """Attribute of a `RowsLayer`, whose rows (B, H, rows, D) or None other code gets as `CachedRows`."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = f"_{name}"  # attribute with the plain rows
+
+    def __get__(self, layer: RowsLayer, owner: type) -> Any:
+        rows = getattr(layer, self.name)
+        return None if rows is None else CachedRows.of(rows, layer, layer.positions, start=0)
+
+    def __set__(self, layer: RowsLayer, rows: Tensor | None) -> None:
+        setattr(layer, self.name, rows)
+
+
 class RowsLayer(CacheLayerMixin):
     """Layer of a cache that stores the keys and values of some positions on each rank.
 
@@ -141,6 +159,9 @@ class RowsLayer(CacheLayerMixin):
     """
 
     is_croppable = True
+    _keys: Any  # plain rows
+    _values: Any
+    keys, values = _GuardedRows(), _GuardedRows()  # type: ignore[assignment]
 
     def __init__(self, ranks: Ranks, window: int | None = None) -> None:
         """Create an empty layer.
@@ -163,7 +184,7 @@ class RowsLayer(CacheLayerMixin):
             key_states: (B, H, Q, D), new keys.
             value_states: (B, H, Q, E), new values.
         """
-        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        self._keys, self._values = key_states[:, :, :0], value_states[:, :, :0]
         self.positions, self.is_initialized = self.positions.to(key_states.device), True
 
     def fill(self, keys: Tensor, values: Tensor) -> None:
@@ -179,11 +200,11 @@ class RowsLayer(CacheLayerMixin):
         self.length = keys.shape[2]
         if not _has_same_layout(keys, values):
             raise SpError("SP843", "the keys and the values of a layer are not sharded in the same way.")
-        (self.keys, self.positions), (self.values, _) = own_rows(keys, self.ranks), own_rows(values, self.ranks)
+        (self._keys, self.positions), (self._values, _) = own_rows(keys, self.ranks), own_rows(values, self.ranks)
         self.is_initialized = True
         if self.window is not None:
-            self.keys, self.values = self._distribute(self.keys), self._distribute(self.values)
-            self.positions = self._window_positions(self.keys.device)
+            self._keys, self._values = self._distribute(self._keys), self._distribute(self._values)
+            self.positions = self._window_positions(self._keys.device)
 
     def _window_start(self, length: int) -> int:
         """Return the first position that the query at position `length` attends to."""
@@ -221,11 +242,11 @@ class RowsLayer(CacheLayerMixin):
         self.length += key_states.shape[2]
         offset = (self.index - first) % n  # of the rank's first new row
         if offset < key_states.shape[2]:
-            self.keys = torch.cat([self.keys, key_states[:, :, offset::n]], 2)
-            self.values = torch.cat([self.values, value_states[:, :, offset::n]], 2)
+            self._keys = torch.cat([self._keys, key_states[:, :, offset::n]], 2)
+            self._values = torch.cat([self._values, value_states[:, :, offset::n]], 2)
             new = torch.arange(first + offset, self.length, n, device=self.positions.device)
             self.positions = torch.cat([self.positions, new])
-        rows = tuple(CachedRows.of(x, self, self.positions, start) for x in (self.keys, self.values))
+        rows = tuple(CachedRows.of(x, self, self.positions, start) for x in (self._keys, self._values))
         if not self.record_past:
             self._drop_before_window()
         return rows  # type: ignore[return-value]
@@ -240,7 +261,7 @@ class RowsLayer(CacheLayerMixin):
         """Keep some rows, in memory of their own."""
         if isinstance(rows, slice) and rows.start == 0:
             return
-        self.keys, self.values = (x[:, :, rows].clone() for x in (self.keys, self.values))
+        self._keys, self._values = (x[:, :, rows].clone() for x in (self._keys, self._values))
         self.positions = self.positions[rows].clone()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -293,7 +314,7 @@ class RowsLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Drop all positions."""
-        self.keys = self.values = None
+        self._keys = self._values = None
         self.is_initialized, self.length, self.positions = False, 0, self.positions[:0]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -311,7 +332,7 @@ class RowsLayer(CacheLayerMixin):
             indices: int64, indices of sequences.
         """
         if self.is_initialized:
-            self.keys, self.values = (x[indices.to(x.device)] for x in (self.keys, self.values))
+            self._keys, self._values = (x[indices.to(x.device)] for x in (self._keys, self._values))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence of the batch.
@@ -320,7 +341,7 @@ class RowsLayer(CacheLayerMixin):
             repeats: The number of copies.
         """
         if self.is_initialized:
-            self.keys, self.values = (x.repeat_interleave(repeats, 0) for x in (self.keys, self.values))
+            self._keys, self._values = (x.repeat_interleave(repeats, 0) for x in (self._keys, self._values))
 
 
 def _has_same_layout(a: Tensor, b: Tensor) -> bool:
@@ -414,7 +435,11 @@ def attend_to_rows(
 
 
 def _own_mask(mask: Tensor | None, key: CachedRows, queries: int, kind: str) -> Tensor:
-    """Return the columns of a mask for the positions of this rank's rows, as bool or additive mask."""
+    """Return the columns of a mask for the positions of this rank's rows, as bool or additive mask.
+
+    Raises:
+        SpError: The mask does not have a row of each query and a column of each key (SP843).
+    """
     width = key.layer.length - key.start
     if mask is None or mask.shape[-1] != width or mask.shape[-2] != queries:
         got = "None" if mask is None else f"one of shape {tuple(mask.shape)}"

@@ -9,7 +9,7 @@ For batches, see `sp_compile.data`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from sp_compile.backend import sp
 from sp_compile.generation import wrap_generation
 from sp_compile.lowering.base.errors import SpError
-from sp_compile.lowering.base.options import SPConfig
+from sp_compile.lowering.base.options import MeshOptions, SPConfig
 from sp_compile.lowering.base.ranks import resolve
 from sp_compile.lowering.torch_compat import compile_in_place, is_compiled, is_under_ddp
 
@@ -36,7 +36,7 @@ def compile_under_ddp(
     *,
     fullgraph: bool = False,
     dynamic: bool | None = None,
-    **options: Any,
+    **options: Unpack[MeshOptions],
 ) -> torch.nn.Module:
     """Compile a model in place with backend="sp", for a DDP over all ranks that is applied to it later.
 
@@ -49,8 +49,7 @@ def compile_under_ddp(
         mesh: The ranks that share a sequence. None selects the default process group.
         fullgraph: As for `torch.compile`.
         dynamic: As for `torch.compile`.
-        **options: Fields of `sp_compile.SPConfig`, such as `attention="ring"`. `param_grads` is "partial" by default.
-            The names are open so that `SPConfig` alone defines the options; other names raise.
+        **options: See `sp_compile.SPConfig` (`attention="ring"`). `param_grads` is "partial" by default.
 
     Returns:
         The model.
@@ -61,15 +60,19 @@ def compile_under_ddp(
     if is_compiled(model):
         raise SpError("SP831", COMPILED)
     wrap_generation()
-    options = {"mesh": mesh, "param_grads": "partial", **options}
-    SPConfig.of(options)  # raises here, not at the first call
+    merged = {"mesh": mesh, "param_grads": "partial", **options}
+    SPConfig.of(merged)  # raises here, not at the first call
 
     def check_ddp() -> None:
-        """Raise SpError for a training call outside DDP."""
+        """Raise SpError for a training call outside DDP.
+
+        Raises:
+            SpError: The ranks' gradients would not be summed (SP832).
+        """
         computes_gradients = model.training and torch.is_grad_enabled()
         if computes_gradients and not is_under_ddp() and resolve(mesh, None).n > 1:
             raise SpError("SP832", WITHOUT_DDP)
 
     config = {"optimize_ddp": False}
-    compile_in_place(model, check_ddp, config, backend=sp, options=options, fullgraph=fullgraph, dynamic=dynamic)
+    compile_in_place(model, check_ddp, config, backend=sp, options=merged, fullgraph=fullgraph, dynamic=dynamic)
     return model

@@ -13,7 +13,7 @@ separately, and so is the code after the last one, with the head and the loss.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from sp_compile.backend import sp
 from sp_compile.generation import wrap_generation
 from sp_compile.lowering.base.errors import SpError
-from sp_compile.lowering.base.options import SPConfig
+from sp_compile.lowering.base.options import MeshOptions, SPConfig
 from sp_compile.lowering.torch_compat import compile_in_place, is_compiled
 from sp_compile.runtime.eager_fallback import find_fsdp_submodules, mute_fsdp_warning
 
@@ -42,7 +42,7 @@ def compile_under_fsdp(
     *,
     fullgraph: bool = False,
     dynamic: bool | None = None,
-    **options: Any,
+    **options: Unpack[MeshOptions],
 ) -> torch.nn.Module:
     """Compile a model in place with backend="sp", after `fully_shard` was applied over all ranks.
 
@@ -55,7 +55,7 @@ def compile_under_fsdp(
         mesh: The ranks that share a sequence. None selects the default process group.
         fullgraph: As for `torch.compile`.
         dynamic: As for `torch.compile`.
-        **options: Fields of `sp_compile.SPConfig`, such as `attention="ring"`. `param_grads` is "partial" by default.
+        **options: See `sp_compile.SPConfig` (`attention="ring"`). `param_grads` is "partial" by default.
 
     Returns:
         The model.
@@ -69,20 +69,20 @@ def compile_under_fsdp(
     wrap_generation()  # before other code reads the method, such as `register_fsdp_forward_method`
     if not isinstance(model, FSDPModule):
         raise SpError("SP833", f"model: expected a result of fully_shard, got a {type(model).__name__} without it.")
-    options = {"mesh": mesh, "param_grads": "partial", **options}
-    config = SPConfig.of(options)  # raises here, not at the first call
+    merged: dict[str, Any] = {"mesh": mesh, "param_grads": "partial", **options}
+    config = SPConfig.of(merged)  # raises here, not at the first call
     if find_fsdp_submodules(model):  # FSDP's hooks split the model into several graphs
-        options = {"outputs": "lazy", **options}
+        merged = {"outputs": "lazy", **merged}
         for layer in _checkpointed_layers(model):  # which Dynamo does not trace as a part of the model
-            layer_options = {name: value for name, value in options.items() if name != "seq_dims"}
+            layer_options = {name: value for name, value in merged.items() if name != "seq_dims"}
             layer.compile(backend=sp, options=layer_options, dynamic=dynamic)
         embedding = getattr(model, "get_input_embeddings", lambda: None)()
         if isinstance(embedding, torch.nn.Embedding) and config.seq_dims == "auto":
             _trace_embedding(embedding)
-            options = {**options, "seq_dims": {IDS_ARGUMENT: -1}}  # the last dim of the ids
+            merged = {**merged, "seq_dims": {IDS_ARGUMENT: -1}}  # the last dim of the ids
         mute_fsdp_warning(model)
     limit = {"recompile_limit": MAX_GRAPHS}
-    compile_in_place(model, lambda: None, limit, backend=sp, options=options, fullgraph=fullgraph, dynamic=dynamic)
+    compile_in_place(model, lambda: None, limit, backend=sp, options=merged, fullgraph=fullgraph, dynamic=dynamic)
     return model
 
 

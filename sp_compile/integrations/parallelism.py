@@ -40,13 +40,15 @@ class AxisSizes(NamedTuple):
 
 
 def config_of_environment() -> ParallelismConfig | None:
-    """Return the sizes that `accelerate launch` has read from its file.
+    """Return the sizes of the config file or the options of `accelerate launch`.
+
+    `accelerate launch` passes them to each process in environment variables.
 
     Returns:
-        The sizes; None if the file has none.
+        The sizes; None if none were passed, as in a program that `accelerate launch` did not start.
     """
     is_given = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true"
-    return ParallelismConfig() if is_given else None
+    return ParallelismConfig() if is_given else None  # without arguments it reads the environment variables
 
 
 def axis_sizes(config: ParallelismConfig | None, processes: int, is_sharded: bool = False) -> AxisSizes:

@@ -137,7 +137,7 @@ class CacheSharing:
 
         @functools.wraps(generate)
         def generate_sharded(*args: Any, **kwargs: Any) -> Any:
-            """Run `generate()` with a sharded cache."""
+            """Return the result of `generate()` with a sharded cache."""
             own = self.model.generation_config
             given = kwargs.get("generation_config") or own
             refused = [
@@ -145,12 +145,15 @@ class CacheSharing:
             ]
             error = SpError("SP842", f"{refused[0]}: expected None with shard_cache, got a value.") if refused else None
             is_sampled = kwargs.get("do_sample", given.do_sample)
-            self._agree("generate", error, seed=_digest(_generator_state(self.model.device)) if is_sampled else "")
+            seed = _digest(_generator_state(self.model.device)) if is_sampled else ""
+            self._agree("generate", error, seed=seed, settings=_settings(kwargs))
             if own.cache_implementation is not None:  # the model's default, such as "hybrid"
                 kwargs["cache_implementation"] = "dynamic"
             if gathers_weights([*self.model.modules()]):  # replicas may stop at other steps
                 kwargs.setdefault("synced_gpus", True)
-            return generate(*args, **kwargs)
+            found = generate(*args, **kwargs)
+            self._agree("the end of generate", None, tokens=_digest(getattr(found, "sequences", found)))
+            return found
 
         return generate_sharded
 
@@ -169,7 +172,7 @@ class CacheSharing:
         @torch.compiler.disable
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            """Run the model; without a cache, as in `generate(use_cache=False)`, as it is."""
+            """Return the model's result; without a cache, as in `generate(use_cache=False)`, it runs as it is."""
             arguments = dict(signature.bind_partial(*args, **kwargs).arguments)
             arguments |= arguments.pop(others, {})
             name = next((name for name in CACHE_NAMES if arguments.get(name) is not None), None)
@@ -178,7 +181,7 @@ class CacheSharing:
         return run
 
     def _run(self, forward: Callable[..., Any], arguments: dict[str, Any], cache_name: str) -> Any:
-        """Run a prompt if the cache is empty, else a step."""
+        """Return the model's result for a prompt if the cache is empty, else for a step."""
         from .cached_rows import RowsLayer
 
         cache = arguments[cache_name]
@@ -226,7 +229,7 @@ class CacheSharing:
         _tried.add(self.model)
 
     def _step(self, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Run the model eagerly, with the attention function that merges the ranks."""
+        """Return the result of the eager model, with the attention function that merges the ranks."""
         from ._compat.attention_names import select_attention
         from .cached_rows import ROWS_ATTENTION
 
@@ -241,7 +244,7 @@ class CacheSharing:
             return forward(**arguments)
 
     def _prompt(self, forward: Callable[..., Any], arguments: dict[str, Any], cache_name: str) -> Any:
-        """Run the model compiled, and replace the layers of the cache by ones with this rank's rows."""
+        """Return the compiled model's result, and replace the cache's layers by ones with this rank's rows."""
         from sp_compile.backend import sp
 
         from .cached_rows import PromptLayer
@@ -279,6 +282,11 @@ def _find_cache_error(cache: Any, name: str) -> SpError | None:
     if cache.get_seq_length() > 0:
         return SpError("SP842", f"cache: expected an empty cache, got one of {cache.get_seq_length()} positions.")
     return None
+
+
+def _settings(kwargs: Mapping[str, Any]) -> str:
+    """Return the arguments of `generate()` that are numbers or strings."""
+    return ", ".join(f"{name}={x!r}" for name, x in sorted(kwargs.items()) if isinstance(x, int | float | str))
 
 
 def _generator_state(device: torch.device) -> torch.Tensor:

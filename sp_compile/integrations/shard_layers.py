@@ -15,7 +15,7 @@ import functools
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sp_compile.lowering.base.errors import SpError
-from sp_compile.lowering.base.options import SPConfig
+from sp_compile.lowering.base.options import MeshOptions, SPConfig
 from sp_compile.lowering.base.ranks import process_rank
 from sp_compile.lowering.torch_compat import flatten_mesh, is_compiled, wrap_in_checkpoint
 
@@ -47,7 +47,7 @@ def fully_shard_and_compile(
     checkpoint: bool = False,
     fsdp: Mapping[str, Any] | None = None,
     dynamic: bool | None = None,
-    **options: Any,
+    **options: Unpack[MeshOptions],
 ) -> nn.Module:
     """Apply `fully_shard` to the layers and the root of a model, and compile it in place with backend="sp".
 
@@ -66,7 +66,7 @@ def fully_shard_and_compile(
         checkpoint: If True, each layer is computed again in the backward.
         fsdp: Arguments of `fully_shard`: `mp_policy`, `offload_policy`, `reshard_after_forward`.
         dynamic: As for `torch.compile`.
-        **options: Fields of `sp_compile.SPConfig`, such as `attention="ring"`.
+        **options: See `sp_compile.SPConfig` (`attention="ring"`).
 
     Returns:
         The model.
@@ -197,7 +197,7 @@ def _trace_forward(layer: nn.Module) -> None:
 
     @functools.wraps(forward)
     def run_layer(*args: Any, **kwargs: Any) -> Any:
-        """Run the layer."""
+        """Return the result of the layer's forward."""
         return forward(*args, **kwargs)
 
     layer.forward = run_layer  # type: ignore[method-assign]

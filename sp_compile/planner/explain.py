@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.base.options import ReportOptions
 from sp_compile.lowering.base.progress import show_progress
 from sp_compile.passes.capture.user_program import CapturedGraphs
 from sp_compile.passes.context import Note, NoteKind
@@ -37,7 +38,7 @@ def explain(
     passes: bool = False,
     memory: bool = False,
     optimizer: Any = None,
-    **config: Any,
+    **options: Unpack[ReportOptions],
 ) -> Report:
     """Report the rewrites, collectives with bytes, and fallbacks of `backend="sp"` for `model(*args)`.
 
@@ -53,9 +54,9 @@ def explain(
         memory: Predict the memory of a rank over a training step (`report.step`, in bytes) from the forward and the
             backward graph. Of a model on the meta device with many equal layers, a few are lowered.
         optimizer: The optimizer that trains the model, or its class. AdamW by default.
-        **config: Fields of `SPConfig` (`attention="ring"`), and keyword arguments of the model (`labels=ids`).
-            The names are open because keyword arguments of the model are passed through; other names raise. Arguments
-            of the model with the name of a field are passed in a dict `kwargs={...}`.
+        **options: See `SPConfig` (`attention="ring"`). Keyword arguments of the model go into a dict `kwargs={...}`.
+            Those without the name of an option may also be passed directly (`labels=ids`), which type checkers do not
+            accept; other names raise.
 
     Returns:
         The report.
@@ -69,7 +70,7 @@ def explain(
     if optimizer is not None and not memory:
         raise SpError("SP714", "optimizer: expected None with memory=False, as explain does not report its state.")
     refused = DRY_RUN_OPTIONS if memory or passes else DRY_RUN_OPTIONS | MEMORY_OPTIONS
-    run = DryRun("explain", model, args, [(sp, config)], refused, partitions=passes)
+    run = DryRun("explain", model, args, [(sp, options)], refused, partitions=passes)
     run.per_weight = state_per_weight(optimizer) if memory else None
     is_on_meta = isinstance(model, torch.nn.Module) and any(p.is_meta for p in model.parameters())
     with show_progress("explain"):

@@ -15,14 +15,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from tabulate import tabulate
 from torch import nn
 
 from sp_compile.lowering.base.errors import SpError
-from sp_compile.lowering.base.options import SPConfig
+from sp_compile.lowering.base.options import PlanOptions, SPConfig
 from sp_compile.passes.context import NoteKind
 from sp_compile.passes.cost.few_layers import checkpoint_blocks
 from sp_compile.passes.cost.machine import Machine
@@ -216,7 +216,7 @@ def plan(
     optimizer: Any = None,
     cost: Mapping[str, Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
-    **config: Any,
+    **options: Unpack[PlanOptions],
 ) -> StepPlan:
     """Find the configurations of a training step that fit into memory, and predict their seconds.
 
@@ -231,9 +231,9 @@ def plan(
         host_memory: Memory of the host for each rank, for offloaded values; None for no limit.
         optimizer: The optimizer or its class, as for `explain`.
         cost: Constants that replace those of the cost model, an H100 (a CPU if the model is on one).
-        kwargs: Keyword arguments of the model whose names are also arguments of this function or fields of `SPConfig`.
-        **config: Fields of `SPConfig` but `mesh` and `mesh_dim`, which all variants contain (`attention="ring"`), and
-            keyword arguments of the model (`labels=ids`), which are passed through. Other names raise.
+        kwargs: Keyword arguments of the model.
+        **options: See `SPConfig`; all variants contain them (`attention="ring"`). There is no mesh. Keyword arguments
+            of the model may also be passed as for `explain`.
 
     Returns:
         The plan.
@@ -253,14 +253,14 @@ def plan(
     named: dict[str, Any] = {}
     if isinstance(inputs, Mapping):
         args, named = [], dict(inputs)
-    options, model_kwargs = split_kwargs("plan", model, {**config, "kwargs": {**named, **(kwargs or {})}})
-    SPConfig.of(options).refuse("plan", **REFUSED_PROGRAM)
+    fixed, model_kwargs = split_kwargs("plan", model, {**options, "kwargs": {**named, **(kwargs or {})}})
+    SPConfig.of(fixed).refuse("plan", **REFUSED_PROGRAM)
     cost = {**(cost or {}), "memory": result.memory}
-    planner = _make_planner(model, args, model_kwargs, {**options, "cost": cost}, optimizer)
+    planner = _make_planner(model, args, model_kwargs, {**fixed, "cost": cost}, optimizer)
     planner.host = math.inf if host is None else host
     result.hardware = planner.machine.describe(_device_type(model))
     result.ranges = Ranges.of(planner.machine.replaced_names(_device_type(model)))
-    _plan_first(planner, result, all_ranks, options.get("tiles"))
+    _plan_first(planner, result, all_ranks, fixed.get("tiles"))
     _refine_best(planner, result, all_ranks)
     result.rows.sort(key=lambda row: (row.ranks, not row.fits, *_time_key(row)))  # those that fit first, by seconds
     result.changes = {n: _required_change(planner, result, n) for n in all_ranks if result.of(n) is None}
@@ -330,7 +330,7 @@ def _plan_first(planner: StepPlanner, result: StepPlan, all_ranks: Sequence[int]
     more_tiles = TILE_COUNTS if user_tiles is None else None
 
     def examine(checkpoint: bool, tiles: int | str) -> list[PlannedStep]:
-        """Add the variants of all numbers of ranks that are not settled, and return their steps."""
+        """Return the steps of the variants that are added, of all numbers of ranks that are not settled."""
         unsettled = [n for n, attentions in choices.items() if attentions and not _is_settled(result, n)]
         if tiles == more_tiles:  # not where the memory has already required at least this number
             unsettled = [n for n in unsettled if num_tiles.get(n, 0) < TILE_COUNTS]

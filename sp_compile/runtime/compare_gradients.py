@@ -84,6 +84,7 @@ def _compare_gradients(ranks: Ranks, gradients: Mapping[GradientKey, Tensor]) ->
     """
     names = dict.fromkeys(name for _, name in gradients)
     checksums = {str(key): str(checksum_of(x).item()) for key, x in gradients.items()}
+    # Without `mismatch=`, the fields may differ. The result is [] if all messages are equal.
     messages = require_agreement(ranks, Message(BACKWARD, f"the result {', '.join(names)}", fields=checksums))
     differing = [key for key in gradients if len({message.fields[str(key)] for message in messages}) > 1]
     wrong_names = dict.fromkeys(key[1] for key in differing if not _is_within_rounding(gradients[key], ranks))

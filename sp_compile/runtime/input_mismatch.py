@@ -38,10 +38,11 @@ def find_input_mismatch(
     """
     inputs = _common_inputs(messages)  # for each rank the records of its inputs, by name
     common = [name for name in inputs[0] if all(name in records for records in inputs)]
-    if len(common) == min(map(len, inputs)):  # a rank has only these; `lines` show the other inputs of the others
+    # If a rank has no other inputs than the common ones, only these are compared; `lines` show those of the others.
+    if len(common) == min(map(len, inputs)):
         inputs = [{name: records[name] for name in common} for records in inputs]
     first = inputs[0]
-    # The inputs that differ.
+    # The inputs that differ. If names differ, the first rank has an input that another one lacks.
     names = [name for name in {**first, **inputs[-1]} if _is_different([records.get(name) for records in inputs])]
     names.sort(key=lambda name: name in first and _is_python_scalar(first[name]))  # tensors before numbers
     mismatch = _find_dtype_mismatch([message.program.dtypes for message in messages])
@@ -50,7 +51,7 @@ def find_input_mismatch(
     if mismatch is not None:
         return mismatch
     # The line of each rank, with its inputs that differ, after its line of the program if only the program differs.
-    rows = format_rank_rows([{name: str(record) for name, record in records.items()} for records in inputs], names)
+    rows = _input_rows(inputs, names)
     is_same_program = len({message.program.digest for message in messages}) == 1
     same_names = all(records.keys() == first.keys() for records in inputs)
     sizes_differ = same_names and len({tuple(records[name].size for name in common) for records in inputs}) > 1
@@ -59,7 +60,7 @@ def find_input_mismatch(
         heading = "What differs first"
         rows = [line + (f"; {row}" if row else "") for line, row in zip(lines, rows)]
     has_reason = is_same_program or names or lines  # else only the digests of the programs differ
-    rows = [row or ("the same inputs as the others" if has_reason else "another graph") for row in rows]
+    rows = [row or (SAME_INPUTS if has_reason else "another graph") for row in rows]
     # The error of the first difference: sizes, programs, values, samples of values.
     if sizes_differ:
         are_numbers = bool(names) and _is_python_scalar(first[names[0]])

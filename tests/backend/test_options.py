@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args, get_type_hints
 from unittest import mock
 
 import pytest
@@ -20,7 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sp_compile
-from sp_compile import SPConfig, SpError, pipeline, rank_program
+from sp_compile import SPConfig, SpError, SPOptions, pipeline, rank_program
+from sp_compile.integrations.ddp import compile_under_ddp
+from sp_compile.integrations.fsdp import compile_under_fsdp
 from sp_compile.passes.context import NoteKind
 from sp_compile.passes.cost import known_groups
 from sp_compile.passes.cost.known_groups import KnownGroups
@@ -302,3 +305,31 @@ def test_a_compiler_of_a_program_with_a_sequence(mesh: DeviceMesh, entry: Callab
 
     found = outcome(entry, Model(), {"mesh": mesh, "compiler": compiler}, "compiler")
     assert called if entry is of_backend else re.search(r"refused: SP109: compiler=", found), found
+
+
+OPTION_NAMES = {field.name for field in fields(SPConfig)}
+TYPED_ENTRIES = {
+    sp_compile.explain: {"kwargs"},
+    sp_compile.verify: {"kwargs"},
+    sp_compile.plan: {"kwargs"},
+    sp_compile.parallelize: set(),
+    sp_compile.fully_shard_and_compile: set(),
+    compile_under_ddp: set(),
+    compile_under_fsdp: set(),
+}
+UNTYPED_OPTIONS = {sp_compile.plan: {"mesh", "mesh_dim"}}
+
+
+def test_types_are_those_of_the_config() -> None:
+    assert get_type_hints(SPOptions) == get_type_hints(SPConfig)
+
+
+@pytest.mark.parametrize("entry", TYPED_ENTRIES, ids=lambda entry: entry.__name__)
+def test_signature_has_every_option(entry: Callable[..., Any]) -> None:
+    parameters = inspect.signature(entry).parameters
+    (declared,) = get_args(get_type_hints(entry)["options"])
+    named, typed = {*parameters} - {"options"}, {*get_type_hints(declared)}
+    assert not named & typed
+    assert (named | typed) & (OPTION_NAMES | {"kwargs"}) == (OPTION_NAMES | TYPED_ENTRIES[entry]) - UNTYPED_OPTIONS.get(
+        entry, set()
+    )

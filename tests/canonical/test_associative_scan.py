@@ -14,8 +14,8 @@ import sp_compile
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.comm.simulate import run_ranks
 from sp_compile.lowering.torch_compat import associative_scan_op
-from sp_compile.passes.canonical.associative_scan import ExpandAssociativeScans, RewriteAssociativeScans
 from sp_compile.passes.canonical.canonicalize import Canonicalize
+from sp_compile.passes.canonical.scan_forms.associative_scan import ExpandAssociativeScans, RewriteAssociativeScans
 
 Leaves = Sequence[Tensor]
 Combine = Callable[..., list[Tensor]]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._higher_order_ops.associative_scan import associative_scan, generic_associative_scan
 from torch.fx import GraphModule
 
-from sp_compile.passes.canonical.unrolled_scans import UnrolledScans
+from sp_compile.passes.canonical.scan_forms.unrolled_scans import UnrolledScans
 from sp_compile.passes.report import Report
 
 WIDTH = 3

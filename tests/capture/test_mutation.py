@@ -24,7 +24,7 @@ class Model(nn.Module):
         torch.manual_seed(0)
         self.linear = nn.Linear(8, 8)
         self.register_buffer("average", torch.zeros(8))
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))  # of float64, see docs/limits.md
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))  # of float64, see docs/reference/limits.md
 
     def forward(self, x):
         x = self.linear(x)

@@ -1,4 +1,4 @@
-"""Reproduced rows of `benchmarks/results/memory_plan.md`: measured bytes of a step equal `explain`'s to 10 %."""
+"""Reproduced rows of `benchmarks/results/memory/memory_plan.md`: measured bytes of a step equal `explain`'s to 10 %."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHARDS = [
 
 
 TOO_HIGH = {"Llama, the same in 4 tiles", "decoder, checkpointed blocks, a ring, 4 tiles, all that is kept on the host"}
-"""By Inductor, by a bucket of gradients that it makes later than predicted: docs/limits.md says why."""
+"""By Inductor, by a bucket of gradients that it makes later than predicted: docs/reference/limits.md says why."""
 
 
 def rows(names: list[str], quick: set[str]) -> list[Any]:

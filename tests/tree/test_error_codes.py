@@ -1,4 +1,4 @@
-"""Every error has a code of the registry; every code is raised; docs/errors.md is generated from the registry."""
+"""Every error has a code of the registry; every code is raised; docs/reference/errors.md is generated from the registry."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_code_has_a_cause_and_a_fix(code: str) -> None:
 
 
 def test_the_page_is_generated() -> None:
-    assert (ROOT / "docs" / "errors.md").read_text() == errors_page()
+    assert (ROOT / "docs" / "reference" / "errors.md").read_text() == errors_page()
 
 
 @pytest.mark.parametrize("kind", [SpError, RankMismatchError])

@@ -92,10 +92,21 @@ def test_no_cycle_of_folders() -> None:
     assert not cycle(folders)
 
 
-FOLDERS = sorted({file.parent.relative_to(ROOT) for file in files_of("sp_compile", "passes", "lowering", "tests")})
+WITH_PAGES = ("docs", "docs/recipes", "docs/reference", "docs/tutorials", "benchmarks/results")
+CODE = files_of("sp_compile", "passes", "lowering", "tests", "benchmarks", "examples")
+FOLDERS = sorted(
+    {file.parent.relative_to(ROOT).as_posix() for file in CODE}
+    | {page.parent.relative_to(ROOT).as_posix() for folder in WITH_PAGES for page in (ROOT / folder).rglob("*.md")}
+)
 
 
-@pytest.mark.parametrize("folder", [*map(str, FOLDERS), "benchmarks", "examples"])
+def test_folders_include_those_of_pages() -> None:
+    assert {*WITH_PAGES, "benchmarks", "benchmarks/measuring/scans", "benchmarks/results/memory", "examples"} <= {
+        *FOLDERS
+    }
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_entries_of_a_folder_are_limited(folder: str) -> None:
     """A folder has at most 16 entries, without `MARKERS`."""
     entries = [

@@ -32,7 +32,14 @@ from sp_compile.lowering.base.registry import Table
 from sp_compile.lowering.torch_compat import OpOverload, schema_of
 from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape
 from sp_compile.passes.graph.sizes import as_size, is_same_size
-from sp_compile.passes.sharding.matchers import SlicePiece, constant_value, map_coordinates, match_piece, value_origin
+from sp_compile.passes.sharding.matchers import (
+    SlicePiece,
+    constant_value,
+    map_coordinates,
+    match_piece,
+    round_to_dtype,
+    value_origin,
+)
 
 from .proofs import BATCH_INDEX, INDICES, KEY_INDEX, QUERY_INDEX, Boolean, IndexBox
 
@@ -271,7 +278,10 @@ def round_constants(cases: Cases, dtype: torch.dtype) -> Cases:
     def _round(number: sympy.Expr) -> sympy.Expr:
         if not number.is_Integer or not dtype.is_floating_point:
             return number
-        ((_, value),) = as_cases(as_number(torch.tensor(float(number), dtype=torch.float64).to(dtype).item()))
+        represented = round_to_dtype(float(number), dtype)
+        if represented is None:
+            raise NotSymbolic(f"overflows in {dtype}")
+        ((_, value),) = as_cases(as_number(represented))
         return value
 
     return tuple((condition, _round(number)) for condition, number in cases)

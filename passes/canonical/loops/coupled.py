@@ -267,10 +267,10 @@ class CoupledStates:
         return self._split_states(out, steps)
 
     def _split_states(self, out: Node, steps: int) -> dict[StepColumn, BatchedValue]:
-        """Return the values of the states' columns, in the shape of a state with a dim for the steps.
+        """Return the values of the states by their columns of the loop, as tensors of a state with a dim for the steps.
 
         Args:
-            out: The result of the scan, (batch, steps, rows of all states, columns).
+            out: The result of the scan, (batch, steps, mixed elements of all states, repeated elements).
             steps: The number of steps.
         """
         values = {}

@@ -254,7 +254,10 @@ class StorageTable(KernelSchedule):
         return key
 
     def run(self, inputs: dict[StorageKey, LiveValue]) -> Iterator[tuple[Node, list[LiveValue]]]:
-        """Yield each kernel with the values that are alive while it runs.
+        """Yield each kernel with the values that are alive while it runs, and its workspace.
+
+        In compiled code these include idle buffers, which Inductor retains after the last use of their value, for a
+        later value of the same size.
 
         Args:
             inputs: Inputs of the graph to count, until their last use; others are permanent.

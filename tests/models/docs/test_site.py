@@ -17,11 +17,11 @@ def test_site_builds_without_warnings(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-d", str(tmp_path / "trees")]
     done = subprocess.run([*command, "docs", str(tmp_path / "site")], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    api = (tmp_path / "site" / "api.html").read_text()
+    api = (tmp_path / "site" / "reference" / "api.html").read_text()
     assert "sp_compile.integrations.transformers.SequenceParallel" in api
-    assert "the DeviceMesh whose ranks share the sequence" in api
-    errors = (tmp_path / "site" / "errors.html").read_text()
-    messages = re.findall(r"^\| `", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
+    assert "DeviceMesh whose ranks share the sequence" in api
+    errors = (tmp_path / "site" / "reference" / "errors.html").read_text()
+    messages = re.findall(r"^\| `", (ROOT / "docs" / "reference" / "errors.md").read_text(), re.MULTILINE)
     anchors = re.findall(r'<td[^>]* id="([^"]+)"', errors)
     assert len(set(anchors)) == len(anchors) == len(messages)
     assert all(f'href="#{anchor}"' in errors for anchor in anchors)

@@ -157,7 +157,7 @@ def test_changes_of_the_batch_and_crops(window: int | None) -> None:
         layer.update(k, v)
         changed(layer)
         assert layer.get_seq_length() == plain.get_seq_length() == 5
-        return layer.positions, layer.keys
+        return layer.positions, layer.keys.plain
 
     positions, keys = (torch.cat(parts, dim) for parts, dim in zip(zip(*run_ranks(2, run)), (0, 2)))
     assert keys[:, :, positions.argsort()].equal(plain.keys)
@@ -182,8 +182,10 @@ def test_a_reset_layer_is_empty() -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_rows_are_read_by_attention_only() -> None:
     """A model that computes with its cached keys, as one that stores them compressed, raises."""
-    key, value = layer_of(1).update(draw(3), draw(3, seed=1))
+    layer = layer_of(1)
+    key, value = layer.update(draw(3), draw(3, seed=1))
     assert isinstance(key, CachedRows)
+    assert isinstance(layer.keys, CachedRows)
     assert (key.shape, key.dtype) == (draw(3).shape, torch.float64)
     for use in (
         lambda: key * 2,
@@ -192,6 +194,9 @@ def test_rows_are_read_by_attention_only() -> None:
         lambda: key[:, :, 0],
         lambda: key.mT,
         lambda: key.tolist(),
+        lambda: torch.cat([layer.keys, layer.values]),
+        lambda: layer.values.sum(),
+        lambda: plain_layer(None).update(layer.keys, layer.values),
     ):
         with pytest.raises(SpError, match="SP843"):
             use()

@@ -77,7 +77,8 @@ def cache_of(out: Any) -> Any:
 
 
 def tensors_of(cache: Any) -> list[torch.Tensor]:
-    return [x for layer in cache.layers for x in (layer.keys, layer.values)]
+    rows = [x for layer in cache.layers for x in (layer.keys, layer.values)]
+    return [getattr(x, "plain", x) for x in rows]
 
 
 def count_graphs() -> int:
@@ -220,6 +221,10 @@ def run_refusals() -> dict[str, str]:
         torch.manual_seed(rank)
         sampled = {"do_sample": True, "max_new_tokens": 1}
         found["seeds"] = message_of(lambda: model.generate(**inputs, **sampled))
+        found["settings"] = message_of(lambda: model.generate(**inputs, max_new_tokens=2 + rank))
+        last = [lambda ids, scores: scores.roll(rank, -1)]
+        ones = {"do_sample": False, "max_new_tokens": 1}
+        found["last token"] = message_of(lambda: model.generate(**prompt(1), **ones, logits_processor=last))
     outside = make()
     short = prompt(2)
     with shared(outside):
@@ -235,7 +240,7 @@ def test_refusals(ranks: Ranks) -> None:
     expected = {
         "encoder-decoder": "SP841", "mamba": "SP841", "own attention": "SP841", "no generation": "SP841",
         "compressed keys": "SP843", "filled cache": "SP842", "static cache": "SP842", "assistant": "SP842",
-        "one rank": "SP842", "inputs": "SP844", "seeds": "SP844", "cache outside": "SP843",
+        "one rank": "SP842", "inputs": "SP844", "seeds": "SP844", "settings": "SP844", "last token": "SP844", "cache outside": "SP843",
     }  # fmt: skip
     for found in ranks.run(2, run_refusals):
         assert {name: message[:5] for name, message in found.items()} == expected

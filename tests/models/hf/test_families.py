@@ -1,4 +1,4 @@
-"""A training step of every named family of docs/families.md on 2 ranks equals eager mode: loss and every gradient."""
+"""A training step of every named family of docs/reference/families.md on 2 ranks equals eager mode: loss and every gradient."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from measuring.scan_direct import Direct
+from measuring.scans.scan_direct import Direct
 from support.scans.local_scans import has_native
 from support.scans.scanning import FLOATS, OPS, as_exact_as, linear_scan_by_loop, sample, scan_by_loop
 from torch import Tensor

@@ -81,8 +81,8 @@ JITFunction.__getitem__ = lambda kernel, grid: lambda *args, **options: compiled
     JITFunction.run(kernel, *args, grid=grid, warmup=True, **options)
 )
 
-from measuring.scan_direct import Direct
-from measuring.scan_schedules import using_schedule
+from measuring.scans.scan_direct import Direct
+from measuring.scans.scan_schedules import using_schedule
 from sp_compile.lowering.scan.kernels.triton import triton_scan as row
 
 f32, bf16, i64 = torch.float32, torch.bfloat16, torch.int64

@@ -3,7 +3,7 @@
     python tests/support/cuda/live_bytes.py [--layers 1 2 3] [--offload never 0.3] [--attention ulysses] [--tiles 16]
 
 No GPU is needed: the wrappers run on fake tensors (`steps.py`). Prints each row, and writes
-benchmarks/results/live_bytes.md at the end. A row takes half a minute.
+benchmarks/results/memory/live_bytes.md at the end. A row takes half a minute.
 """
 
 import argparse
@@ -86,7 +86,7 @@ def main() -> None:
         gpu.close()
     about = {"today": date.today(), "attention": args.attention, "tiles": args.tiles, "depth": DEPTH}
     about["device"] = gb(DEVICE_BYTES)
-    (ROOT / "benchmarks/results/live_bytes.md").write_text(WORDS.format(**about) + markdown(table) + "\n")
+    (ROOT / "benchmarks/results/memory/live_bytes.md").write_text(WORDS.format(**about) + markdown(table) + "\n")
 
 
 def compared(live: float, predicted: float) -> tuple[str, str, str]:

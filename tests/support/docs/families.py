@@ -1,10 +1,10 @@
 """Report what `sp_compile.explain` finds in small models of the families of transformers and diffusers.
 
     python -m support.docs.families [--only Llama Wan ...] [--tables named causal masked images translation diffusion]
-        [--limit 300] [--missing] [--notes FILE] [--output docs/families.md]
+        [--limit 300] [--missing] [--notes FILE] [--output docs/reference/families.md]
 
-Each model is examined in its own process, with a time limit. The table is written after each model; rows of models that
-do not run again are kept.
+Each model is examined in its own process, with a time limit. The table is written after each model, and CPU seconds to
+benchmarks/results/checks/families.md; rows of models that do not run again are kept.
 """
 
 import argparse
@@ -22,8 +22,12 @@ from typing import Any
 
 from measuring.tables import commit
 
-RESULTS = Path(__file__).parents[3] / "docs" / "families.md"
-HEADERS = ("family", "library", "on shards", "sequence", "attention", "gathered inside", "refused", "seconds")
+ROOT = Path(__file__).parents[3]
+RESULTS = ROOT / "docs" / "reference" / "families.md"
+SECONDS = ROOT / "benchmarks" / "results" / "checks" / "families.md"  # CPU seconds of `explain`, and the commit
+SECONDS_TITLE = "Seconds"
+SECONDS_INTRODUCTION = "# Seconds to examine families of models\n\nCPU seconds of `explain(model, sp=2)` on one core."
+HEADERS = ("family", "library", "on shards", "sequence", "attention", "gathered inside", "refused")
 RANKS = 2
 # modules that all processes share, since their import takes longer than most models
 PRELOADED = [
@@ -52,7 +56,6 @@ models are in `tests/support/docs/family_models.py`, the generic sizes in `famil
   gathers keys and values, and keeps queries on shards.
 - *gathered inside*: the number of fallbacks, with the most frequent reasons and their source lines; then graph breaks.
 - *refused*: the code and the first words of the error. An exception that is not an `SpError` is shown with its type.
-- *seconds*: CPU seconds of `explain` on one core.
 
 Why families have less than 95% on shards:
 
@@ -177,17 +180,31 @@ def read_rows(page: Path) -> dict[str, dict[tuple[str, str], str]]:
 
 
 def write_page(page: Path, rows: dict[str, dict[tuple[str, str], str]]) -> None:
-    """Write the page with its tables.
+    """Write the page with its tables, without figures of a machine.
 
     Args:
         page: The page.
         rows: The lines, by title.
     """
-    sections = [INTRODUCTION + f"\nMeasured at {commit()}."]
+    sections = [INTRODUCTION.rstrip("\n")]
     for title in (*TITLES.values(), NOT_BUILT):
         headers = ("family", "library", "reason") if title == NOT_BUILT else HEADERS
         lines = [f"| {' | '.join(headers)} |", "|" + " --- |" * len(headers), *rows.get(title, {}).values()]
         sections += [f"## {title}\n\n" + "\n".join(lines)] if title in rows else []
+    page.write_text("\n\n".join(sections) + "\n")
+
+
+def write_seconds(page: Path, key: tuple[str, str], seconds: str) -> None:
+    """Add the row of a family to the page of seconds, in place of an earlier one.
+
+    Args:
+        page: The page, which may not exist.
+        key: The family and its library.
+        seconds: CPU seconds of `explain`.
+    """
+    rows = read_rows(page).get(SECONDS_TITLE, {}) | {key: f"| {' | '.join([*key, seconds])} |"}
+    lines = ["| family | library | seconds |", "| --- | --- | --- |", *rows.values()]
+    sections = [SECONDS_INTRODUCTION, f"Measured at {commit()}.", f"## {SECONDS_TITLE}", "\n".join(lines)]
     page.write_text("\n\n".join(sections) + "\n")
 
 
@@ -200,6 +217,7 @@ def main() -> None:
     parser.add_argument("--missing", action="store_true", help="skip families that have a row")
     parser.add_argument("--notes", type=Path, help="append all fallbacks to this file")
     parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--seconds", type=Path, default=SECONDS)
     options = parser.parse_args()
     multiprocessing.set_forkserver_preload(PRELOADED)
     rows = read_rows(options.output)
@@ -210,6 +228,8 @@ def main() -> None:
             continue
         cells = run_apart((table, name), options.limit)
         notes = cells.pop("notes", [])
+        if seconds := cells.pop("seconds", ""):
+            write_seconds(options.seconds, key, seconds)
         if options.notes:
             with options.notes.open("a") as file:
                 file.write("\n    ".join([f"{name}: {cells}", *notes]) + "\n")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted((DOCS / "reference").glob("*.md"))]
 """Pages whose code runs in one process (tests/models/docs/test_pages.py)."""
 TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
 """Each is one program for several ranks (tests/models/docs/test_tutorials.py)."""

@@ -3,7 +3,7 @@
     make recipes RECIPES="start blocks"
 
 Losses are compared with a single device that runs the same lines eagerly. The time from the command to the first
-improved loss is measured. Each recipe is a row of benchmarks/results/recipes.md; a rerun replaces its row.
+improved loss is measured. Each recipe is a row of benchmarks/results/checks/recipes.md; a rerun replaces its row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from models.docs.test_recipes import NEEDS, ROOT, alone_is, run
 
-RESULTS = ROOT / "benchmarks" / "results" / "recipes.md"
+RESULTS = ROOT / "benchmarks" / "results" / "checks" / "recipes.md"
 HEADER = (
     "recipe",
     "steps",

@@ -1,4 +1,4 @@
-"""Read and write the outcomes of the fuzzer, `benchmarks/results/fuzz.md`, at whose end it continues."""
+"""Read and write the outcomes of the fuzzer, `benchmarks/results/checks/fuzz.md`, at whose end it continues."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from measuring.tables import commit
 from support.fuzz.outcomes import Outcome
 
 ROOT = Path(__file__).parents[3]
-PATH = ROOT / "benchmarks" / "results" / "fuzz.md"
+PATH = ROOT / "benchmarks" / "results" / "checks" / "fuzz.md"
 HEAD = """\
 # Fuzzing
 

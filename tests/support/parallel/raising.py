@@ -1,6 +1,6 @@
 """Inject exceptions at a random op of a random rank, forward or backward; check the errors of all ranks.
 
-PYTHONPATH=tests python -m support.parallel.raising     writes benchmarks/results/raised.md
+PYTHONPATH=tests python -m support.parallel.raising     writes benchmarks/results/checks/raised.md
 """
 
 from __future__ import annotations
@@ -290,7 +290,7 @@ def main() -> None:
     RESULTS.write_text("\n".join([HEAD, *rows, ""]))
 
 
-RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "raised.md"
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "checks" / "raised.md"
 HEAD = f"""# Exceptions on one rank
 
 Written by `PYTHONPATH=tests python -m support.parallel.raising`: an exception at a random op of a random rank's forward or

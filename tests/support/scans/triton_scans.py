@@ -6,8 +6,8 @@ import itertools
 import math
 
 import torch
-from measuring.scan_direct import Direct
-from measuring.scan_schedules import SCHEDULES, using_schedule
+from measuring.scans.scan_direct import Direct
+from measuring.scans.scan_schedules import SCHEDULES, using_schedule
 from support.scans.scanning import DTYPES, OPS, linear_scan_by_loop, sample, scan_by_loop
 from torch import Tensor
 

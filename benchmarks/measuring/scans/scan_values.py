@@ -4,8 +4,8 @@ import itertools
 from collections.abc import Iterator
 
 import torch
-from measuring.scan_direct import Direct
-from measuring.scan_schedules import SCHEDULES, using_schedule
+from measuring.scans.scan_direct import Direct
+from measuring.scans.scan_schedules import SCHEDULES, using_schedule
 from torch import Tensor
 
 from sp_compile.lowering.scan.kernels.triton.triton_scan import TRITON_LOWERING as row

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from measuring.scan_cases import associative, milliseconds
+from measuring.scans.scan_cases import associative, milliseconds
 from peak_memory import peak_activation_bytes
 
 from sp_compile import linear_scan

@@ -1,6 +1,6 @@
 """Measure recurrences of matrices in models of transformers: compile time at two lengths, and the work of all ranks.
 
-    python benchmarks/measuring/recurrences.py [--only compile|ranks] [--models qwen3_next mamba2]
+    python benchmarks/measuring/scans/recurrences.py [--only compile|ranks] [--models qwen3_next mamba2]
 
 The first table has the CPU seconds that compilation adds to a first step of one layer, at 512 and at 8192 tokens; they
 should be equal, because no graph depends on the length. The second one has the CPU seconds of a step of one layer,
@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from measuring.gloo_ranks import joined
 from measuring.tables import commit, markdown, processor
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-RESULTS = Path(__file__).parents[1] / "results" / "recurrences_cpu.md"
+RESULTS = Path(__file__).parents[2] / "results" / "recurrences_cpu.md"
 LENGTHS = 512, 8192
 RANKS = 2, 4
 STEPS = 3
@@ -138,7 +138,7 @@ def main() -> None:
         tables.append(table)
     lines = [f"- {date.today()}, {processor()}, torch {torch.__version__}, commit {commit()}"]
     lines += [
-        f"- `python benchmarks/measuring/recurrences.py {' '.join(sys.argv[1:])}`",
+        f"- `python benchmarks/measuring/scans/recurrences.py {' '.join(sys.argv[1:])}`",
         f"- load {os.getloadavg()[0]:.1f}",
         "",
     ]

@@ -23,6 +23,7 @@ from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.scan.monoids import MONOIDS
 from sp_compile.passes.base import CanonicalPass, register_pass
+from sp_compile.passes.canonical.pad_inputs import match_padding, pad_of_source
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape
 from sp_compile.passes.graph.closure import iterate_reachable
@@ -40,7 +41,6 @@ from sp_compile.passes.sharding.matchers import (
 )
 from sp_compile.passes.sharding.window_rules import simplify_size
 
-from .pad_inputs import match_padding, pad_of_source
 from .scan_calls import CUMULATIVE_OPS, emit_scan, flipped_dims, flips_along, is_scannable_call
 
 aten, sp = torch.ops.aten, torch.ops.sp
