@@ -252,8 +252,8 @@ class Strategy:
     candidates: Callable[[AttentionShape, Machine, str], Iterable[Candidate]]
     # (forward, backward) bytes that a rank sends in a call of the op; required with an op
     sends: Callable[[OpCall, int], tuple[Size, Size]] | None = None
-    declare: Callable[[OpCall, Ranks], None] = lambda call, ranks: None  # declares the routes of the op's exchanges
-    neighbors: Callable[[OpCall], int] = lambda call: 1  # neighboring ranks that exchange heads in a call
+    # declares the routes (which rank sends to which) of the op's exchanges when a program with it is lowered
+    declare: Callable[[OpCall, Ranks], None] = lambda call, ranks: None
     axes: tuple[()] | tuple[str, str] = ()  # names of the mesh axes (ring, neighbors)
     always: bool = False  # True if it splits any attention over any number of ranks
     options: tuple[str, ...] = ()  # fields of SPConfig for this strategy only

@@ -167,12 +167,12 @@ class StepMemory:
     @property
     def state(self) -> int:
         """Return the constant bytes of unsharded state: parameters, buffers, optimizer state and inputs."""
-        return self.weights.parameters + self.weights.buffers + self.optimizer + self.inputs
+        return self.sharded_state(1)
 
     @property
     def constant(self) -> int:
         """Return the bytes of the state throughout the step, sharded over `shards` ranks."""
-        return self.state if self.shards == 1 else self.sharded_state(self.shards)
+        return self.sharded_state(self.shards)
 
     def bytes_at(self, point: StepMoment) -> int:
         """Return the bytes of a rank at a moment in addition to `constant`, with state sharded over `shards` ranks."""

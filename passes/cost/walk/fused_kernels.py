@@ -105,7 +105,7 @@ class KernelSchedule:
         sums = [node for node in self.kernel_writes if self._is_returned_reduction(node)]
         pairs = [(a, b) for i, b in enumerate(sums) for a in sums[:i] if self._can_fuse_reductions(a, b)]
         if any(map(is_on_gpu, sums)):  # pairs with the most common bytes are fused first
-            pairs.sort(key=lambda pair: -self._common_bytes(*pair))
+            pairs.sort(key=lambda pair: -sum(self.sizes[storage] for storage in self._common_reads(*pair)))
         group_of = {node: [node] for node in sums}  # reduction -> reductions of its fused kernel
         for a, b in pairs:
             merged = sorted({*group_of[a], *group_of[b]}, key=position.__getitem__)
@@ -122,17 +122,16 @@ class KernelSchedule:
         """Return the storages that both kernels read."""
         return self.kernel_reads[a] & self.kernel_reads[b]
 
-    def _common_bytes(self, a: Node, b: Node) -> int:
-        """Return the number of bytes that both kernels read."""
-        return sum(self.sizes[storage] for storage in self._common_reads(a, b))
-
     def _can_fuse_reductions(self, a: Node, b: Node) -> bool:
-        """Return True if two reductions have equal shapes and read enough common storages to fuse.
+        """Return True if two reductions have equal sizes and result shapes, and read enough common storages to fuse.
 
         One is enough; for wide rows on GPUs two are required, as observed.
         """
-        is_wide = is_on_gpu(a) and size_hint(a.args[0].meta["val"].shape[-1]) > WIDE_ROW  # type: ignore[union-attr]
-        return _is_same_reduction(a, b) and len(self._common_reads(a, b)) > (1 if is_wide else 0)
+        x, y = (n.args[0].meta["val"] for n in (a, b))  # type: ignore[union-attr]
+        is_same_shape = tuple(a.meta["val"].shape) == tuple(b.meta["val"].shape)
+        required = 2 if is_on_gpu(a) and size_hint(x.shape[-1]) > WIDE_ROW else 1
+        is_same_size = size_hint(x.numel()) == size_hint(y.numel())
+        return is_same_size and is_same_shape and len(self._common_reads(a, b)) >= required
 
     def _fuse_rows(self) -> None:
         """Fuse kernels that process a tensor row by row, if all that they read exists before the first one.
@@ -327,12 +326,6 @@ def _is_elementwise(user: Node) -> bool:
     if any(argument.alias_info is not None for argument in schema_of(user.target).arguments):
         return all(map(_is_elementwise, user.users))
     return torch.Tag.pointwise in user.target.tags
-
-
-def _is_same_reduction(a: Node, b: Node) -> bool:
-    """Return True if two reductions have equal numbers of elements and equal result shapes."""
-    counts = [size_hint(n.args[0].meta["val"].numel()) for n in (a, b)]  # type: ignore[union-attr]
-    return counts[0] == counts[1] and tuple(a.meta["val"].shape) == tuple(b.meta["val"].shape)
 
 
 def is_on_gpu(node: Node) -> bool:

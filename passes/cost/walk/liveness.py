@@ -63,7 +63,6 @@ class LivenessWalk:
     """Liveness of one graph."""
 
     moments: list[WalkMoment] = field(default_factory=list)  # one for each kernel, in order
-    start: int = 0  # live bytes before the first kernel, without permanent inputs
     end: int = 0  # live bytes after the last one
     _storages: StorageTable | None = None  # storages of the graph
     _inputs: dict[StorageKey, LiveValue] = field(default_factory=dict)  # inputs that are freed after their last use
@@ -112,7 +111,7 @@ def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> LivenessWalk:
         for node in saved
         for x in node_tensors(node)
     }
-    result = LivenessWalk(start=sum(value.nbytes for value in inputs.values()), _storages=storages, _inputs=inputs)
+    result = LivenessWalk(_storages=storages, _inputs=inputs)
     for node, live in storages.run(inputs):
         computed = storages.product_of_addition.get(node, node)  # `addmm` is a product
         nbytes = Counter[str]()  # by origin

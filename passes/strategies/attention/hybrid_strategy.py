@@ -128,11 +128,6 @@ def _hybrid_sends(call: OpCall, n: int) -> tuple[Size, Size]:
     return exchange + relayout + ring_forward, exchange + relayout + ring_backward
 
 
-def _declare_hybrid(call: OpCall, ranks: Ranks) -> None:
-    """Declare the routes (which rank sends to which) of the op's exchanges, when a program with it is lowered."""
-    routes.declare_attention_routes(ranks.group, call["ulysses"], ranks.n // call["ulysses"])
-
-
 register_strategy(
     Strategy(
         name="hybrid",
@@ -140,8 +135,9 @@ register_strategy(
         rewrite=HybridAttention,
         candidates=_hybrid_candidates,
         sends=_hybrid_sends,
-        declare=_declare_hybrid,
+        declare=lambda call, ranks: routes.declare_attention_routes(
+            ranks.group, call["ulysses"], ranks.n // call["ulysses"]
+        ),
         axes=("ring", "ulysses"),
-        neighbors=lambda call: call["ulysses"],
     )
 )
