@@ -185,15 +185,8 @@ class Report:
     def _pass_table(self) -> str:
         """Return a table of the passes, with the sums over all runs of each."""
         rows = [
-            (
-                run.name,
-                ", ".join(sorted(run.requires)),
-                ", ".join(sorted(run.provides)),
-                run.changes,
-                run.nodes,
-                run.seconds,
-            )
-            for run in runs_by_pass(self.passes)
+            (r.name, ", ".join(sorted(r.requires)), ", ".join(sorted(r.provides)), r.changes, r.nodes, r.seconds)
+            for r in runs_by_pass(self.passes)
         ]
         headers = ("pass", "requires", "provides", "rewrites", "nodes", "seconds")
         return tabulate(rows, headers=headers, maxcolwidths=LINE_WIDTH, floatfmt=".3f")

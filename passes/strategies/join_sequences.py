@@ -33,7 +33,7 @@ from sp_compile.passes.graph.node_info import node_info, set_node_info
 from sp_compile.passes.graph.sizes import Size, assume_large, ceil_div, is_same_size, normalize_position
 from sp_compile.passes.sharding.axes import Axes
 from sp_compile.passes.sharding.matchers import match_piece
-from sp_compile.passes.sharding.rule import lookup_rule
+from sp_compile.passes.sharding.rule import lookup_rule, rule_of
 from sp_compile.passes.sharding.sharded_work import LARGE_SHARE, RowWork
 from sp_compile.passes.sharding.window_rules import simplify_size
 
@@ -315,7 +315,7 @@ def _is_row_shift(parts: Sequence[JoinedPart]) -> bool:
 def _is_computed(x: Node) -> bool:
     """Return True if an op computes the elements of a value; False for inputs, and views and copies of them."""
     while x.op == "call_function":
-        _, rule = lookup_rule(x) or (None, None)
+        rule = rule_of(x)
         if rule is None or not rule.lazy or not x.all_input_nodes:
             return True
         x = x.all_input_nodes[0]

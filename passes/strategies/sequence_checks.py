@@ -185,15 +185,12 @@ class PlaceOutputs(Pass):
         job.constraints = _plan_constraints(gm, job.axes(gm), plan, job.ranks.n)
         job.candidates = _mark_split(job.candidates, gm, plan)
         job.work = count_work(gm, plan, differentiable_nodes(gm), job.times, job.ranks.n)
-        if job.ranks.n > 1 and job.work.sharded_flops:
-            self._note_replicated_work(job)
-        return 0
-
-    def _note_replicated_work(self, job: PassContext) -> None:
-        """Add a note for each line of the program that computes a large part of all FLOPs on every rank."""
-        for line, share in job.work.large_replicated_lines():
+        has_shards = job.ranks.n > 1 and job.work.sharded_flops
+        # Lines of the program that compute a large part of all FLOPs on every rank.
+        for line, share in job.work.large_replicated_lines() if has_shards else ():
             text = f"every rank computes all of it: {share:.0%} of the FLOPs"
             self.notes.append(Note(NoteKind.REPLICATED_WORK, self.name, text, where=line))
+        return 0
 
 
 def _fix_short_lengths(gm: GraphModule, axes: Axes, n: int) -> bool:
@@ -247,8 +244,7 @@ def _guard_divisible(node: Node, have: Shard, n: int) -> bool:
     """
     length = node.meta["val"].shape[have.dim]
     is_full_sequence = is_same_size(have.frame.start, 0) and is_same_size(have.frame.length, have.frame.size)
-    is_full_dim = is_same_size(have.outer, 1) and is_same_size(have.inner, 1)
-    return isinstance(length, torch.SymInt) and is_full_sequence and is_full_dim and bool(length % n == 0)
+    return isinstance(length, torch.SymInt) and is_full_sequence and have.is_only_factor and bool(length % n == 0)
 
 
 def _mark_split(candidates: list[SequenceCandidate], gm: GraphModule, plan: PlacementPlan) -> list[SequenceCandidate]:

@@ -289,7 +289,7 @@ def _weight_inputs(gm: GraphModule, axes: Axes, token_axes: set[int]) -> Iterato
         call, rule = lookup_rule(node) or (None, None)
         if call is None or rule is None or not rule.is_contraction:
             continue
-        for source in map(before_moves, call.operands):
+        for source in (skip_ops(x, is_move_op) for x in call.operands):  # the value of which x is a view or cast
             if source.op in ("placeholder", "get_attr") and source.meta["val"].ndim > 1:
                 matrix_axes = {axes.find(atom.name) for dim in axes.dims[source, 0] for atom in dim}
                 if not matrix_axes & token_axes:
@@ -302,8 +302,3 @@ def is_move_op(node: Node) -> bool:
     if call is None or rule is None:
         return False
     return len(call.operands) == 1 and rule.lazy and not rule.spans
-
-
-def before_moves(node: Node) -> Node:
-    """Return the value of which this one is a view, permutation or cast; the value itself if it is none."""
-    return skip_ops(node, is_move_op)

@@ -42,6 +42,7 @@ from sp_compile.lowering.tiles.tile_program import (
     resolve_shape,
 )
 from sp_compile.lowering.torch_compat import FakeTensorMode, enable_python_dispatcher, make_symbolic_mode
+from sp_compile.passes.graph.call import node_shape
 from sp_compile.passes.graph.fakes import trace_function
 from sp_compile.passes.graph.modes import disable_autocast, disable_autocast_cache, restore_autocast
 from sp_compile.passes.graph.node_info import node_info
@@ -176,7 +177,7 @@ def tile_program(view: TokenView, region: TileRegion, tiles: int) -> TileProgram
         trained = tuple(i for i, x in enumerate(operands) if _can_require_grad(x))
         differentiable, trained = _find_differentiable(next(iter(functions.values())), trained)
         losses = [region.results[i] for i in differentiable]
-        at_once = len(losses) == 1 and view.is_sum(losses[0]) and _is_scalar(losses[0])
+        at_once = len(losses) == 1 and view.is_sum(losses[0]) and is_same_size(size_product(node_shape(losses[0])), 1)
         # The gradient of an operand without rows, such as a weight, is a sum over the tiles. A tile may return it as
         # the operands of a product (summands), which the loop adds to an accumulator; the form is then "product".
         sums = [view.rows(operands[i]) is None for i in trained]
@@ -215,11 +216,6 @@ def _tile_functions(
         if has_symbolic_length(view, region):
             lengths = {ANY_LENGTH: symbolic_length}
     return mode, {n: TileFunction(view, region, places, rows, sizes) for n, rows in lengths.items()}
-
-
-def _is_scalar(x: Node) -> bool:
-    """Return True if the value has one element."""
-    return is_same_size(size_product(as_sizes(x.meta["val"].shape)), 1)
 
 
 def redraws_in_backward(program: TileProgram) -> bool:

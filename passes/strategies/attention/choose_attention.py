@@ -14,6 +14,7 @@ imbalanced (`row_layouts.py`).
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -265,7 +266,7 @@ def _unsupported_error(node: Node, job: PassContext, allowed: Iterable[Candidate
         allowed: The candidates of the requested strategy, none of which can run.
         alternatives: The names of strategies that support the attention.
     """
-    n, (key_heads, heads), requested = job.ranks.n, head_counts(OpCall(node)), job.options.attention
+    n, (heads, key_heads, _), requested = job.ranks.n, head_counts(OpCall(node)), job.options.attention
     why = "; ".join(f"{c.kind} (ulysses {c.ulysses} x ring {c.ring}): {c.legal}" for c in allowed)
     if not why:  # a hybrid without a possible number of Ulysses ranks has no candidates
         why = f"no number of Ulysses ranks u with 1 < u < {n} divides both {n} and the query heads"
@@ -417,11 +418,5 @@ def _max_visible_keys(sees_none: Callable[[int, int, int], bool], query: int) ->
     """
     if not sees_none(query, 0, 0):
         return None
-    visible, hidden = 0, query  # distances from the query; all keys at `hidden` and beyond are not visible
-    while hidden - visible > 1:  # bisection
-        middle = (visible + hidden) // 2
-        if sees_none(query, 0, query - middle):
-            hidden = middle
-        else:
-            visible = middle
-    return hidden
+    distances = range(1, query + 1)  # from the query back to a key; all keys from the result on are not visible
+    return distances[bisect_left(distances, True, key=lambda distance: sees_none(query, 0, query - distance))]

@@ -56,7 +56,7 @@ class HybridAttention(ShardedAttention):
         """
         if self._ulysses(call) is not None:
             return None
-        n, (_, heads) = self.job.ranks.n, head_counts(call)
+        n, (heads, *_) = self.job.ranks.n, head_counts(call)
         if self.job.ranks.ulysses:
             subject = f"the mesh's 'ulysses' axis has {self.job.ranks.ulysses} ranks, which do not divide"
         else:
@@ -82,7 +82,7 @@ class HybridAttention(ShardedAttention):
         choice = node_info(call.node).choice
         if choice is not None:
             return choice.ulysses
-        n, (_, heads) = self.job.ranks.n, head_counts(call)
+        n, (heads, *_) = self.job.ranks.n, head_counts(call)
         of_mesh = self.job.ranks.ulysses
         for u in [of_mesh] if of_mesh else range(n - 1, 1, -1):
             if n % u == 0 and divides(u, heads):
