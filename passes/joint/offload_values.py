@@ -155,10 +155,7 @@ class OffloadValues(Pass):
         chosen, remaining = dict[Node, int](), dict(excess_at)  # remaining: excess by node, with the chosen offloaded
         rejected = set[tuple[int, Node]]()  # (node, storage) where the storage does not help
         without_candidates = set[int]()  # nodes at which no storage is left to choose
-        while True:
-            exceeded = [i for i, nbytes in remaining.items() if nbytes > 0 and i not in without_candidates]
-            if not exceeded:
-                break
+        while exceeded := [i for i, nbytes in remaining.items() if nbytes > 0 and i not in without_candidates]:
             worst = max(exceeded, key=remaining.__getitem__)
             candidates = [x for x in bytes_of if x not in chosen and worst in ranges[x] and (worst, x) not in rejected]
             sufficient = [x for x in candidates if bytes_of[x] >= remaining[worst]]

@@ -10,8 +10,6 @@ collectives have the same rows of the sequence on all their ranks.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import torch
 from torch.fx import GraphModule, Node
 
@@ -19,7 +17,7 @@ from sp_compile.lowering.base.errors import SpError, describe_node, node_line
 from sp_compile.lowering.torch_compat import argument_name, known_process_group, size_hint
 from sp_compile.passes.base import Pass
 from sp_compile.passes.context import Note, NoteKind, PassContext, Refusal, RefusalKind
-from sp_compile.passes.cost.group_names import is_collective, named_groups
+from sp_compile.passes.cost.group_names import named_groups
 from sp_compile.passes.graph.call import is_tensor
 from sp_compile.passes.graph.node_info import node_info, set_node_info
 from sp_compile.passes.graph.sizes import divides, is_same_size
@@ -50,9 +48,12 @@ class MarkUserCollectives(Pass):
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Mark collectives between ranks with different rows of the sequence; return 0, as no op is changed."""
-        if job.aligned is not None:  # the groups whose ranks have the same rows
-            mark_group_exchanges(gm, job.aligned)
-            job.invalidate()
+        if job.aligned is None:  # the groups whose ranks have the same rows; None for all
+            return 0
+        for node in gm.graph.nodes:
+            if any(known_process_group(group) and group not in job.aligned for group in named_groups(node)):
+                set_node_info(node, no_rule="it exchanges with ranks that have other rows of the sequence")
+        job.invalidate()
         return 0
 
 
@@ -270,16 +271,3 @@ def _plan_constraints(gm: GraphModule, axes: Axes, plan: PlacementPlan, n: int) 
         elif isinstance(have, Shard):
             constraints[f"{n} ranks divide the {have.frame.size} heads (dim {have.dim})"] = None
     return list(constraints)
-
-
-def mark_group_exchanges(gm: GraphModule, aligned: Collection[str]) -> None:
-    """Mark the program's collectives between ranks with different rows of the sequence: they need gathered operands.
-
-    Args:
-        gm: The graph; edited in place.
-        aligned: The groups whose ranks have the same rows of the sequence.
-    """
-    for node in gm.graph.nodes:
-        groups = named_groups(node) if is_collective(node) else set()
-        if any(known_process_group(group) and group not in aligned for group in groups):
-            set_node_info(node, no_rule="it exchanges with ranks that have other rows of the sequence")

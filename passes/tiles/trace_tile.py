@@ -42,13 +42,13 @@ from sp_compile.lowering.tiles.tile_program import (
     resolve_shape,
 )
 from sp_compile.lowering.torch_compat import FakeTensorMode, enable_python_dispatcher, make_symbolic_mode
-from sp_compile.passes.graph.call import node_shape
+from sp_compile.passes.graph.call import OpCall, node_shape
 from sp_compile.passes.graph.fakes import trace_function
 from sp_compile.passes.graph.modes import disable_autocast, disable_autocast_cache, restore_autocast
 from sp_compile.passes.graph.node_info import node_info
 from sp_compile.passes.graph.sizes import as_sizes, is_same_size, read_sizes_from_inputs, size_product
 from sp_compile.passes.graph.strides import is_identity, order_of_strides
-from sp_compile.passes.sharding.rule import lookup_rule
+from sp_compile.passes.sharding.rule import rule_of
 
 from .partial_sums import return_summands
 from .tile_regions import TileRegion, count_rows
@@ -87,10 +87,8 @@ class TileFunction:
         """Return fake operands to trace the tile with: those with rows, then replicated ones."""
         rows = []
         for x in self.region.rows:
-            shard, value = self.view.rows(x), x.meta["val"]
-            assert shard is not None
-            shape = split_row_dim(as_sizes(value.shape), shard, self.length)
-            rows.append(torch.empty(resolve_shape(shape, self.sizes), dtype=value.dtype, device=value.device))
+            shape, value = resolve_shape(split_row_dim(self.view, x, self.length), self.sizes), x.meta["val"]
+            rows.append(torch.empty(shape, dtype=value.dtype, device=value.device))
         return rows + [self._fake_like(x.meta["val"]) for x in self.region.replicated]
 
     def _fake_like(self, x: Tensor) -> Tensor:
@@ -107,10 +105,8 @@ class TileFunction:
         nodes of the region see the shapes of the model, such as merged (batch x rows).
         """
         values: dict[Node, Any] = dict(zip((*self.region.rows, *self.region.replicated), operands, strict=True))
-        shard = self.view.rows(self.region.rows[0])
-        assert shard is not None
         # Sizes are read from the operands, so that the trace records their source.
-        length = operands[0].shape[row_dim(shard)]
+        length = operands[0].shape[row_dim(self.view, self.region.rows[0])]
         sizes = {symbol: operands[i].shape[d] for symbol, (i, d) in self.places.items()}
         values.update({x: values[x].reshape(self.shape(x, length, sizes)) for x in self.region.rows})
         for node in self.region.nodes:
@@ -128,10 +124,9 @@ class TileFunction:
             length: The number of rows of the tile.
             sizes: The values of the symbolic sizes.
         """
-        shard = self.view.rows(x)
-        if shard is None:
+        if self.view.rows(x) is None:
             return value
-        return value.reshape(resolve_shape(split_row_dim(as_sizes(x.meta["val"].shape), shard, length), sizes))
+        return value.reshape(resolve_shape(split_row_dim(self.view, x, length), sizes))
 
     def _call(self, node: Node, values: dict[Node, Any], length: Any, sizes: Extents) -> Any:
         """Run a node of the region on the values of its operands, with the sizes of a tile as size arguments.
@@ -144,9 +139,7 @@ class TileFunction:
         """
         if node.target is operator.getitem:
             return values[node.args[0]][node.args[1]]
-        ruled_call = lookup_rule(node)
-        assert ruled_call is not None
-        call, rule = ruled_call  # the sharding rule states which argument is the shape of the result
+        call, rule = OpCall(node), rule_of(node)  # the sharding rule states which argument is the shape of the result
         assert rule is not None
         operands = [values[x] for x in call.operands]
         if rule.reshapes:
@@ -189,7 +182,7 @@ def tile_program(view: TokenView, region: TileRegion, tiles: int) -> TileProgram
     if at_once:  # a sum over many tokens may exceed the range of float16
         gradients = [replace(x, dtype=torch.float32) if x.dtype == torch.float16 else x for x in gradients]
     added_gradients = tuple(replace(x, adds=form) for x, form in zip(gradients, forms, strict=True))
-    row_dims = tuple(row_dim(shard) for shard in map(view.rows, region.rows) if shard is not None)
+    row_dims = tuple(row_dim(view, x) for x in region.rows)
     named_places = tuple(zip(names.values(), places.values()))
     fields = (row_dims, results, differentiable, trained, added_gradients, at_once, named_places)
     code = fields, {n: _body_code(body) for n, body in bodies.items()}
@@ -247,12 +240,10 @@ def _trace_value(view: TokenView, x: Node, names: Mapping[Any, Any]) -> TileValu
         x: The result, or the operand of the gradient.
         names: The names of the symbolic sizes in the program.
     """
-    shard, value = view.rows(x), x.meta["val"]
-    shape = as_sizes(value.shape)
-    split_shape = shape if shard is None else split_row_dim(shape, shard, ROWS)
+    value, split_shape = x.meta["val"], split_row_dim(view, x, ROWS)
     named_shape = tuple(extent if isinstance(extent, int) else extent.subs(names) for extent in split_shape)
-    if shard is not None:
-        return TileValue(named_shape, value.dtype, dim=row_dim(shard))
+    if view.rows(x) is not None:
+        return TileValue(named_shape, value.dtype, dim=row_dim(view, x))
     order = order_of_strides(as_sizes(value.stride()))
     return TileValue(named_shape, value.dtype, dim=None, order=() if is_identity(order) else tuple(order))
 

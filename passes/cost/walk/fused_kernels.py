@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from sp_compile.lowering.torch_compat import OpOverload, schema_of, size_hint
-from sp_compile.passes.graph.call import WAIT_OP, node_tensors
+from sp_compile.lowering.torch_compat import OpOverload, namespace_of, schema_of, size_hint
+from sp_compile.passes.graph.call import WAIT_OP, node_tensors, op_name
 from sp_compile.passes.graph.closure import iterate_reachable
 from sp_compile.passes.graph.sizes import as_sizes, is_same_size
 from sp_compile.passes.sharding.matchers import move_source
@@ -88,7 +88,7 @@ class KernelSchedule:
         target = node.target
         if not self.fused or node in self.product_of_addition or not isinstance(target, OpOverload):
             return False
-        is_listed = target in REDUCTIONS or target in ELEMENTWISE or _op_name(target) in PRIMS
+        is_listed = target in REDUCTIONS or target in ELEMENTWISE or op_name(node) in PRIMS
         return is_listed or torch.Tag.pointwise in target.tags
 
     def _fuse_reductions(self) -> None:
@@ -284,9 +284,8 @@ def joined_results(graph: Graph) -> set[Node]:
 
 def _joins_operands(node: Node) -> bool:
     """Return True if the result contains the operands' elements, or their sums over ranks."""
-    if node.target in CONCAT_CALLS or move_source(node) is not None:
-        return True
-    return isinstance(node.target, OpOverload) and node.target.namespace == "_c10d_functional"
+    is_collective = namespace_of(node.target) == "_c10d_functional"
+    return is_collective or node.target in CONCAT_CALLS or move_source(node) is not None
 
 
 def products_in_additions(graph: Graph) -> dict[Node, Node]:
@@ -335,7 +334,7 @@ def is_on_gpu(node: Node) -> bool:
 
 def _is_reinterpretation(node: Node) -> bool:
     """Return True for a view or a dtype conversion."""
-    return node.target in VIEW_CALLS or _op_name(node.target) == "prims::convert_element_type"
+    return node.target in VIEW_CALLS or op_name(node) == "prims::convert_element_type"
 
 
 def _can_join_row_kernel(node: Node) -> bool:
@@ -348,8 +347,3 @@ def _can_join_row_kernel(node: Node) -> bool:
     *rows, width = map(size_hint, node.args[0].meta["val"].shape)  # type: ignore[union-attr]
     count = math.prod(rows)
     return width <= WIDEST_ROW and count >= max(FEWEST_ROWS, 2 * width) and count * width >= FEWEST_ELEMENTS
-
-
-def _op_name(target: Any) -> str:
-    """Return the op name, such as aten::mm, or ""."""
-    return str(schema_of(target).name) if isinstance(target, OpOverload) else ""

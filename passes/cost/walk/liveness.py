@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 
 import torch
 from torch.fx import Graph, Node
@@ -27,9 +27,9 @@ from sp_compile.lowering.tiles.tile_flops import node_flops
 from sp_compile.lowering.tiles.tile_program import PROGRAMS, TilePart, TileProgram
 from sp_compile.lowering.torch_compat import (
     FakeTensorMode,
-    OpOverload,
     inductor_decompositions,
     make_fx,
+    namespace_of,
     size_hint,
     storage_of,
 )
@@ -91,10 +91,8 @@ class LivenessWalk:
     def alive(self, moment: int) -> list[LiveValue]:
         """Return the values that are live at the kernel of this index, for reports; the largest is first."""
         assert self._storages is not None
-        for i, (_, live) in enumerate(self._storages.run(self._inputs)):
-            if i == moment:
-                return sorted(live, key=lambda value: -value.nbytes)
-        return []
+        _, live = next(islice(self._storages.run(self._inputs), moment, None))
+        return sorted(live, key=lambda value: -value.nbytes)
 
 
 def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> LivenessWalk:
@@ -353,7 +351,7 @@ class StorageTable(KernelSchedule):
 
     def _is_extern_kernel(self, node: Node) -> bool:
         """Return True for a call that Inductor passes to torch, which allocates results that may be unaligned."""
-        is_collective = isinstance(node.target, OpOverload) and node.target.namespace == "_c10d_functional"
+        is_collective = namespace_of(node.target) == "_c10d_functional"
         return not (self.is_fused(node) or self._is_matrix_product(node) or is_collective)
 
     def _is_matrix_product(self, node: Node) -> bool:
