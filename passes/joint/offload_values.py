@@ -38,7 +38,7 @@ from sp_compile.passes.cost.offload_cost import MIN_OFFLOAD_BYTES, HostValues, c
 from sp_compile.passes.cost.step_memory import GraphStep, StepMemory
 from sp_compile.passes.cost.walk.live_values import nbytes_of, storage_bytes
 from sp_compile.passes.cost.weight_memory import ModelBytes
-from sp_compile.passes.graph.call import is_tensor, node_tensors
+from sp_compile.passes.graph.call import is_tensor
 from sp_compile.passes.graph.sizes import (
     Size,
     as_size,
@@ -313,13 +313,13 @@ class _SavedValues:
         outputs: Sequence[Node] = forward.output_node().args[0]  # type: ignore[assignment]
         backward_inputs = {n.name: n for n in backward.find_nodes(op="placeholder")}
         inputs = {n: backward_inputs[n.name] for n in outputs[n_results:] if n.name in backward_inputs}
-        input_storages = _storages_of(forward.find_nodes(op="placeholder"))
+        input_storages = storage_bytes(forward.find_nodes(op="placeholder"))
         values = [n for n in inputs if is_tensor(n) and storage_of(n.meta["val"]) not in input_storages]
         total = sum(storage_bytes(values).values())  # bytes of all saved values but inputs
         values_of_storage = defaultdict[int, list[Node]](list)
         for n in values:
             values_of_storage[storage_of(n.meta["val"])].append(n)
-        for storage in _storages_of(n for n in outputs[:n_results] if isinstance(n, Node)):
+        for storage in storage_bytes(n for n in outputs[:n_results] if isinstance(n, Node)):
             values_of_storage.pop(storage, None)
         # The symbolic sizes that the backward has as inputs: it can compute views of these sizes.
         input_values = [n.meta.get("val") for n in backward_inputs.values()]
@@ -377,7 +377,7 @@ class _OffloadSchedule:
         last_of_storage = dict[int, int]()
         for node in self.forward:
             if node.op != "output":
-                last_of_storage |= dict.fromkeys(_storages_of([node, *node.all_input_nodes]), self.order[node])
+                last_of_storage |= dict.fromkeys(storage_bytes([node, *node.all_input_nodes]), self.order[node])
         self.last_use = {x: last_of_storage[storage_of(x.meta["val"])] for x in saved.storages}
 
     def freed_byte_seconds(self, x: Node) -> float:
@@ -437,11 +437,6 @@ class _OffloadSchedule:
                 offloaded_bytes += next_changes.popleft()[1]
             remaining[i] = nbytes - offloaded_bytes
         return remaining
-
-
-def _storages_of(nodes: Iterable[Node]) -> set[int]:
-    """Return the storages, as integers that identify them, of all tensors in the values of the nodes."""
-    return {storage_of(x) for node in nodes for x in node_tensors(node)}
 
 
 def _is_same_view(x: Tensor, y: Tensor) -> bool:

@@ -22,15 +22,13 @@ from sp_compile.lowering.base.errors import SpError, describe_node
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.comm import routes
 from sp_compile.passes.cost.attention_cost import AttentionShape, Candidate, Strategy
-from sp_compile.passes.cost.collective_time import collective_bytes
-from sp_compile.passes.cost.exchange_cost import head_bytes, relayout_bytes
 from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.node_info import node_info
-from sp_compile.passes.graph.sizes import Size, divides
+from sp_compile.passes.graph.sizes import divides
 
 from .base import ShardedAttention, head_counts, register_strategy
-from .ring_strategy import ring_candidate, ring_grads, ring_send_bytes
+from .ring_strategy import ring_candidate, ring_grads, ring_sends
 from .ulysses_strategy import exchange_seconds, exchanged_memory
 
 
@@ -116,25 +114,13 @@ def _hybrid_candidates(shape: AttentionShape, machine: Machine, layout: str) -> 
             )
 
 
-def _hybrid_sends(call: OpCall, n: int) -> tuple[Size, Size]:
-    """Return (bytes that one rank sends in the forward, in the backward) for a call of the op, for the report."""
-    heads, u = head_bytes(call), call["ulysses"]  # u neighbors exchange heads for rows
-    exchange = collective_bytes("all_to_all", heads.exchange_bytes(u), u)
-    relayout = relayout_bytes(call, heads.exchange_bytes(1), n)  # rows to zigzag order and back, if requested
-    places = n // u
-    ring_forward, ring_backward = ring_send_bytes(
-        heads.repeat_keys(u), heads.widening, call["grads"], places, hops=places - 1
-    )
-    return exchange + relayout + ring_forward, exchange + relayout + ring_backward
-
-
 register_strategy(
     Strategy(
         name="hybrid",
         preference=3,
         rewrite=HybridAttention,
         candidates=_hybrid_candidates,
-        sends=_hybrid_sends,
+        sends=lambda call, n: ring_sends(call, n, call["ulysses"], hops=n // call["ulysses"] - 1),
         declare=lambda call, ranks: routes.declare_attention_routes(
             ranks.group, call["ulysses"], ranks.n // call["ulysses"]
         ),
