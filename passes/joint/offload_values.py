@@ -30,11 +30,12 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from sp_compile.lowering import offload_ops as _ops  # noqa: F401  (registers the operators)
+from sp_compile.lowering.tiles.tile_flops import node_flops
 from sp_compile.lowering.torch_compat import storage_of
 from sp_compile.passes.base import Pass
 from sp_compile.passes.cost.group_names import is_collective
 from sp_compile.passes.cost.machine import Machine
-from sp_compile.passes.cost.offload_cost import MIN_OFFLOAD_BYTES, HostValues, copy_seconds, hiding_seconds
+from sp_compile.passes.cost.offload_cost import MIN_OFFLOAD_BYTES, HostValues, copy_seconds
 from sp_compile.passes.cost.step_memory import GraphStep, StepMemory
 from sp_compile.passes.cost.walk.live_values import nbytes_of, storage_bytes
 from sp_compile.passes.cost.weight_memory import ModelBytes
@@ -482,10 +483,10 @@ def _can_offload(node: Node) -> bool:
 def _node_times(graph: Graph, machine: Machine) -> dict[Node, float]:
     """Return the time at which each node of a partition starts: the seconds of matrix products and attention before it.
 
-    Other ops are expected to take no time. Nodes are in graph order.
+    These hide copies to the host; other ops are expected to take no time. Nodes are in graph order.
     """
     times, now = dict[Node, float](), 0.0
     for node in graph.nodes:
         times[node] = now
-        now += hiding_seconds(node, machine)
+        now += node_flops(node) / machine.flops  # 0 for other ops
     return times

@@ -156,7 +156,7 @@ def ring_candidate(shape: AttentionShape, machine: Machine, layout: str, ulysses
     compute_backward = machine.attention_backward(compute)
     backward = calls + compute_backward + hops * share * machine.copy(shape.accumulate_bytes)
     # Current and next keys, and the accumulators with their increments.
-    memory: float = 2 * kv_bytes + shape.heads * shape.out_bytes * (1 + shape.widening)
+    memory: float = 2 * kv_bytes + shape.head_bytes.results * (1 + shape.widening)
     if shape.training:
         workspace = shape.workspace(ulysses, ulysses * shape.kv_rows)
         # The same of the gradient of queries; and the sum of the gradients of keys, its shift, and those of a step.
