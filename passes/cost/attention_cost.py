@@ -245,6 +245,7 @@ class Strategy:
     sends: Callable[[OpCall, int], tuple[Size, Size]] | None = None
     # declares the routes (which rank sends to which) of the op's exchanges when a program with it is lowered
     declare: Callable[[OpCall, Ranks], None] = lambda call, ranks: None
+    neighbors: Callable[[OpCall], int] = lambda call: 1  # neighboring ranks that exchange heads in a call
     axes: tuple[()] | tuple[str, str] = ()  # names of the mesh axes (ring, neighbors)
     always: bool = False  # True if it splits any attention over any number of ranks
     options: tuple[str, ...] = ()  # fields of SPConfig for this strategy only

@@ -179,9 +179,11 @@ class PlaceOutputs(Pass):
         plan = job.plan(gm)
         _check_local_outputs(gm, plan, job)
         for node, options in output_options(gm.graph.output_node(), job.outputs).items():
-            why = _gathered_reason(node, plan, options)
+            if node.target is not torch.ops.sp.unshard.default:
+                continue
+            source = node.all_input_nodes[0]  # gathered, if it is sharded
+            why = gather_reason(source.meta["val"], options) if isinstance(plan.of(source), Shard) else ""
             if why not in ("", GATHER_REASON):
-                source = node.all_input_nodes[0]
                 self.note(source, why, source.name, NoteKind.UNSHARDED)
         job.constraints = _plan_constraints(gm, job.axes(gm), plan, job.ranks.n)
         job.candidates = _mark_split(job.candidates, gm, plan)
@@ -207,20 +209,6 @@ def _fix_short_lengths(gm: GraphModule, axes: Axes, n: int) -> bool:
                 int(extent)  # a guard: another length is recompiled
                 fixed = True
     return fixed
-
-
-def _gathered_reason(node: Node, plan: PlacementPlan, options: list[str]) -> str:
-    """Return the reason, for the report, why an output is gathered; "" if it is not the gather of a sharded value.
-
-    Args:
-        node: The output.
-        plan: The placements.
-        options: The values of the option `outputs` for it.
-    """
-    if node.target is not torch.ops.sp.unshard.default:
-        return ""
-    (source,) = node.all_input_nodes[:1]
-    return gather_reason(source.meta["val"], options) if isinstance(plan.of(source), Shard) else ""
 
 
 def _check_local_outputs(gm: GraphModule, plan: PlacementPlan, job: PassContext) -> None:

@@ -85,18 +85,16 @@ class TileFunction:
 
     def inputs(self) -> list[Tensor]:
         """Return fake operands to trace the tile with: those with rows, then replicated ones."""
-        rows = []
-        for x in self.region.rows:
-            shape, value = resolve_shape(split_row_dim(self.view, x, self.length), self.sizes), x.meta["val"]
-            rows.append(torch.empty(shape, dtype=value.dtype, device=value.device))
-        return rows + [self._fake_like(x.meta["val"]) for x in self.region.replicated]
+        return [self._fake_operand(x) for x in (*self.region.rows, *self.region.replicated)]
 
-    def _fake_like(self, x: Tensor) -> Tensor:
-        """Return an empty tensor like x for the trace, with the strides of x unless a size is symbolic."""
-        shape, strides = as_sizes(x.shape), as_sizes(x.stride())
-        if all(isinstance(extent, int) for extent in (*shape, *strides)):
-            return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
-        return torch.empty(resolve_shape(shape, self.sizes), dtype=x.dtype, device=x.device)
+    def _fake_operand(self, x: Node) -> Tensor:
+        """Return an empty tensor for an operand; a replicated one has its strides, unless a size is symbolic."""
+        value, strides = x.meta["val"], as_sizes(x.meta["val"].stride())
+        shape = resolve_shape(split_row_dim(self.view, x, self.length), self.sizes)
+        is_static = all(isinstance(extent, int) for extent in (*as_sizes(value.shape), *strides))
+        if is_static and self.view.rows(x) is None:
+            return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
+        return torch.empty(shape, dtype=value.dtype, device=value.device)
 
     def results(self, *operands: Tensor) -> list[Tensor]:
         """Run the region on one tile and return its results.

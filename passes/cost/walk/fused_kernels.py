@@ -318,13 +318,10 @@ def _can_fuse_addend(product: Any, addend: Any) -> bool:
 
 def _is_elementwise(user: Node) -> bool:
     """Return True for an elementwise user of an addition, or a view with only elementwise users."""
-    if user.target is operator.getitem:
+    arguments = schema_of(user.target).arguments if isinstance(user.target, OpOverload) else ()
+    if user.target is operator.getitem or any(argument.alias_info is not None for argument in arguments):  # a view
         return all(map(_is_elementwise, user.users))
-    if not isinstance(user.target, OpOverload):
-        return False
-    if any(argument.alias_info is not None for argument in schema_of(user.target).arguments):
-        return all(map(_is_elementwise, user.users))
-    return torch.Tag.pointwise in user.target.tags
+    return torch.Tag.pointwise in getattr(user.target, "tags", ())
 
 
 def is_on_gpu(node: Node) -> bool:

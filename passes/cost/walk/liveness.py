@@ -120,7 +120,7 @@ def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> LivenessWalk:
         traffic = 0 if product else storages.traffic(node)
         if node.target in TILE_LOOPS:  # each tile also reads and writes the accumulators
             loop = _TileLoop.of(node)
-            traffic += loop.tiles * (loop.tile(fused).traffic + 2 * loop.accumulator_bytes)
+            traffic += loop.tiles * (_walk_tile(loop.part, fused).traffic + 2 * loop.accumulator_bytes)
         moment = WalkMoment(
             name=node.name,
             where=nearest_line(node),
@@ -173,17 +173,13 @@ class _TileLoop:
         _, body = max(program.bodies.items())  # of the longest tile
         return _TileLoop(tiles, getattr(body, part), accumulators, wide, narrow, copied)
 
-    def tile(self, fused: bool) -> LivenessWalk:
-        """Return the liveness of one tile, which `walk` adds to the kernel of the loop."""
-        return _walk_tile(self.part, fused)
-
     def peak_bytes(self, fused: bool) -> int:
         """Return the bytes that a loop over tiles of rows allocates at its peak, besides its results.
 
         While tiles run, wide accumulators exist in addition; the narrow results to which they are cast at the end do
         not yet, but are counted as results, so they are subtracted. At the end both exist, without a tile.
         """
-        tile = max((moment.nbytes for moment in self.tile(fused).moments), default=0)
+        tile = max((moment.nbytes for moment in _walk_tile(self.part, fused).moments), default=0)
         return max(tile + self.copied_bytes + self.wide_bytes - self.narrow_bytes, self.wide_bytes)
 
 

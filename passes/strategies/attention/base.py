@@ -249,9 +249,8 @@ def has_fills(call: OpCall) -> bool:
     mask = call.get("attn_mask")
     if may_have_fills(call.get("score") or ""):
         return True
-    if mask is None or not mask.meta["val"].is_floating_point():
-        return False
-    if masks_all_weight(call):  # with sinks, masked keys have weight 0 in any case
+    is_float_mask = mask is not None and mask.meta["val"].is_floating_point()
+    if not is_float_mask or masks_all_weight(call):  # with sinks, masked keys have weight 0 in any case
         return False
     return mask in fill_nodes(call.node.graph.owning_module)
 

@@ -125,5 +125,6 @@ register_strategy(
             ranks.group, call["ulysses"], ranks.n // call["ulysses"]
         ),
         axes=("ring", "ulysses"),
+        neighbors=lambda call: call["ulysses"],
     )
 )
