@@ -26,7 +26,7 @@ SDPA_KERNELS = ("flash_attention", "flash_attention_for_cpu", "efficient_attenti
 # Ops that users name in policies, and that `sp::attend` replaces.
 FORWARD_OPS = [getattr(aten, f"_scaled_dot_product_{kernel}").default for kernel in SDPA_KERNELS]
 # Attention backwards, and their arguments that the forward computes.
-BACKWARD_OPS = {sp.attend_backward.default: ("out", "lse")} | {
+BACKWARD_OPS = dict.fromkeys((sp.attend_backward.default, sp.attend_backward_parts.default), ("out", "lse")) | {
     getattr(aten, f"_scaled_dot_product_{kernel}_backward").default: ("out", "logsumexp") for kernel in SDPA_KERNELS
 }
 
