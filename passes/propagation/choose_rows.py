@@ -57,7 +57,9 @@ def choose_rows(gm: GraphModule, axes: Axes) -> Axes:
     if not candidates:
         return axes
     work = RowWork(gm, rows_axes)
-    flops = [_rank_flops(work, {rows_axes.find(c.rows.name), *c.blocks}, _share_of_rank(c, axes.n)) for c in candidates]
+    flops = [
+        _rank_flops(work, {rows_axes.find(c.rows.name), *c.blocks}, _windowed_share(c, axes.n)) for c in candidates
+    ]
     chosen = candidates[flops.index(min(flops))]
     if min(flops) > _tolerated_flops(gm, axes, chosen):
         return axes
@@ -122,7 +124,7 @@ def _find_windowed_rows(gm: GraphModule, axes: Axes, attentions: dict[int, set[N
     return [WindowedRows(sizes[x], chunk_blocks(axes, x, multiplied), reads) for x, reads in found.items()]
 
 
-def _share_of_rank(candidate: WindowedRows, n: int) -> float:
+def _windowed_share(candidate: WindowedRows, n: int) -> float:
     """Return the largest share of the rows that one of n ranks has, if each has complete windows."""
     rows, window = assume_large(candidate.rows.size), max(candidate.blocks.values(), default=1)
     return min(1.0, window * ceil_div(rows, window * n) / rows)
@@ -136,8 +138,8 @@ def _rank_flops(work: RowWork, classes: Set[int], share: float) -> float:
 def _tolerated_flops(gm: GraphModule, axes: Axes, windowed: WindowedRows) -> float:
     """Return the FLOPs of a rank up to which the rows of windows replace the sequences of `axes`.
 
-    They are clearly less than those with the sequences; slightly more are accepted if the positions of windows are a
-    sequence, because these are exchanged before and after each attention.
+    They are clearly less than those with the sequences. Slightly more are accepted if attention needs more exchanges
+    with these: if the positions of windows are a sequence, or if attention reads a sequence as a part of a product.
     """
     sizes = [a.size for dims in axes.dims.values() for dim in dims for a in dim if axes.is_sequence(a)]
     share = min((largest_share(size, axes.n) for size in sizes if not is_same_size(size, 1)), default=1.0)
@@ -145,4 +147,5 @@ def _tolerated_flops(gm: GraphModule, axes: Axes, windowed: WindowedRows) -> flo
     flops = _rank_flops(RowWork(gm, axes), axes.sequences | chunks, share)
     attentions = _attentions_by_class(gm, axes)
     exchanges_positions = any(not windowed.attentions.isdisjoint(attentions.get(x, ())) for x in axes.sequences)
-    return flops * (1 + LARGE_SHARE) if exchanges_positions else flops / (1 + LARGE_SHARE)
+    reads_parts = any(not axes.sequences.isdisjoint(product) for product in _attended_products(gm, axes))
+    return flops * (1 + LARGE_SHARE) if exchanges_positions or reads_parts else flops / (1 + LARGE_SHARE)

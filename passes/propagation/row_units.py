@@ -18,7 +18,7 @@ from sp_compile.passes.sharding.axes import Atom, Axes, Dim
 from sp_compile.passes.sharding.placement import Frame, Placement, Shard
 
 
-def count_rows(axes: Axes, node: Node, index: int, placement: Placement) -> Placement:
+def express_in_rows(axes: Axes, node: Node, index: int, placement: Placement) -> Placement:
     """Return the placement of a result with a frame in units of its rows, and with the `granule` and `block` of these.
 
     Args:

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from support.models import check
 from support.parity import against_eager
 from support.parity import check as check_ranks
+from support.programs.window_models import Backbone, Block, Pyramid
 from support.ranks import Ranks, mesh
-from support.window_models import Backbone, Block, Pyramid
 from torch import Tensor, nn
 
 
