@@ -8,8 +8,6 @@ Values between the first and the last call depend on all rows by their order; th
 ``passes/canonical/expert_loops.py`` proves that no other value leaves, so that all of them may be sharded along R.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

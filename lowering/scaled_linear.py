@@ -8,8 +8,6 @@ graph; those of the gradient are in the backward of the product. Padded rows do 
 rows, and those of a gradient are zero.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Define ``sp::token_function``: a torch.autograd.Function of elementwise ops, so that it has a sharding rule."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from torch import Tensor

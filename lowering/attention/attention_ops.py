@@ -12,8 +12,6 @@ computes attention over the full sequences. ``ShardArgs`` describes the argument
     zigzag         rank r stores chunks r and 2n - 1 - r of 2n, which balances causal attention (``zigzag.py``)
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

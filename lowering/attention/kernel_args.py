@@ -11,8 +11,6 @@ some. A row that attends to nothing has out 0 and lse -inf, and contributes no g
     packed     a call for several sequences, as cu_seqlens (``packed.py``)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache

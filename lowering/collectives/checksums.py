@@ -6,8 +6,6 @@ scratch memory for tensors of any size. `checksum` returns a text at once. `star
 device that are copied asynchronously: reading them does not wait for later work of the device.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 from collections.abc import Iterator, Sequence

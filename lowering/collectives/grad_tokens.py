@@ -8,8 +8,6 @@ one element, is returned next to it. The gradient of the token is the number of 
 for the backward, or 0 for none; ``sp::add_stored_grad`` adds it there.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

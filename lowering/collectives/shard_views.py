@@ -7,8 +7,6 @@ The base is the value that a view is created from. A view has no storage of its 
 base, before and after that is read or written. A position is one index of the sharded dim of the base, as of one token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace

@@ -9,8 +9,6 @@ with a delta rule is such a recurrence over chunks (Yang et al., arXiv:2406.0648
 chunked as in ``rank_chunks.py``: (..., chunks, rows, K, V).
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -5,8 +5,6 @@ on its devices. `KERNELS` has the call of each, by name. A kernel returns its re
 differentiated by its own autograd: the backward runs it again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

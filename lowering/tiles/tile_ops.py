@@ -8,8 +8,6 @@ the program once per tile, so the size of the compiled code does not depend on t
 (`tile_program.py`). A cotangent is the gradient of a result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ groups     a (R, m), b (R, n), ends (E,) of groups of rows     sum[e] += a[rows 
 rows       x (R.., n..), index (R..)                           sum[index[r]] += x[r]
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

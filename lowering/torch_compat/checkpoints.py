@@ -7,8 +7,6 @@ reads. A region is one call of torch.utils.checkpoint in the user's code. In Dyn
 sub-graph, its body; in a captured graph it is the nodes with the same meta["ac_graph_id"], the number of the region.
 """
 
-from __future__ import annotations
-
 import inspect
 import operator
 from collections.abc import Callable, Iterator, Sequence

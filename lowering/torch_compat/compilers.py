@@ -6,8 +6,6 @@ This module inserts a `JointTransform` before the partitioner and a `PartitionTr
 source nodes of a line of compiled code: the nodes of AOTAutograd's input graph that the line computes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import linecache

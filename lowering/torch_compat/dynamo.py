@@ -7,8 +7,6 @@ DDPOptimizer, Dynamo's mode for DistributedDataParallel, splits graphs too: one 
 gradients are reduced together.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

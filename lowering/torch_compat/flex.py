@@ -7,8 +7,6 @@ of all ranks. `score_mod` and `mask_mod` are the functions of flex_attention; th
 tensors of a BlockMask, which list the tiles to compute. Log-sum-exps are those of a row of scores, natural logarithms.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ sizes compiles the program again, so that functions which add a guard may cause 
 subclass that stores its values in other tensors, the inner ones.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import sys

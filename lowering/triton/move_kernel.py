@@ -14,8 +14,6 @@ run, which one program of the kernel moves, and the other dims are looped over:
     (g, A)       <- (A, g)          run 1, rows A, columns g: a transpose
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache

@@ -18,8 +18,6 @@ exact zeros. The dim of the sequence is the last one of x unless there is an arg
     wrapped rows   (of a roll) rows of the result whose source is at the other end of the sequence
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

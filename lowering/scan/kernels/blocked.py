@@ -8,8 +8,6 @@ Over n states, with B = BLOCK_ROWS, that is at most 2n(1 + 2/B) combinations, of
 levels are sequential. The states are read twice and written once.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -8,8 +8,6 @@ pytrees of tensors that have one size in a common dim. `lift` converts rows of o
 which they are combined, `lower` converts states to the results. Starts mark rows at which a segment begins.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ second one is dynamic in all lengths: sequences of varying length would otherwis
 share a program.
 """
 
-from __future__ import annotations
-
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence

@@ -10,8 +10,6 @@ A kernel contains nothing that depends on a rank, a step of a ring or a batch. R
 slopes are inputs, so that one kernel serves all of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
