@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from sp_compile.lowering.base.frames import row_order
 from sp_compile.lowering.torch_compat import FakeTensor, use_real_tensors
 
 from .deferred import DeferredRows
+
+if TYPE_CHECKING:
+    from .shard_views import ViewStorage
 
 sp = torch.ops.sp
 
@@ -112,12 +115,8 @@ class Layout:
         return dense if list(dense.stride()) == strides else dense.as_strided(x.shape, strides)
 
 
-def _ignore_read(description: str) -> None:
+def _ignore_read(*_: Any) -> None:
     """Ignore a read of a value, as in simulations and while tracing."""
-
-
-def _ignore_trained_read(description: str, nbytes: int) -> None:
-    """Ignore a read that is differentiated, as in simulations and while tracing."""
 
 
 @dataclass(frozen=True)
@@ -131,21 +130,7 @@ class Origin:
     check_read: Callable[[str], None] = _ignore_read  # compares the reads of all ranks; raises SpError
     # records a read of a value that is full already, as all values of a dry run are (`from_replicated`)
     record_read: Callable[[str], None] = _ignore_read
-    warn_of_read: Callable[[str, int], None] = _ignore_trained_read  # by differentiated code, of a number of bytes
-
-
-class StoredValue(Protocol):
-    """Interface of `ShardStorage` and of `ViewStorage` for assignments."""
-
-    layout: Layout  # layout of the value or the view
-
-    def rows(self) -> Tensor:
-        """Return this rank's rows."""
-        ...
-
-    def read(self, is_trained: bool = False) -> Tensor:
-        """Return the full tensor."""
-        ...
+    warn_of_read: Callable[[str, int], None] = _ignore_read  # by differentiated code, of a number of bytes
 
 
 @dataclass(eq=False)
@@ -218,7 +203,7 @@ class ShardStorage:
                 self.origin.warn_of_read(self.origin.description, full.nbytes)
         return full
 
-    def assign(self, new: Tensor, storage: StoredValue | None) -> None:
+    def assign(self, new: Tensor, storage: ShardStorage | ViewStorage | None) -> None:
         """Assign a value to this one and all its aliases, as an in-place op does.
 
         Rows are replaced and not overwritten: graphs may have saved the old ones for their backwards. A full tensor is
