@@ -11,6 +11,7 @@ import inspect
 import linecache
 import logging
 import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -169,9 +170,7 @@ def compiled_lines(error: BaseException) -> Iterator[CodeLine]:
     Used to name the user's line in errors at run time. In Inductor's code the comment above a line names its source
     nodes. In a graph that runs uncompiled (aot_eager) the line belongs to one node.
     """
-    traceback = error.__traceback__
-    while traceback is not None:
-        frame, line_number = traceback.tb_frame, traceback.tb_lineno
+    for frame, line_number in traceback.walk_tb(error.__traceback__):
         file, owner = frame.f_code.co_filename, frame.f_locals.get("self")
         line, line_above = linecache.getline(file, line_number), linecache.getline(file, line_number - 1)
         comment, kernel = SOURCES_MARK.match(line_above), KERNEL_PATTERN.match(line)
@@ -183,7 +182,6 @@ def compiled_lines(error: BaseException) -> Iterator[CodeLine]:
             later_comments = filter(None, map(SOURCES_MARK.match, linecache.getlines(file)[line_number:]))
             next_comment = next(later_comments, None)
             yield CodeLine(next_comment[1].split(", ") if next_comment else [], kernel=kernel[1])
-        traceback = traceback.tb_next
 
 
 def _line_of_node(gm: torch.fx.GraphModule, name: str) -> CodeLine:

@@ -295,9 +295,7 @@ def _compiled_module(frame: FrameType | None) -> torch.nn.Module | None:
     """Return the compiled module whose call contains this frame, or None if a function was compiled."""
     while frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) != _COMPILED_CALL:
         frame = frame.f_back
-    if frame is None:
-        return None
-    model, _ = _describe_callee(frame.f_locals.get("fn"))
+    model, _ = _describe_callee(frame.f_locals.get("fn") if frame is not None else None)
     return model if isinstance(model, torch.nn.Module) else None
 
 
