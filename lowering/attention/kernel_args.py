@@ -57,6 +57,14 @@ class KernelArgs:
     # Mask text and score function of all queries and keys. Only a fused kernel has it, and no other mask argument.
     pairs: PairTexts | None = None
 
+    def additive_mask(self, dtype: torch.dtype) -> Tensor | None:
+        """Return the bool mask (`allowed`) and the bias as one additive mask of a dtype; None without either."""
+        bias = None if self.bias is None else self.bias.to(dtype)
+        if self.allowed is None:
+            return bias
+        zero = torch.zeros((), dtype=dtype, device=self.allowed.device)
+        return torch.where(self.allowed, zero if bias is None else bias, -torch.inf)
+
 
 class KernelKey(NamedTuple):
     """Properties of a block that select its kernel."""

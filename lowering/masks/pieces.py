@@ -35,7 +35,6 @@ Flags = NDArray[np.bool_]
 # If more than MAX_PIECES start in a cell of CELL positions, one piece that bounds their values replaces them.
 CELL, MAX_PIECES = 256, 32
 FAR_VALUE = 1 << 58  # values from this magnitude on are treated as unknown, so that sums of a few values fit int64
-_SCAN_CHUNK = 1 << 15  # positions compared at a time, which fit a cache
 _HEADER = 5  # number of pieces, batch, length, and a digest of 16 bytes
 
 
@@ -275,20 +274,10 @@ def _last_fits_next(values: Ints, starts: Ints, ends: Ints) -> Flags:
 def _slope_changes(values: Ints) -> Ints:
     """Return the positions p > 0, sorted, at which the step to p differs from the step to p + 1 in a batch entry.
 
-    Two lines meet there. Compares _SCAN_CHUNK positions at a time, in buffers that fit the CPU's cache.
+    Two lines meet there.
     """
-    changes = [np.empty(0, np.int64)]
-    for row in values:
-        step_buffer, change_buffer = np.empty(_SCAN_CHUNK + 1, np.int64), np.empty(_SCAN_CHUNK, np.bool_)
-        for low in range(0, len(row) - 2, _SCAN_CHUNK):
-            chunk = row[low : low + _SCAN_CHUNK + 2]
-            steps, is_change = step_buffer[: len(chunk) - 1], change_buffer[: len(chunk) - 2]
-            np.subtract(chunk[1:], chunk[:-1], out=steps)
-            np.not_equal(steps[1:], steps[:-1], out=is_change)
-            if is_change.any():
-                changes.append(np.flatnonzero(is_change) + (low + 1))
-    positions = np.concatenate(changes)
-    return sorted_unique(positions) if len(values) > 1 and len(positions) else positions
+    steps = np.diff(values, axis=1)
+    return np.flatnonzero((steps[:, 1:] != steps[:, :-1]).any(0)) + 1
 
 
 def sorted_unique(x: Ints) -> Ints:
