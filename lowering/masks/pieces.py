@@ -238,8 +238,10 @@ def _line_starts(values: Ints) -> Ints:
     Runs are positions with equal steps, of which adjacent ones share a position: 0 0 0 1 2 3 has the runs [0, 2] and
     [2, 5]. The shared position belongs to the first line, so that the lines start at 0 and 3.
     """
-    length = values.shape[1]
-    starts = np.concatenate([[0], _slope_changes(values)])  # of runs
+    length, steps = values.shape[1], np.diff(values, axis=1)
+    # Two runs share the position p if the step to p differs from the step to p + 1 in a batch entry.
+    shared = np.flatnonzero((steps[:, 1:] != steps[:, :-1]).any(0)) + 1
+    starts = np.append(0, shared)  # of runs
     ends = np.append(starts[1:], length - 1)
     run_numbers, is_long = np.arange(len(starts)), ends - starts > 1
     last_long = np.maximum.accumulate(np.where(is_long, run_numbers, -1))  # number of the last long run, or -1
@@ -269,15 +271,6 @@ def _last_fits_next(values: Ints, starts: Ints, ends: Ints) -> Flags:
     next_second = np.minimum(next_first + 1, values.shape[1] - 1)
     is_other_step = values[:, next_first] - values[:, last] != values[:, next_second] - values[:, next_first]
     return (spans[1:] >= spans[:-1]) & (spans[:-1] > 0) & ~is_other_step.any(0)
-
-
-def _slope_changes(values: Ints) -> Ints:
-    """Return the positions p > 0, sorted, at which the step to p differs from the step to p + 1 in a batch entry.
-
-    Two lines meet there.
-    """
-    steps = np.diff(values, axis=1)
-    return np.flatnonzero((steps[:, 1:] != steps[:, :-1]).any(0)) + 1
 
 
 def sorted_unique(x: Ints) -> Ints:
