@@ -27,7 +27,7 @@ class LinearConfig(NamedTuple):
     casts: Any  # Float8LinearConfig
 
     def cast(
-        self, x: Tensor, config: Any, role: Any, axis: int, scale: Tensor | None = None, n: int = 1, group: str = ""
+        self, x: Tensor, config: Any, role: Any, dim: int, scale: Tensor | None = None, n: int = 1, group: str = ""
     ) -> Any:
         """Return a matrix in float8 as torchao's tensor subclass, or x itself if its cast is disabled.
 
@@ -35,7 +35,7 @@ class LinearConfig(NamedTuple):
             x: Matrix.
             config: torchao's CastConfig of x.
             role: torchao's GemmInputRole of x.
-            axis: Dim over which axiswise scales take the maximum.
+            dim: Dim over which axiswise scales take the maximum.
             scale: Scales; None to compute them.
             n: Number of ranks whose rows x has.
             group: Name of their group.
@@ -46,7 +46,7 @@ class LinearConfig(NamedTuple):
 
         if _is_disabled(config):
             return x
-        axiswise_dim = get_maybe_axiswise_dim(axis, config.scaling_granularity)
+        axiswise_dim = get_maybe_axiswise_dim(dim, config.scaling_granularity)
         if scale is None:
             with torch.no_grad():
                 largest = x.abs().amax() if axiswise_dim is None else x.abs().amax(axiswise_dim, keepdim=True)
@@ -171,14 +171,15 @@ def trace_scaled_linear(x: Tensor, w_t: Tensor, products: Any, casts: Any) -> An
     from torchao.float8.float8_utils import amax_to_scale
 
     with torch.no_grad():
-        size = x.detach().abs()
+        magnitudes = x.detach().abs()
 
         def compute_scale(config: Any, by_column: bool) -> Tensor | None:
             """Return the scale of x, or those of its columns; None if they depend on one row, or without a cast."""
             is_axiswise = config.scaling_granularity.name == "AXISWISE"
             if _is_disabled(config) or (is_axiswise and not by_column):
                 return None
-            largest = size.amax([*range(x.ndim - 1)]) if is_axiswise else size.amax([*range(x.ndim)])
+            dims = [*range(x.ndim - 1)] if is_axiswise else [*range(x.ndim)]  # of the rows, or all
+            largest = magnitudes.amax(dims)
             return amax_to_scale(largest, config.target_dtype, casts.round_scales_to_power_of_2)
 
         config, for_w = casts.cast_config_input, casts.cast_config_input_for_grad_weight

@@ -184,7 +184,7 @@ def _length_dims(name: str, pair: PairFunctions) -> tuple[int, ...]:
     """
     if name == "mask":
         assert pair.mask_dims is not None
-        return tuple(i for i, axis in enumerate(pair.mask_dims) if axis in "qk")
+        return tuple(i for i, dim in enumerate(pair.mask_dims) if dim in "qk")
     if name.startswith(("row", "col")):
         return (-1,)
     return (0,) if name in ("q", "k") else ()
