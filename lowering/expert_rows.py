@@ -53,5 +53,4 @@ def grouped_mm(x: Tensor, w: Tensor, keys: Tensor, op: str) -> Tensor:
     groups = torch.arange(w.shape[0], dtype=keys.dtype, device=keys.device)
     ends = torch.searchsorted(keys, groups, right=True, out_int32=True)
     namespace, name = op.split("::")
-    result: Tensor = getattr(getattr(torch.ops, namespace), name)(x, w, ends)
-    return result
+    return getattr(getattr(torch.ops, namespace), name)(x, w, ends)

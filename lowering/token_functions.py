@@ -39,5 +39,4 @@ def token_function(xs: list[Tensor], name: str) -> Tensor:
     """
     forward, backward, options = BODIES[name]
     result = autograd_function_apply(forward, backward, *xs, **options)
-    out: Tensor = result[0] if isinstance(result, tuple | list) else result
-    return out
+    return result[0] if isinstance(result, tuple | list) else result

@@ -116,8 +116,7 @@ class DeferredRows:
         The caller's autocast is disabled, since the graph contains the casts of the program's own autocast.
         """
         with torch.autocast(self.like.device.type, enabled=False):
-            result: Tensor = self.graph(*arguments)
-        return result
+            return self.graph(*arguments)
 
     def _check(self) -> None:
         """Raise SpError if an operand has changed since the call.

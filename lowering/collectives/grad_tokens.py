@@ -83,5 +83,4 @@ def tap(x: Tensor) -> tuple[Tensor, Tensor]:
     Backward: the gradient of the value plus the stored gradient, if any.
     Source: view_as.
     """
-    value, token = _TapFunction.apply(x)
-    return value, token
+    return _TapFunction.apply(x)

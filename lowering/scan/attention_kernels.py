@@ -164,8 +164,7 @@ class _KernelFunction(Function):
 
 def run_attention_kernel(*operands: Any) -> tuple[Tensor, Tensor]:
     """Run a kernel, differentiably: the result (B, S, H, V) and the state after it, (B, H, K, V), float32."""
-    out, state = _KernelFunction.apply(*operands)
-    return out, state
+    return _KernelFunction.apply(*operands)
 
 
 def _call_kernel(*operands: Any) -> tuple[Tensor, Tensor]:

@@ -33,18 +33,15 @@ class PartitionTransform(Protocol):
 
         It is equal for passes with equal effect, so that cached code can replace compilation with this pass.
         """
-        ...
 
     def run_training(self, forward: torch.fx.GraphModule, backward: torch.fx.GraphModule, results: int) -> None:
         """Change a forward and its backward in place, before they are compiled.
 
         The first `results` outputs of the forward are returned to the caller; the others are saved for the backward.
         """
-        ...
 
     def run_inference(self, forward: torch.fx.GraphModule) -> None:
         """Change an inference graph in place, before it is compiled."""
-        ...
 
 
 JOINT_COMPILERS = ("inductor", "aot_eager")  # compilers that run passes on joint graphs
@@ -122,10 +119,7 @@ def compile_with_inductor(
     """
     from torch._inductor.compile_fx import compile_fx
 
-    run: Callable[..., Any] = compile_fx(
-        gm, list(inputs), config_patches={"comprehensive_padding": False, **(patches or {})}, **options
-    )
-    return run
+    return compile_fx(gm, list(inputs), config_patches={"comprehensive_padding": False, **(patches or {})}, **options)
 
 
 def inductor_mode_options() -> dict[str, dict[str, Any]]:

@@ -461,8 +461,7 @@ def untraced_function(target: Any) -> type[torch.autograd.Function] | None:
     """
     if getattr(target, "__name__", "") != "trampoline_autograd_apply" or not getattr(target, "__closure__", None):
         return None
-    function: type[torch.autograd.Function] = target.__closure__[0].cell_contents
-    return function
+    return target.__closure__[0].cell_contents
 
 
 def run_eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
