@@ -13,11 +13,12 @@ import gc
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum, auto
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch._dynamo import eval_frame, external_utils
@@ -379,17 +380,12 @@ def is_compiled(model: torch.nn.Module) -> bool:
     return isinstance(model, torch._dynamo.OptimizedModule) or model._compiled_call_impl is not None
 
 
-@contextlib.contextmanager
-def allow_meta_constants() -> Iterator[None]:
-    """Let Dynamo trace `torch.tensor(...)` on the meta device inside the block, for dry runs.
+def allow_meta_constants() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which Dynamo traces `torch.tensor(...)` on the meta device, for dry runs.
 
     There it returns a plain meta tensor in place of a fake one, which fake modes reject by default.
     """
-    before, fake_tensor_tls.allow_non_fake_inputs_override = fake_tensor_tls.allow_non_fake_inputs_override, True
-    try:
-        yield
-    finally:
-        fake_tensor_tls.allow_non_fake_inputs_override = before
+    return mock.patch.object(fake_tensor_tls, "allow_non_fake_inputs_override", True)
 
 
 def replace_meta_constants(gm: GraphModule) -> None:

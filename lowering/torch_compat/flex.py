@@ -8,9 +8,10 @@ tensors of a BlockMask, which list the tiles to compute. Log-sum-exps are those 
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -39,19 +40,17 @@ _TEMPLATE_OPTIONS = {
 ModFunction = Callable[..., Tensor]
 
 
-@contextmanager
-def flex_on_any_device() -> Iterator[None]:
-    """Remove the device check of flex_attention inside the block, for dry runs on meta or a CPU.
+def flex_on_any_device() -> AbstractContextManager[Any]:
+    """Return a context without the device check of flex_attention, for dry runs on meta or a CPU.
 
     torch 2.11 to 2.15 reject training on a CPU, and any call on the meta device, only by this function. On a CPU the
     eager form has gradients, and a dry run does not run a kernel.
     """
-    original = public._validate_device
-    public._validate_device = lambda query, key, value: None
-    try:
-        yield
-    finally:
-        public._validate_device = original
+    return mock.patch.object(public, "_validate_device", _accept_devices)
+
+
+def _accept_devices(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Accept operands on any device, in place of torch's check."""
 
 
 class FlexCall(NamedTuple):
