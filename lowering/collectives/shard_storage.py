@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +20,6 @@ from sp_compile.lowering.base.frames import row_order
 from sp_compile.lowering.torch_compat import FakeTensor, use_real_tensors
 
 from .deferred import DeferredRows
-
-if TYPE_CHECKING:
-    from .shard_views import ViewStorage
 
 sp = torch.ops.sp
 
@@ -203,7 +200,7 @@ class ShardStorage:
                 self.origin.warn_of_read(self.origin.description, full.nbytes)
         return full
 
-    def assign(self, new: Tensor, storage: ShardStorage | ViewStorage | None) -> None:
+    def assign(self, new: Tensor, storage: Any) -> None:
         """Assign a value to this one and all its aliases, as an in-place op does.
 
         Rows are replaced and not overwritten: graphs may have saved the old ones for their backwards. A full tensor is
@@ -211,7 +208,7 @@ class ShardStorage:
 
         Args:
             new: The new value.
-            storage: Storage of the new value if it is sharded.
+            storage: The `ShardStorage` or `ViewStorage` of the new value if it is sharded, else None.
         """
         with torch.inference_mode(False), torch.no_grad():
             if self.full is None and storage is not None and storage.layout.has_same_rows(self.layout):
