@@ -53,7 +53,7 @@ def _accept_devices(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Accept operands on any device, in place of torch's check."""
 
 
-class FlexArguments(NamedTuple):
+class FlexSetup(NamedTuple):
     """Functions and settings of one call of flex_attention."""
 
     score_mod: ModFunction  # function of a score, its indices and `reads`
@@ -70,7 +70,7 @@ class FlexArguments(NamedTuple):
         return mask.as_tuple(), self.scale, _kernel_options(self.options), self.reads, self.reads
 
 
-def flex_forward(q: Tensor, k: Tensor, v: Tensor, call: FlexArguments) -> tuple[Tensor, Tensor]:
+def flex_forward(q: Tensor, k: Tensor, v: Tensor, call: FlexSetup) -> tuple[Tensor, Tensor]:
     """Run flex_attention on one block, and return out (B, Hq, Q, E) and the log-sum-exps (B, Hq, Q).
 
     The caller merges the results of blocks by their log-sum-exps.
@@ -86,14 +86,7 @@ def flex_forward(q: Tensor, k: Tensor, v: Tensor, call: FlexArguments) -> tuple[
 
 
 def flex_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    call: FlexArguments,
-    learned: Collection[int],
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: FlexSetup, learned: Collection[int]
 ) -> tuple[Tensor, ...]:
     """Return the gradients dq, dk, dv of one block, then those of the captured tensors in `learned`.
 

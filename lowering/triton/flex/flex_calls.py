@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.registry import Override
-from sp_compile.lowering.torch_compat import FlexArguments, FlexProgram, flex_backward, flex_forward
+from sp_compile.lowering.torch_compat import FlexProgram, FlexSetup, flex_backward, flex_forward
 
 from .flex_tables import BlockTables, build_tables, tile_size
 from .flex_texts import PairFunctions, PairTexts, pair_functions
@@ -136,7 +136,7 @@ def _backward_program(
 
 def _split_inputs(
     pair: PairFunctions, tile: int, scale: float, inputs: tuple[Tensor, ...], num_operands: int
-) -> tuple[tuple[Tensor, ...], FlexArguments]:
+) -> tuple[tuple[Tensor, ...], FlexSetup]:
     """Split the inputs that `_call_program` joins into `num_operands` operands, and a call with all others.
 
     The others are the block tables and the captured tensors. The first operands are q, k and v.
@@ -144,7 +144,7 @@ def _split_inputs(
     q, _, v = inputs[:3]
     end = num_operands + len(BlockTables.__match_args__)
     tables, options = BlockTables(*inputs[num_operands:end]), _fit_options(max(q.shape[3], v.shape[3]), q.dtype)
-    call = FlexArguments(pair.modify_score, pair.attends, tables, tile, scale, options, inputs[end:])
+    call = FlexSetup(pair.modify_score, pair.attends, tables, tile, scale, options, inputs[end:])
     return inputs[:num_operands], call
 
 
