@@ -204,9 +204,7 @@ class ElementReader:
         """
         if not is_tensor(x):
             return as_number(x)
-        shape = node_shape(x)
-        dims = zip(shape, coords[len(coords) - len(shape) :])
-        return self.at(x, tuple(0 if size == 1 else coord for size, coord in dims))
+        return self.at(x, broadcast_coords(x, coords))
 
     def integer(self, value: Element) -> sympy.Expr:
         """Return an element as one integer expression, such as q + 1, for use as a coordinate.
@@ -217,6 +215,15 @@ class ElementReader:
         if len(cases) != 1 or not cases[0][1].is_integer:
             raise NotSymbolic("has an operand that is not an integer, or an integer with cases")
         return cases[0][1]
+
+
+def broadcast_coords(x: Node, coords: Coords) -> Coords:
+    """Return the coordinates at which an element of a result reads an operand that broadcasts to the result.
+
+    For an operand (H, 1) and the coordinates (b, h, q), these are (h, 0).
+    """
+    shape = node_shape(x)
+    return tuple(0 if size == 1 else coord for size, coord in zip(shape, coords[len(coords) - len(shape) :]))
 
 
 def as_number(x: Any) -> Element:
