@@ -118,9 +118,10 @@ class ElementReader:
     def _element(self, node: Node, coords: Coords) -> Element:
         """Return the element that the op computes, or else that of a constant or of a leaf.
 
-        A leaf is a tensor without an expression, such as a padding mask: its element is a function leaf(b, k).
+        A leaf is a tensor without an expression, such as a padding mask: its element is a function leaf(b, k). If the
+        element is none of these, the reason why the op has none is raised, or else that of the leaf.
         """
-        op_error: NotSymbolic | None = None
+        op_error: NotSymbolic | None = None  # None for an unknown op or an input
         try:
             computed = self._computed_element(node, coords)
             if computed is not None:

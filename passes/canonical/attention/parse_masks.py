@@ -389,15 +389,22 @@ class RewriteMasks(base.CanonicalPass):
             mask: The mask.
             options: Keyword arguments of the new call.
         """
-        printer = MaskPrinter()
-        predicate = _print_predicate(printer, mask)
-        rows = [self._leaf_vector(mask, leaf, QUERY_INDEX, node) for leaf in printer.rows]
-        cols = [self._leaf_vector(mask, leaf, KEY_INDEX, node) for leaf in printer.cols]
-        sizes = self.sizes.list(as_size(e) for e in printer.sizes)
-        text = "" if predicate == sympy.true else str(predicate)
-        args = (*call.operands[:3], rows, cols, sizes, text, call["dropout_p"], call["scale"], call["enable_gqa"])
+        predicate = self.emit_predicate(mask, node)
+        args = (*call.operands[:3], *predicate, call["dropout_p"], call["scale"], call["enable_gqa"])
         with self.graph.inserting_before(node):
             self.replace(node, self.emit(sp.masked_attention.default, args, node.meta["val"], node, options))
+
+    def emit_predicate(self, mask: AttentionMask, like: Node) -> tuple[list[Node], list[Node], list[Any], str]:
+        """Return rows, cols, sizes and the predicate of `sp.masked_attention` for a mask; emits them at the first call.
+
+        Raises NotSymbolic if no predicate describes the mask, and SpError if the graph cannot compute a size.
+        """
+        printer = MaskPrinter()
+        predicate = _print_predicate(printer, mask)
+        rows = [self._leaf_vector(mask, leaf, QUERY_INDEX, like) for leaf in printer.rows]
+        cols = [self._leaf_vector(mask, leaf, KEY_INDEX, like) for leaf in printer.cols]
+        sizes = self.sizes.list(as_size(e) for e in printer.sizes)
+        return rows, cols, sizes, "" if predicate == sympy.true else str(predicate)
 
     def _leaf_vector(self, mask: AttentionMask, leaf: AppliedUndef, index: sympy.Symbol, like: Node) -> Node:
         """Return the values of a leaf for all queries or keys, a vector (B or 1, Q) or (B or 1, K).

@@ -281,16 +281,15 @@ class CoupledStates:
 
         m is equal for all columns of the states, so one column suffices.
         """
-        num_states = len(self.states)
+        num_states, dims_to_cut = len(self.states), list[int]()
         try:
             results = self._evaluate(frozenset(self.repeated_dims))
-            return results[:num_states], results[num_states:]
         except (RuntimeError, ValueError, NotALoop):
             # An op of the body, such as an expand, has the sizes of repeated dims as arguments, so that it fails for
             # size 1: compute all columns, and keep one.
-            results = self._evaluate(frozenset())
+            results, dims_to_cut = self._evaluate(frozenset()), self.repeated_dims
         terms, maps = results[:num_states], results[num_states:]
-        for d in self.repeated_dims:  # the dims of the states follow steps and basis
+        for d in dims_to_cut:  # the dims of the states follow steps and basis
             maps = [self._compute(aten.slice.Tensor, x, d + 2, 0, 1) for x in maps]
         return terms, maps
 
