@@ -51,7 +51,7 @@ def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = 
         SpError: Some ranks of the program's groups run another operation instead of this compilation. Nothing is cached
             then, so Dynamo compiles again at the next call.
     """
-    program = UserProgram(gm, tuple(example_inputs))
+    program = UserProgram.from_dynamo(gm, example_inputs)
     session = CompileSession(gm, example_inputs, options, mode=mode)
     warn_one_rank(session)
     lowered: RankProgram | None = None

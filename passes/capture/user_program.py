@@ -29,6 +29,11 @@ class UserProgram:
     graph: GraphModule  # as Dynamo traced it, not captured
     inputs: Sequence[Any]  # one for each placeholder: fake or real tensors, SymInts
 
+    @classmethod
+    def from_dynamo(cls, gm: GraphModule, example_inputs: Sequence[Any]) -> UserProgram:
+        """Return the program that Dynamo passes to a backend."""
+        return cls(gm, tuple(example_inputs))
+
     @property
     def device(self) -> torch.device:
         """The device of the first tensor input; the CPU without one."""

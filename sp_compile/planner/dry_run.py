@@ -175,7 +175,7 @@ class DryRun:
         """
         self._graphs.append(gm)
         with resume_trace(context):
-            for lowered in self._lower_all(UserProgram(gm, tuple(inputs))):
+            for lowered in self._lower_all(UserProgram.from_dynamo(gm, inputs)):
                 lowered.result.report.merge(lowered.program.report)
 
     def _backend(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -188,7 +188,7 @@ class DryRun:
         replace_meta_constants(gm)
         if self.captured is not None:
             self.captured.add(gm, example_inputs)
-        all_lowered = self._lower_all(UserProgram(gm, tuple(example_inputs)))
+        all_lowered = self._lower_all(UserProgram.from_dynamo(gm, example_inputs))
         if not all_lowered:
             return gm.forward
 
