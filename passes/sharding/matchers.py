@@ -118,12 +118,18 @@ def skip_widening_cast(node: Any) -> Node | None:
     x = move_source(wide) if is_cast_op(wide) else None
     if wide is None or x is None or not _has_same_type(x, node):
         return None
-    dtype, wide_dtype = (n.meta["val"].dtype for n in (x, wide))
-    kind, wide_kind = ((d.is_floating_point, d.is_complex, d.is_signed) for d in (dtype, wide_dtype))
-    # Floats of one byte are excluded: some have exponents that a wider dtype does not represent.
+    dtype = x.meta["val"].dtype
+    return x if dtype is torch.bool or is_wider_dtype(wide.meta["val"].dtype, dtype) else None
+
+
+def is_wider_dtype(wide: torch.dtype, dtype: torch.dtype) -> bool:
+    """Return True if a dtype of the same kind has more bytes and all values of `dtype`, as float32 for bfloat16.
+
+    Floats of one byte have no wider dtype: some have exponents that other dtypes do not represent.
+    """
+    kinds = {(d.is_floating_point, d.is_complex, d.is_signed) for d in (wide, dtype)}
     min_itemsize = 2 if dtype.is_floating_point else 1
-    is_wider = kind == wide_kind and wide_dtype.itemsize > dtype.itemsize >= min_itemsize
-    return x if is_wider or dtype is torch.bool else None
+    return len(kinds) == 1 and wide.itemsize > dtype.itemsize >= min_itemsize
 
 
 def is_copy(node: Any) -> bool:

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from sympy.utilities.iterables import multiset_partitions
 from torch.fx import Node
 
 from sp_compile.lowering.base.errors import SpError, describe_node
@@ -72,7 +73,11 @@ class MergeChooser:
         pairs = itertools.combinations(self._link_groups(chain, links), 2)
         commute = chain.links[0].kind == "all_reduce" and all(reduce_partitions(pair) is not None for pair in pairs)
         options = []
-        for blocks in _link_partitions(links):
+        # All partitions of the links into blocks: for (0, 1), these are ((0,), (1,)) and ((0, 1),).
+        partitions = [tuple(map(tuple, blocks)) for blocks in multiset_partitions(list(links))]
+        # Of equally good options the first one is chosen: that with the fewest links in its first block.
+        partitions.sort(key=lambda blocks: [(len(block), block) for block in blocks])
+        for blocks in partitions:
             in_order = all(block[-1] - block[0] == len(block) - 1 for block in blocks)  # consecutive links only
             if (commute or in_order) and all(block in communicators for block in blocks):
                 chosen = {block: communicators[block] for block in blocks}
@@ -198,16 +203,3 @@ def static_value(node: Node) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise SpError("SP906", f"expected a fake tensor in the metadata of {describe_node(node)}, got none.")
     return value
-
-
-def _link_partitions(links: LinkIndices) -> Iterator[tuple[LinkIndices, ...]]:
-    """Yield all partitions of the links into blocks: for (0, 1), these are ((0,), (1,)) and ((0, 1),)."""
-    if not links:
-        yield ()
-        return
-    first, *later = links
-    for size in range(len(links)):
-        for members in itertools.combinations(later, size):  # other links in the block of the first one
-            remaining = tuple(link for link in later if link not in members)
-            for blocks in _link_partitions(remaining):
-                yield (first, *members), *blocks

@@ -110,7 +110,7 @@ def _framed_window_rule(call: OpCall, rule: BoundRule) -> BoundRule:
         """Return the placement of an operand or result with these dims."""
         if sharded_factor not in names:
             return Replicate(partial_grad=True)
-        return Shard(names.index(sharded_factor), call_frame(call, frame_argument)[0])
+        return Shard(names.index(sharded_factor), call_frame(call, frame_argument))
 
     result_frame = "result" if call.get("result") is not None else "frame"
     wants = tuple(placement_of(names, "frame") for names in rule.operands)

@@ -136,7 +136,7 @@ def _framed_scan_rule(
     kinds = dict.fromkeys(scanned, "scan") | dict.fromkeys(gathered, "whole")
     if call["frame"] is None or not scanned:
         return BoundRule(operands, results, kinds)
-    frame = call_frame(call)[0]
+    frame = call_frame(call)
     wants: list[Placement] = [
         Shard(dims.index(scanned[0]), frame) if scanned[0] in dims else Replicate(partial_grad=i not in invariant)
         for i, dims in enumerate(operands)
