@@ -67,7 +67,6 @@ SUMMAND_GRAD = Replicate(partial_grad=True)
 SCANNED_DEMAND = "every position needs the reduction of all positions before it"
 NEIGHBORS_DEMAND = "every position needs its neighbors"
 NO_PLACEMENT = "the sequence is not a single dim of the result"
-DIFFERENT_PLACEMENT = "another operand differs between ranks, so every rank needs all rows of this one"
 Demands = tuple[Demand, ...]
 
 
@@ -103,22 +102,6 @@ def place_as_written(call: OpCall, rule: BoundRule, have: Sequence[Placement]) -
     return NodeStep(tuple(rule.operand_placements), (rule.result_placements,) * len(rule.results), tuple(demands))
 
 
-def varying_result(node: Node, have: Sequence[Placement], result: Placement, num_results: int) -> NodeStep:
-    """Return the step of a node that combines values that differ by rank (Varying), with a demand for each shard.
-
-    Such an operand has other values on each rank, so every rank needs all rows of the sharded operands.
-
-    Args:
-        node: The node.
-        have: The placements of the operands.
-        result: The placement of its results.
-        num_results: The number of its results.
-    """
-    # `keeps_sharding`: the gradient of a gathered operand is partial, since the ranks compute different summands of it.
-    demands = _make_demands(node, have, "varying", DIFFERENT_PLACEMENT, keeps_sharding=True)
-    return NodeStep(None, (result,) * num_results, demands)
-
-
 def replicate_operands(node: Node, have: Sequence[Placement], kind: str, why: str, num_results: int) -> NodeStep:
     """Return the step of a node that runs on replicated operands, with a demand to gather each sharded one.
 
@@ -129,10 +112,10 @@ def replicate_operands(node: Node, have: Sequence[Placement], kind: str, why: st
         why: The reason of the demands, for the report.
         num_results: The number of its results.
     """
-    return NodeStep(None, (REPLICATE,) * num_results, _make_demands(node, have, kind, why))
+    return NodeStep(None, (REPLICATE,) * num_results, make_demands(node, have, kind, why))
 
 
-def _make_demands(node: Node, have: Sequence[Placement], kind: str, why: str, keeps_sharding: bool = False) -> Demands:
+def make_demands(node: Node, have: Sequence[Placement], kind: str, why: str, keeps_sharding: bool = False) -> Demands:
     """Return one demand of the kind for each sharded operand; for `keeps_sharding` see `Demand`."""
     shards = [(i, p) for i, p in enumerate(have) if isinstance(p, Shard)]
     return tuple(Demand(node, i, kind, p, keeps_sharding, why) for i, p in shards)
@@ -314,7 +297,7 @@ def _place_window(call: OpCall, rule: BoundRule, have: Sequence[Placement], base
     runs_on_shards = not isinstance(placed, str)
     other_placements = (REPLICATE, *have[1:])  # so that the first operand has no such demand
     why = "every window reads all of it"
-    other_demands = _make_demands(node, other_placements, "gather", why, keeps_sharding=runs_on_shards)
+    other_demands = make_demands(node, other_placements, "gather", why, keeps_sharding=runs_on_shards)
     if isinstance(placed, str):
         why = f"every position needs its neighbors, and {placed}"
         demand = Demand(node, 0, "halo", have[0], why=why)

@@ -44,11 +44,11 @@ from .demanded_shards import shard_demanded
 from .node_steps import (
     SUMMAND_GRAD,
     NodeStep,
+    make_demands,
     place_as_written,
     replicate_operands,
     start_sharding,
     through_factors,
-    varying_result,
 )
 
 
@@ -75,6 +75,7 @@ def _is_mask_use(node: Node, user: Node) -> bool:
     return bool(indices) and all(i in rule.masks for i in indices)
 
 
+DIFFERENT_VALUES = "another operand differs between ranks, so every rank needs all rows of this one"
 INVARIANT = "it is replicated, so the gradient that it returns is replicated, too"
 # returns the reason why a call with operands of these placements should not run on shards, or None
 DeclineRule = Callable[[OpCall, BoundRule | None, Sequence[Placement]], str | None]
@@ -202,7 +203,8 @@ def _mark_varying(node: Node, rule: BoundRule | None, have: Sequence[Placement],
     """Return the step of a node with results that differ by rank (Varying) if an operand does; else `step`.
 
     A rule may expect such operands, and then defines the results itself. A pass may have set the placement of the
-    result of a collective of the user's program (`NodeInfo.result`).
+    result of a collective of the user's program (`NodeInfo.result`). Every rank then needs all rows of the sharded
+    operands, because it combines them with other values.
 
     Args:
         node: The node.
@@ -211,10 +213,13 @@ def _mark_varying(node: Node, rule: BoundRule | None, have: Sequence[Placement],
         step: The step by its rule.
     """
     expected = (rule.operand_placements if rule is not None else None) or (REPLICATE,) * len(have)
-    if any(p == VARYING and want != VARYING for want, p in zip(expected, have)):
-        step = varying_result(node, have, VARYING, len(step.results))
-    forced_result = node_info(node).result
-    return step if forced_result is None else varying_result(node, have, forced_result, len(step.results))
+    has_varying = any(p == VARYING and want != VARYING for want, p in zip(expected, have))
+    result = node_info(node).result or (VARYING if has_varying else None)
+    if result is None:
+        return step
+    # `keeps_sharding`: the gradient of a gathered operand is partial, since the ranks compute different summands of it.
+    demands = make_demands(node, have, "varying", DIFFERENT_VALUES, keeps_sharding=True)
+    return NodeStep(None, (result,) * len(step.results), demands)
 
 
 def _item_placement(plan: PlacementPlan, node: Node, source: Node) -> Placement:

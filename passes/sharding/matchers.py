@@ -46,6 +46,7 @@ LITERAL_OPS = parse_overloads("lift_fresh lift_fresh_copy")  # of a number in th
 DETACH_OPS = {*LITERAL_OPS, aten.detach.default}  # gradients stop at these
 CONCAT_OPS = parse_overloads("cat concat concatenate stack hstack vstack row_stack dstack")
 PAD_OPS = parse_overloads("constant_pad_nd pad")
+ARANGE_OPS = parse_overloads("arange arange.start arange.start_step")
 NON_MOVE_OPS = re.compile("new_.*|.*_like|view[.]dtype")  # lazy, too, but they do not read the elements
 
 
@@ -264,23 +265,17 @@ def _cancel_chain(node: Node, operand: Node, origins: dict[Node, Node]) -> Node:
         operand: Origin of its operand.
         origins: Origins of the values before it: the first values with the same elements at the same positions.
     """
-    order, source = permutation_of(node), operand  # order: the dims of `source` in the order of the node's
-    while order is not None:  # a permutation
-        if is_identity(order) and source is not operand:
+    order, is_reshape, source = permutation_of(node), keeps_order(node), operand
+    # Between `source` and the node there are only permutations, which bring its dims to `order`, or only reshapes.
+    while True:
+        if _is_identity_order(order) or (is_reshape and _has_same_shape(source, node)):
             return origins[source]
         inner_order = permutation_of(source)
-        if inner_order is None:
-            break
-        order = tuple(inner_order[d] for d in order)
+        order = tuple(inner_order[d] for d in order) if order is not None and inner_order is not None else None
+        is_reshape = is_reshape and keeps_order(source)
+        if order is None and not is_reshape:
+            return node
         source = OpCall(source).operands[0]
-    source = operand
-    while keeps_order(node):  # a reshape
-        if _has_same_shape(source, node):
-            return origins[source]
-        if not is_rearrangement(source) or not keeps_order(source):
-            break
-        source = OpCall(source).operands[0]
-    return node
 
 
 def steps_between(node: Node, source: Node) -> list[Node]:
@@ -440,12 +435,8 @@ def match_pad(node: Node) -> PadMatch | None:
 
 def is_arange(node: Any) -> bool:
     """Return True if the node is an arange from 0 in steps of 1: 0, 1, 2, ..."""
-    if not isinstance(node, Node) or node.op != "call_function":
-        return False
-    if node.target is aten.arange.default:
-        return True
-    call = OpCall(node) if node.target in (aten.arange.start, aten.arange.start_step) else None
-    return call is not None and call["start"] == 0 and call.get("step", 1) == 1
+    call = OpCall(node) if isinstance(node, Node) and node.target in ARANGE_OPS else None
+    return call is not None and call.get("start", 0) == 0 and call.get("step", 1) == 1
 
 
 def constant_value(node: Any) -> Number | None:

@@ -219,12 +219,9 @@ def _solve_sizes(dims: Iterable[str], known: set[str]) -> set[str]:
     and then "(s k)" determines k.
     """
     groups = [set(dim_factors(dim)) for dim in dims if dim[:1] == "("]
-    while True:
-        unknown_of_groups = [group - known for group in groups]
-        solved = {f for unknown in unknown_of_groups if len(unknown) == 1 for f in unknown}
-        if not solved:
-            return known
+    while solved := {f for group in groups if len(group - known) == 1 for f in group - known}:
         known = known | solved
+    return known
 
 
 def _expand_ellipsis(dims: Dims, ndim: int) -> Dims:
