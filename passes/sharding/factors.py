@@ -67,7 +67,6 @@ class BoundRule:
     # placements that the call defines for its operands (ops with exchanges)
     operand_placements: tuple[Placement, ...] | None = None
     result_placements: Placement | None = None  # placement that the call defines for its results
-    alias: bool = False  # the op is the identity: a rank's part of its converted operand is its part of the result
     reshapes: bool = False  # elements keep their row-major order, so the local result is a local reshape
     lenders: tuple[int, ...] = ()  # operands of which only the shape is read
     extents: Mapping[str, Size] = field(default_factory=dict)  # sizes of the factors in groups

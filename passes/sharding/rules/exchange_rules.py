@@ -50,19 +50,12 @@ def _transfer_all_to_all(call: OpCall) -> tuple[Placement, ...]:
     return tuple(call_shard(call, dim, "scatter_frame", i) for i in range(len(call.operands)))
 
 
-@register_transfer(sp.all_gather.default)
-def _transfer_all_gather(call: OpCall) -> tuple[Placement, ...]:
-    """Return the placement of the result of sp::all_gather: replicated, with a partial gradient.
-
-    Each rank's gradient is a summand; the backward of the gather is a reduce_scatter, which adds them.
-    """
-    return (Replicate(partial_grad=True),)
-
-
-@register_transfer(sp.all_reduce.default, sp.broadcast.default, sp.broadcast_grad.default, sp.unshard.default)
-def _transfer_invariant(call: OpCall) -> tuple[Placement, ...]:
-    """Return the placement of the result of an exchange whose result and gradient are equal on all ranks."""
-    return (REPLICATE,)
+# Each rank has a summand of the gradient of a gathered value. The backward, a reduce_scatter, adds them.
+register_transfer(sp.all_gather.default)(lambda call: (Replicate(partial_grad=True),))
+# The results of these, and their gradients, are equal on all ranks.
+register_transfer(sp.all_reduce.default, sp.broadcast.default, sp.broadcast_grad.default, sp.unshard.default)(
+    lambda call: (REPLICATE,)
+)
 
 
 @register_transfer(sp.reduce_scatter.default)
