@@ -42,7 +42,7 @@ class RestoreStrides(Pass):
         for node in list(gm.graph.nodes):
             origin = node_info(node).origin if node.target in GATHERING_OPS else None
             if origin is not None and has_other_strides(origin.meta["val"], node.meta["val"]):
-                restore_strides(gm.graph, node, origin.meta["val"])
+                restore_strides(node, origin.meta["val"])
                 copies += 1
         return copies
 
@@ -74,7 +74,7 @@ class KeepDimOrder(Pass):
             if not isinstance(local_value, Tensor) or not isinstance(global_value, Tensor):
                 continue
             if not _has_dim_order(local_value, global_value):
-                changed.add(restore_strides(gm.graph, node, global_value))
+                changed.add(restore_strides(node, global_value))
         return len(gm.graph.nodes) - len(nodes)
 
 

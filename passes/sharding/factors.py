@@ -99,10 +99,8 @@ class BoundRule:
             """Return the text of the dims of all operands or of all results."""
             return ", ".join(" ".join(dim or "1" for dim in dims) for dims in tensors)
 
-        factors_of_kind: dict[str, list[str]] = {}
-        for factor, kind in self.kinds.items():
-            factors_of_kind.setdefault(kind, []).append(factor)
-        options = [f"{kind}={' '.join(factors)}" for kind, factors in factors_of_kind.items()]
+        kinds = dict.fromkeys(self.kinds.values())  # without duplicates
+        options = [f"{kind}={' '.join(f for f, k in self.kinds.items() if k == kind)}" for kind in kinds]
         values = {name: getattr(self, name) for name in ("sizes", "pad", "masks", "lenders")}
         options += [f"{name}={value}" for name, value in values.items() if value not in (None, ())]
         flags = [name for name in ("lazy", "starts_sequence", "reshapes") if getattr(self, name)]

@@ -63,12 +63,10 @@ class MergeChooser:
         An option partitions the links (the collectives of the chain) into blocks, each of which becomes one collective.
         """
         links = tuple(range(len(chain.links)))
-        communicators: dict[LinkIndices, str] = {}  # block that one collective can replace -> name of its group
-        for size in range(len(links)):
-            for block in itertools.combinations(links, size + 1):
-                name = self._communicator(chain, block)
-                if name is not None:
-                    communicators[block] = name
+        all_blocks = [block for size in links for block in itertools.combinations(links, size + 1)]
+        names = {block: self._communicator(chain, block) for block in all_blocks}
+        # block that one collective can replace -> name of its group
+        communicators = {block: name for block, name in names.items() if name is not None}
         # All-reduces over the axes of a grid commute, so that a block may skip links.
         pairs = itertools.combinations(self._link_groups(chain, links), 2)
         commute = chain.links[0].kind == "all_reduce" and all(reduce_partitions(pair) is not None for pair in pairs)
