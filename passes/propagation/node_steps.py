@@ -54,7 +54,7 @@ def _transfer_shard(base: Shard, dim: int, extent: Size, n: int) -> Shard | None
     only if the rows of `base` are contiguous, and n divides both numbers, so that the blocks of ranks correspond.
     """
     if is_same_size(extent, size_product((base.outer, base.frame.length, base.inner))):
-        return base.on_dim(dim)
+        return replace(base, dim=dim)
     base_extent = size_product((base.outer, base.frame.size, base.inner))
     is_contiguous = base.frame.order.is_in_order and base.frame.is_exact(n) and is_same_size(base.outer, 1)
     if is_contiguous and divides(n, base_extent) and divides(n, extent):

@@ -178,10 +178,10 @@ def _visit(
         why = "the exchange was written for another placement of its operand"
         stale = [i for i, p in enumerate(have) if not has_expected_placement(call, p)]
         return NodeStep(tuple(have), transfer(call), tuple(Demand(node, i, "stale", have[i], why=why) for i in stale))
-    # A linear op that `MarkPartialSums` has marked runs on partial sums; others get partial gradients.
+    # A linear op that `MarkPartialSums` has marked runs on partial sums; its other operands get partial gradients.
     if node_info(node).combines and call is not None and is_partial_sum(call, have):
         return NodeStep(tuple(p if isinstance(p, Partial) else SUMMAND_GRAD for p in have), (Partial(),))
-    # All others run on reduced sums.
+    # All other ops run on reduced sums.
     demands = [Demand(node, i, "reduce", p) for i, p in enumerate(have) if isinstance(p, Partial)]
     have = [REPLICATE if isinstance(p, Partial) else p for p in have]
     step = _node_step(axes, node, call, rule, have, n, keep_replicated, window)

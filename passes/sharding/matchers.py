@@ -47,7 +47,8 @@ DETACH_OPS = {*LITERAL_OPS, aten.detach.default}  # gradients stop at these
 CONCAT_OPS = parse_overloads("cat concat concatenate stack hstack vstack row_stack dstack")
 PAD_OPS = parse_overloads("constant_pad_nd pad")
 ARANGE_OPS = parse_overloads("arange arange.start arange.start_step")
-NON_MOVE_OPS = re.compile("new_.*|.*_like|view[.]dtype")  # lazy, too, but they do not read the elements
+# Ops with lazy rules that move no elements: they create a tensor like another one, or read its bytes as other elements.
+NON_MOVE_OPS = re.compile("new_.*|.*_like|view[.]dtype")
 
 
 def _match_movement(node: Any) -> tuple[Node, BoundRule] | None:
@@ -59,7 +60,7 @@ def _match_movement(node: Any) -> tuple[Node, BoundRule] | None:
     """
     if not is_tensor(node) or stops_gradient(node):
         return None
-    if node.target is aten.clone.default and is_written(node):  # by an op without a functional form
+    if node.target is aten.clone.default and is_written(node):  # the clone is changed in place later
         return None
     call, rule = lookup_rule(node) or (None, None)
     if call is None or rule is None or not call.operands or not rule.lazy:

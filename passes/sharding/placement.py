@@ -11,7 +11,7 @@ These rows are finite, and no rule reads them without masking.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torch.fx import Node
 
@@ -134,10 +134,6 @@ class Shard:
 
     def __str__(self) -> str:
         return f"S({self.dim})"
-
-    def on_dim(self, dim: int) -> Shard:
-        """Return the same shard of a value that has the sequence in another dim."""
-        return self if dim == self.dim else replace(self, dim=dim)
 
     def has_same_positions(self, other: Shard) -> bool:
         """Return True if each rank has the same rows of both values, whose sharded dims may have different indices."""
