@@ -154,7 +154,7 @@ def start_sharding(axes: Axes, call: OpCall, rule: BoundRule, n: int, window: Fr
         return None
     replicated = [REPLICATE] * len(call.operands)
     factor, shard = rule.local_part(rule.results[0], shard)
-    if not factor or rule.kind(factor) in ("whole", "attend"):  # causal attention counts from its first query
+    if not factor or rule.kind(factor) in ("whole", "attend"):  # attention counts positions from its first query
         return None
     if rule.kind(factor) == "halo":  # windows: the sequence starts with the rows of the operand
         operand_shard = axes.shard(call.operands[0])
