@@ -149,7 +149,7 @@ class OpCall:
         """
         new_operands = iter(operands)
         values = pytree.tree_map(lambda leaf: next(new_operands) if is_tensor(leaf) else leaf, self.args) | changed
-        names, num_args = list(values), len(self.node.args)
+        names, num_args = list(self.args), len(self.node.args)
         passed_by_name = {*self.node.kwargs, *changed}
         kwargs = {name: values[name] for name in names[num_args:] if name in passed_by_name}
         return tuple(values[name] for name in names[:num_args]), kwargs
