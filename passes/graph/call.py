@@ -140,8 +140,8 @@ class OpCall:
     def with_operands(self, operands: Sequence[Any], **changed: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return (args, kwargs) of the call with its tensor operands and the arguments in `changed` replaced.
 
-        They contain the arguments that the node passes and those in `changed`, but no further defaults; those that the
-        node does not pass by position are passed by name. A pass assigns them to the node, or to a copy of it.
+        They contain the arguments that the node passes and those in `changed`, but no further defaults. A pass assigns
+        them to the node, or passes them to a copy of it.
 
         Args:
             operands: New tensor operands, in the order of `operands`.
@@ -149,10 +149,17 @@ class OpCall:
         """
         new_operands = iter(operands)
         values = pytree.tree_map(lambda leaf: next(new_operands) if is_tensor(leaf) else leaf, self.args) | changed
-        names, num_args = list(self.args), len(self.node.args)
-        passed_by_name = {*self.node.kwargs, *changed}
-        kwargs = {name: values[name] for name in names[num_args:] if name in passed_by_name}
-        return tuple(values[name] for name in names[:num_args]), kwargs
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        positional = True  # until the first argument that is not passed, or is passed by keyword only
+        for i, (name, kwarg_only, _, _) in enumerate(_op_signature(self.node.target)):
+            is_passed = (i < len(self.node.args) and not kwarg_only) or name in self.node.kwargs or name in changed
+            positional = positional and is_passed and not kwarg_only
+            if is_passed and positional:
+                args.append(values[name])
+            elif is_passed:
+                kwargs[name] = values[name]
+        return tuple(args), kwargs
 
     def result_shapes(self) -> tuple[tuple[Size, ...], ...]:
         """Return the global shapes of `results`."""

@@ -223,10 +223,8 @@ def _expand_ellipsis(dims: Dims, ndim: int) -> Dims:
 
     Operands are aligned at the last dim when they broadcast, so equal numbers are equal dims.
     """
-    expanded: list[str] = []
-    for dim in dims:
-        expanded += [f"~{i}" for i in reversed(range(ndim))] if dim == "..." else [dim]
-    return tuple(expanded)
+    unnamed = [f"~{i}" for i in reversed(range(ndim))]
+    return tuple(name for dim in dims for name in (unnamed if dim == "..." else [dim]))
 
 
 def _factor_sizes(dims_and_shapes: Sequence[tuple[Sequence[str], Sequence[Size]]]) -> dict[str, Size]:
