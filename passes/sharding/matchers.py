@@ -296,16 +296,11 @@ def steps_from(node: Node) -> list[Node]:
 
     For x.mT.mT.exp() these are both transposes; for x.mT.exp() there are none.
     """
-    chain: list[Node] = []
-    num_steps, last = 0, node  # number of nodes of the chain up to the last one that equals the value
-    while len(last.users) == 1:
-        (last,) = last.users
-        if not is_rearrangement(last):
-            break
-        chain.append(last)
-        if value_origin(last) is value_origin(node):
-            num_steps = len(chain)
-    return chain[:num_steps]
+    chain = [node]
+    while len(chain[-1].users) == 1 and all(map(is_rearrangement, chain[-1].users)):
+        chain.extend(chain[-1].users)
+    equal_indices = [i for i, x in enumerate(chain) if value_origin(x) is value_origin(node)]
+    return chain[1 : equal_indices[-1] + 1]
 
 
 def value_readers(node: Node) -> list[Node]:
@@ -457,12 +452,10 @@ def constant_value(node: Any) -> Number | None:
         fill = OpCall(node)["fill_value" if node.target in FILL_OPS else "s"]
         number = fill if isinstance(fill, Number) else constant_value(fill)
         return None if number is None else round_to_dtype(number, node.meta["val"].dtype)
-    if node.target is aten.repeat.default:
-        return constant_value(node.args[0])
     if node.target is aten.sqrt.default:
         root = constant_value(node.args[0])
         return math.sqrt(root) if root is not None and root >= 0 else None
-    source = move_source(node)
+    source = node.args[0] if node.target is aten.repeat.default else move_source(node)
     number = constant_value(source) if source is not None else None
     if number is None or source is None or _has_same_type(source, node):
         return number
