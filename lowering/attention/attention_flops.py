@@ -40,6 +40,7 @@ from sp_compile.lowering.masks.predicate import depends_on_distance, position_co
 from sp_compile.lowering.masks.spans import Rows, Segment, local_valid_rows, sort_by_index, span_rows
 from sp_compile.lowering.torch_compat import FakeTensor, size_hint, use_real_tensors
 
+from . import attend, attend_parts  # noqa: F401  (registers the operators)
 from .masking import CallMask
 from .op_args import LocalArgs
 
@@ -56,7 +57,7 @@ def attend_flops(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **_meta: Any)
     return 2 * _attended_pairs(q, k, args) * (dim + value_dim)
 
 
-@register_flop_formula(torch.ops.sp.attend_backward, get_raw=True)
+@register_flop_formula([torch.ops.sp.attend_backward, torch.ops.sp.attend_backward_parts], get_raw=True)
 def attend_backward_flops(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any, **_meta: Any
 ) -> int:

@@ -11,8 +11,9 @@ kernels of ``kernels_cuda.py``. Masks and score functions that these do not supp
     lse             log-sum-exps of rows of scores; -inf in a row that attends to nothing
 """
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -269,3 +270,20 @@ def expected_kernel(key: KernelKey) -> Kernel:
     The own device is not read, so that all ranks get the same result.
     """
     return next(kernel for kernel in BLOCK_KERNELS if kernel.is_for_device(key))
+
+
+def retry_without_flex(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the body of an operator with a second run if flex_attention cannot be compiled.
+
+    After the error flex is unavailable in this process, so that the second run selects other kernels.
+    """
+
+    @wraps(body)
+    def run(*args: Any) -> Any:
+        """Run the body; at most twice, since the second run does not use flex."""
+        try:
+            return body(*args)
+        except fused.CannotCompileError:
+            return body(*args)
+
+    return run

@@ -141,6 +141,18 @@ class LocalArgs(AttentionArgs):
         args = replace(self, k_span=k_span).to_flat()
         return torch.ops.sp.attend_backward(grad, q, k, v, out, lse, *args, mask_grad, after, packed)
 
+    def grad_parts(
+        self, upstream: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, k_span: Span, mask_grad: bool,
+        narrow: bool, after: list[Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """Return ``sp::attend_backward_parts`` over some keys: dq, dk, dv, q_rows, k_rows and dmask.
+
+        Arguments are those of `grads`, and ``narrow``: whether parts have the dtype of q.
+        """
+        grad, out, lse = upstream
+        args = replace(self, k_span=k_span).to_flat()
+        return torch.ops.sp.attend_backward_parts(grad, q, k, v, out, lse, *args, mask_grad, narrow, after)
+
     def tensors(self) -> list[Tensor | None]:
         """Return all tensors in the fields, in order, so that autograd can save them; `with_tensors` restores them."""
         return [self.mask, self.seed, *self.rows, *self.cols, *self.pieces, *self.heads, *self.tables]

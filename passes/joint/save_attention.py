@@ -25,6 +25,7 @@ aten, sp = torch.ops.aten, torch.ops.sp
 # Attention backwards, and their arguments that the forward computes.
 BACKWARD_OPS = {
     sp.attend_backward.default: ("out", "lse"),
+    sp.attend_backward_parts.default: ("out", "lse"),
     aten._scaled_dot_product_flash_attention_backward.default: ("out", "logsumexp"),
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: ("out", "logsumexp"),
     aten._scaled_dot_product_efficient_attention_backward.default: ("out", "logsumexp"),

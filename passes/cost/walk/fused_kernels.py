@@ -23,13 +23,12 @@ import torch
 from torch.fx import Graph, Node
 
 from sp_compile.lowering.torch_compat import OpOverload, schema_of, size_hint
-from sp_compile.passes.graph.call import WAIT_OP, node_tensors
+from sp_compile.passes.graph.call import node_tensors
 from sp_compile.passes.graph.closure import iterate_reachable
 from sp_compile.passes.graph.sizes import as_sizes, is_same_size
 from sp_compile.passes.sharding.matchers import move_source
 
 from .kinds import (
-    ARRIVALS,
     CAT,
     CONCAT_CALLS,
     ELEMENTWISE,
@@ -37,6 +36,7 @@ from .kinds import (
     FEWEST_ROWS,
     LATE_WRITE_OPS,
     MAX_FUSION_DISTANCE,
+    MUTATIONS,
     PRIMS,
     REDUCTIONS,
     VIEW_CALLS,
@@ -73,6 +73,7 @@ class KernelSchedule:
         self.kernel_reads: dict[Node, frozenset[StorageKey]] = {}  # kernel -> storages
         self.sizes: dict[StorageKey, int] = {}  # storage -> bytes
         self.results: set[StorageKey] = set()  # storages that the graph returns
+        self.mutated: list[tuple[int, frozenset[StorageKey]]] = []  # position and operands of kernels that mutate some
         # fused kernel -> storages that several of its nodes read, so that none of them overwrites these
         self.read_often: dict[Node, frozenset[StorageKey]] = {}
 
@@ -141,6 +142,7 @@ class KernelSchedule:
         """
         position = {node: i for i, node in enumerate(self.kernel_writes)}
         last_write: dict[StorageKey, int] = {}  # storage -> position of the last kernel that writes it
+        self.mutated = [(i, self.kernel_reads[node]) for node, i in position.items() if node.target in MUTATIONS]
         for node, keys in self.kernel_writes.items():
             # These ops complete or mutate their operands when they run.
             late_writes = self.kernel_reads[node] if node.target in LATE_WRITE_OPS else ()
@@ -171,7 +173,7 @@ class KernelSchedule:
         """Return an earlier kernel with which `kernel` can be fused, or None.
 
         Both read a common large value, or the earlier one writes what `kernel` reads. Everything else that `kernel`
-        reads exists before the earlier one.
+        reads exists before the earlier one, and nothing that they read or write is mutated between them.
 
         Args:
             kernel: Kernel, possibly of several fused ones.
@@ -187,7 +189,11 @@ class KernelSchedule:
                 continue
             is_related = candidate.reads & large_reads or candidate.writes & kernel.reads
             other_reads = kernel.reads - candidate.writes - kernel.writes
-            if is_related and all(last_write.get(key, -1) < start for key in other_reads):
+            if not is_related or any(last_write.get(key, -1) >= start for key in other_reads):
+                continue
+            joined = candidate.join(kernel)
+            end = max(position[node] for node in kernel.nodes)
+            if not any(start < i < end and keys & (joined.reads | joined.writes) for i, keys in self.mutated):
                 return candidate
         return None
 
@@ -245,10 +251,10 @@ class KernelSchedule:
         """
         kernels = {node: kernel_of.get(node, [node]) for node in self.kernel_writes}
         position = {node: i for i, node in enumerate(self.kernel_writes)}
-        writers = defaultdict[StorageKey, list[Node]](list)  # storage -> kernels that write it, or end a wait for it
+        writers = defaultdict[StorageKey, list[Node]](list)  # storage -> kernels that write, complete or mutate it
         for node, keys in self.kernel_writes.items():
-            waits = self.kernel_reads[node] if node.target is WAIT_OP or node.target in ARRIVALS else ()
-            for key in (*keys, *waits):
+            late_writes = self.kernel_reads[node] if node.target in LATE_WRITE_OPS else ()
+            for key in (*keys, *late_writes):
                 writers[key].append(kernels[node][0])
         # A depth-first search: a kernel is added to the order after the kernels that write what it reads. A kernel that
         # is on the stack twice is added when it is visited first.

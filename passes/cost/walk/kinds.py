@@ -70,6 +70,7 @@ CPU_FLASH_OPS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 2,
     torch.ops.sp.attend.default: 1,
     torch.ops.sp.attend_backward.default: 2,
+    torch.ops.sp.attend_backward_parts.default: 2,
 }
 ATTENTIONS = frozenset(
     parse_overloads(

@@ -401,6 +401,12 @@ class StorageTable(KernelSchedule):
             self.kernel_reads[node] = operand_reads | self.kernel_reads.get(node.args[0], frozenset())
         elif node.target in ARRIVALS:  # a wait for a copy to or from the host
             self.value_reads[node], self.kernel_writes[node], self.kernel_reads[node] = frozenset(), [], operand_reads
+        elif not new and node.target in MUTATIONS:  # a kernel that writes to its operands
+            self.value_reads[node], self.kernel_writes[node], self.kernel_reads[node] = (
+                frozenset(keys),
+                [],
+                operand_reads,
+            )
         elif not new:  # a view: no kernel; one of an inlined value is recomputed with this value
             is_recomputed = not keys or not self.inlined.isdisjoint(keys)
             self.value_reads[node] = operand_reads if is_recomputed else frozenset(keys)
