@@ -212,7 +212,7 @@ def through_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], n:
         placed = rule.window_shard(shards[0])
         if placed:
             return NodeStep(tuple(have), placed)
-        return replicate_operands(node, have, "gather", NO_PLACEMENT, len(rule.results))
+        return replicate_operands(node, have, "gathered", NO_PLACEMENT, len(rule.results))
     leading = _leading_operand(call, rule, {i: factor for i, (factor, _) in factors.items()})
     main_factor, base = factors[leading] if leading is not None else ("", None)
     for i, (factor, shard) in factors.items():
@@ -220,7 +220,7 @@ def through_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], n:
         keeps_sharding = leading is not None and main_factor not in flatten_dims(rule.operands[i])
         if not factor or rule.kind(factor) == "whole":
             why = f"needs all of {factor!r}" if factor and not rule.reshapes else NO_PLACEMENT
-            demands.append(Demand(node, i, "gather", shards[i], keeps_sharding, why))
+            demands.append(Demand(node, i, "gathered", shards[i], keeps_sharding, why))
         elif rule.kind(factor) == "scan" and not _has_all_positions(n, shard):
             demands.append(Demand(node, i, "scan", shards[i], keeps_sharding, SCANNED_DEMAND))
         elif rule.kind(factor) == "attend":
@@ -297,7 +297,7 @@ def _place_window(call: OpCall, rule: BoundRule, have: Sequence[Placement], base
     runs_on_shards = not isinstance(placed, str)
     other_placements = (REPLICATE, *have[1:])  # so that the first operand has no such demand
     why = "every window reads all of it"
-    other_demands = make_demands(node, other_placements, "gather", why, keeps_sharding=runs_on_shards)
+    other_demands = make_demands(node, other_placements, "gathered", why, keeps_sharding=runs_on_shards)
     if isinstance(placed, str):
         why = f"every position needs its neighbors, and {placed}"
         demand = Demand(node, 0, "halo", have[0], why=why)

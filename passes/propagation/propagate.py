@@ -142,7 +142,7 @@ def _visit_output(plan: PlacementPlan, node: Node, outputs: str | Sequence[str])
         elif isinstance(have, Shard):
             why = gather_reason(source.meta["val"], options[source])
             if why:
-                plan.demands.append(Demand(node, i, "gather", have, why=why))
+                plan.demands.append(Demand(node, i, "gathered", have, why=why))
 
 
 def _visit(
@@ -187,7 +187,7 @@ def _visit(
     step = _node_step(axes, node, call, rule, have, n, keep_replicated, window)
     declined = declines(call, rule, have) if declines and call and step.wants else None  # a reason, or None
     if declined is not None:
-        step = replicate_operands(node, have, "gather", declined, len(step.results))
+        step = replicate_operands(node, have, "gathered", declined, len(step.results))
     step = _mark_varying(node, rule, have, step)
     # The step runs on replicated operands: gradients and random draws must then be equal on all ranks.
     if step.wants is None and VARYING not in step.results:

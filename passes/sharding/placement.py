@@ -180,7 +180,7 @@ class Demand:
 
     node: Node  # node that has the requirement
     operand: int  # index of the operand
-    kind: str  # reason and key of the strategy, such as "gather", "align", "reduce", "scan" or "no rule"
+    kind: str  # reason and key of the strategy, such as "gathered", "align", "reduce" or "no rule"
     have: Placement  # current placement of the operand
     # the node remains sharded along another operand, so the gathered operand's gradient is partial
     keeps_sharding: bool = False

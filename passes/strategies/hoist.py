@@ -94,7 +94,7 @@ class RowChain:
 class HoistSlices(DemandPass):
     """Slicing of a narrower value for a demand of a short slice."""
 
-    kinds = frozenset({"gather"})
+    kinds = frozenset({"gathered"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Move short slices, for which full sequences would be gathered, before the ops that widen their rows.
