@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from sp_compile.lowering import torch_compat
-from sp_compile.lowering.base.ranks import process_rank
+from sp_compile.lowering.base.warn import warn_once
 from sp_compile.lowering.scan.attention_kernels import KERNELS, register_kernel
 
 from .stand_ins import loss_stand_ins, state_space_stand_ins  # noqa: F401  (fill the table)
@@ -38,7 +38,6 @@ DISABLED_MODULES = ("FusedLinearCrossEntropyLoss",)  # modules that disable Dyna
 WITHOUT_FALLBACK = ("mamba_split_conv1d_scan_combined",)  # the function in plain torch only returns None
 _searched: set[str] = set()  # names of modules
 _replaced: set[Any] = set()  # functions and classes
-_warned_kernels: set[tuple[str, str]] = set()  # kernels and reasons of earlier warnings
 
 
 def replace_package_kernels() -> None:
@@ -166,9 +165,7 @@ def _warn_unsplit(kernel: str, reason: str) -> bool:
 
     Returns True, because Dynamo requires a constant result.
     """
-    if process_rank() == 0 and (kernel, reason) not in _warned_kernels:
-        _warned_kernels.add((kernel, reason))
-        log.warning("%s runs between two graphs, unsplit on every rank: %s", kernel, reason)
+    warn_once(log, "%s runs between two graphs, unsplit on every rank: %s", kernel, reason)
     return True
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from sp_compile.lowering.base.errors import CaptureError, SpError, failed_node_line, shorten_error
-from sp_compile.lowering.base.ranks import process_rank
+from sp_compile.lowering.base.warn import warn_once
 from sp_compile.lowering.torch_compat import RestartAnalysis, ShortenTraceback, is_fallback_error
 
 log = logging.getLogger(__name__)
@@ -23,8 +23,6 @@ UNSPLIT_WARNING = (  # % (subject, reason)
 )
 
 NOT_TRACED_CAUSE = "torch cannot trace its forward or backward without the data"
-
-_warned_unsplit: set[tuple[str, str]] = set()  # subject and reason of earlier warnings
 
 
 @contextmanager
@@ -61,6 +59,4 @@ def warn_unsplit(subject: str, reason: str) -> None:
         subject: The program, as the subject of a sentence, such as "this graph".
         reason: Result of `unsplit_reason`.
     """
-    if process_rank() == 0 and (subject, reason) not in _warned_unsplit:
-        _warned_unsplit.add((subject, reason))
-        log.warning(UNSPLIT_WARNING, subject, reason.rstrip(". "))
+    warn_once(log, UNSPLIT_WARNING, subject, reason.rstrip(". "))

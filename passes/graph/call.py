@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node, map_arg
 
-from sp_compile.lowering.torch_compat import pytree, schema_of
+from sp_compile.lowering.torch_compat import OpOverload, pytree, schema_of
 
 from .sizes import Size, as_sizes
 
@@ -46,6 +46,11 @@ def node_shape(node: Node) -> tuple[Size, ...]:
 def node_packet(node: Node) -> Any:
     """Return the target of a call without its overload, such as aten.add for aten.add.Tensor; None for other nodes."""
     return getattr(node.target, "overloadpacket", node.target) if node.op == "call_function" else None
+
+
+def op_name(node: Node) -> str:
+    """Return the name of the op that a node calls, without its overload, such as "aten::mm"; "" for other nodes."""
+    return str(schema_of(node.target).name) if isinstance(node.target, OpOverload) else ""
 
 
 def graph_tangents(graph: Graph) -> list[Node]:

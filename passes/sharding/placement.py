@@ -135,6 +135,11 @@ class Shard:
     def __str__(self) -> str:
         return f"S({self.dim})"
 
+    @property
+    def is_only_factor(self) -> bool:
+        """Return True if the dim has the positions of the frame only: neither a batch before nor choices after them."""
+        return is_same_size(self.outer, 1) and is_same_size(self.inner, 1)
+
     def has_same_positions(self, other: Shard) -> bool:
         """Return True if each rank has the same rows of both values, whose sharded dims may have different indices."""
         return (

@@ -71,11 +71,8 @@ def shard_cache(model: nn.Module, mesh: DeviceMesh | None = None, **options: Any
     """
     options = {"mesh": mesh, "outputs": "lazy", **options}
     ranks = SPConfig.of(options).ranks()
-    if not ranks.has_other_processes:
-        yield model
-        return
-    generating = _find_generating(model)
-    if generating in _sharing_models:  # a context in another one
+    generating = _find_generating(model) if ranks.has_other_processes else None
+    if generating is None or generating in _sharing_models:  # a single rank, or a context in another one
         yield model
         return
     sharing = CacheSharing(generating, ranks, options)
@@ -101,7 +98,8 @@ def _find_generating(model: nn.Module) -> Any:
     found: Any = next((module for module in model.modules() if isinstance(module, GenerationMixin)), None)
     name = type(model if found is None else found).__name__
     if found is None:
-        raise SpError("SP841", f"model: expected a model of transformers with generate(), got {name}.")
+        fix = "Pass a model with generate(), such as AutoModelForCausalLM.from_pretrained(...)."
+        raise SpError("SP841", f"model: expected a model of transformers with generate(), got {name}.", fix)
     if found.config.is_encoder_decoder:
         raise SpError("SP841", f"model: expected a decoder, got {name}, whose cross attention has a cache of its own.")
     if not has_attention_interface(found):
@@ -146,7 +144,8 @@ class CacheSharing:
             error = SpError("SP842", f"{refused[0]}: expected None with shard_cache, got a value.") if refused else None
             is_sampled = kwargs.get("do_sample", given.do_sample)
             seed = _digest(_generator_state(self.model.device)) if is_sampled else ""
-            self._agree("generate", error, seed=seed, settings=_settings(kwargs))
+            settings = [f"{name}={x!r}" for name, x in sorted(kwargs.items()) if isinstance(x, int | float | str)]
+            self._agree("generate", error, seed=seed, settings=", ".join(settings))
             if own.cache_implementation is not None:  # the model's default, such as "hybrid"
                 kwargs["cache_implementation"] = "dynamic"
             if gathers_weights([*self.model.modules()]):  # replicas may stop at other steps
@@ -167,14 +166,15 @@ class CacheSharing:
             The function, with the arguments of the forward.
         """
         signature = inspect.signature(forward)
-        others = next((p.name for p in signature.parameters.values() if p.kind == p.VAR_KEYWORD), "")
+        # The name of the parameter **kwargs of the forward; "" if it has none.
+        kwargs_name = next((p.name for p in signature.parameters.values() if p.kind == p.VAR_KEYWORD), "")
 
         @torch.compiler.disable
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
             """Return the model's result; without a cache, as in `generate(use_cache=False)`, it runs as it is."""
             arguments = dict(signature.bind_partial(*args, **kwargs).arguments)
-            arguments |= arguments.pop(others, {})
+            arguments |= arguments.pop(kwargs_name, {})
             name = next((name for name in CACHE_NAMES if arguments.get(name) is not None), None)
             return forward(*args, **kwargs) if name is None else self._run(forward, arguments, name)
 
@@ -223,7 +223,7 @@ class CacheSharing:
         """Run a step of one token with a cache of its own, so that unsupported attention raises before any work."""
         cache = self._new_cache()
         cache.layers = self._rows_layers(cache)
-        name = TOKEN_NAMES[tokens.is_floating_point()]
+        name = TOKEN_NAMES[tokens.is_floating_point()]  # the second one for embeddings
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             self._step(forward, {name: tokens[:1, :1], cache_name: cache, "use_cache": True})
         _tried.add(self.model)
@@ -282,11 +282,6 @@ def _find_cache_error(cache: Any, name: str) -> SpError | None:
     if cache.get_seq_length() > 0:
         return SpError("SP842", f"cache: expected an empty cache, got one of {cache.get_seq_length()} positions.")
     return None
-
-
-def _settings(kwargs: Mapping[str, Any]) -> str:
-    """Return the arguments of `generate()` that are numbers or strings."""
-    return ", ".join(f"{name}={x!r}" for name, x in sorted(kwargs.items()) if isinstance(x, int | float | str))
 
 
 def _generator_state(device: torch.device) -> torch.Tensor:

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from sp_compile.lowering.torch_compat import OpOverload, schema_of, size_hint
-from sp_compile.passes.graph.call import node_tensors
+from sp_compile.lowering.torch_compat import OpOverload, namespace_of, schema_of, size_hint
+from sp_compile.passes.graph.call import node_tensors, op_name
 from sp_compile.passes.graph.closure import iterate_reachable
 from sp_compile.passes.graph.sizes import as_sizes, is_same_size
 from sp_compile.passes.sharding.matchers import move_source
@@ -89,7 +89,7 @@ class KernelSchedule:
         target = node.target
         if not self.fused or node in self.product_of_addition or not isinstance(target, OpOverload):
             return False
-        is_listed = target in REDUCTIONS or target in ELEMENTWISE or _op_name(target) in PRIMS
+        is_listed = target in REDUCTIONS or target in ELEMENTWISE or op_name(node) in PRIMS
         return is_listed or torch.Tag.pointwise in target.tags
 
     def _fuse_reductions(self) -> None:
@@ -106,7 +106,7 @@ class KernelSchedule:
         sums = [node for node in self.kernel_writes if self._is_returned_reduction(node)]
         pairs = [(a, b) for i, b in enumerate(sums) for a in sums[:i] if self._can_fuse_reductions(a, b)]
         if any(map(is_on_gpu, sums)):  # pairs with the most common bytes are fused first
-            pairs.sort(key=lambda pair: -self._common_bytes(*pair))
+            pairs.sort(key=lambda pair: -sum(self.sizes[storage] for storage in self._common_reads(*pair)))
         group_of = {node: [node] for node in sums}  # reduction -> reductions of its fused kernel
         for a, b in pairs:
             merged = sorted({*group_of[a], *group_of[b]}, key=position.__getitem__)
@@ -123,17 +123,16 @@ class KernelSchedule:
         """Return the storages that both kernels read."""
         return self.kernel_reads[a] & self.kernel_reads[b]
 
-    def _common_bytes(self, a: Node, b: Node) -> int:
-        """Return the number of bytes that both kernels read."""
-        return sum(self.sizes[storage] for storage in self._common_reads(a, b))
-
     def _can_fuse_reductions(self, a: Node, b: Node) -> bool:
-        """Return True if two reductions have equal shapes and read enough common storages to fuse.
+        """Return True if two reductions have equal sizes and result shapes, and read enough common storages to fuse.
 
         One is enough; for wide rows on GPUs two are required, as observed.
         """
-        is_wide = is_on_gpu(a) and size_hint(a.args[0].meta["val"].shape[-1]) > WIDE_ROW  # type: ignore[union-attr]
-        return _is_same_reduction(a, b) and len(self._common_reads(a, b)) > (1 if is_wide else 0)
+        x, y = (n.args[0].meta["val"] for n in (a, b))  # type: ignore[union-attr]
+        is_same_shape = tuple(a.meta["val"].shape) == tuple(b.meta["val"].shape)
+        required = 2 if is_on_gpu(a) and size_hint(x.shape[-1]) > WIDE_ROW else 1
+        is_same_size = size_hint(x.numel()) == size_hint(y.numel())
+        return is_same_size and is_same_shape and len(self._common_reads(a, b)) >= required
 
     def _fuse_rows(self) -> None:
         """Fuse kernels that process a tensor row by row, if all that they read exists before the first one.
@@ -291,9 +290,8 @@ def joined_results(graph: Graph) -> set[Node]:
 
 def _joins_operands(node: Node) -> bool:
     """Return True if the result contains the operands' elements, or their sums over ranks."""
-    if node.target in CONCAT_CALLS or move_source(node) is not None:
-        return True
-    return isinstance(node.target, OpOverload) and node.target.namespace == "_c10d_functional"
+    is_collective = namespace_of(node.target) == "_c10d_functional"
+    return is_collective or node.target in CONCAT_CALLS or move_source(node) is not None
 
 
 def products_in_additions(graph: Graph) -> dict[Node, Node]:
@@ -326,19 +324,10 @@ def _can_fuse_addend(product: Any, addend: Any) -> bool:
 
 def _is_elementwise(user: Node) -> bool:
     """Return True for an elementwise user of an addition, or a view with only elementwise users."""
-    if user.target is operator.getitem:
+    arguments = schema_of(user.target).arguments if isinstance(user.target, OpOverload) else ()
+    if user.target is operator.getitem or any(argument.alias_info is not None for argument in arguments):  # a view
         return all(map(_is_elementwise, user.users))
-    if not isinstance(user.target, OpOverload):
-        return False
-    if any(argument.alias_info is not None for argument in schema_of(user.target).arguments):
-        return all(map(_is_elementwise, user.users))
-    return torch.Tag.pointwise in user.target.tags
-
-
-def _is_same_reduction(a: Node, b: Node) -> bool:
-    """Return True if two reductions have equal numbers of elements and equal result shapes."""
-    counts = [size_hint(n.args[0].meta["val"].numel()) for n in (a, b)]  # type: ignore[union-attr]
-    return counts[0] == counts[1] and tuple(a.meta["val"].shape) == tuple(b.meta["val"].shape)
+    return torch.Tag.pointwise in getattr(user.target, "tags", ())
 
 
 def is_on_gpu(node: Node) -> bool:
@@ -348,7 +337,7 @@ def is_on_gpu(node: Node) -> bool:
 
 def _is_reinterpretation(node: Node) -> bool:
     """Return True for a view or a dtype conversion."""
-    return node.target in VIEW_CALLS or _op_name(node.target) == "prims::convert_element_type"
+    return node.target in VIEW_CALLS or op_name(node) == "prims::convert_element_type"
 
 
 def _can_join_row_kernel(node: Node) -> bool:
@@ -361,8 +350,3 @@ def _can_join_row_kernel(node: Node) -> bool:
     *rows, width = map(size_hint, node.args[0].meta["val"].shape)  # type: ignore[union-attr]
     count = math.prod(rows)
     return width <= WIDEST_ROW and count >= max(FEWEST_ROWS, 2 * width) and count * width >= FEWEST_ELEMENTS
-
-
-def _op_name(target: Any) -> str:
-    """Return the op name, such as aten::mm, or ""."""
-    return str(schema_of(target).name) if isinstance(target, OpOverload) else ""

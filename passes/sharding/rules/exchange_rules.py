@@ -7,7 +7,7 @@ ranks. The dim is the product outer * rows * inner. `Replicate(partial_grad=True
 gradient each rank has a summand.
 
 Collectives of the user's program over ranks that do not share the sequence act on each row separately, by rules. A node
-that communicates with ranks that hold other rows has no rule (`mark_group_exchanges` marks it) and runs on gathered
+that communicates with ranks that hold other rows has no rule (`MarkUserCollectives` marks it) and runs on gathered
 operands. Collectives over the ranks of the pass are not handled by rules; see `passes.tensor_parallel.varying`.
 """
 
