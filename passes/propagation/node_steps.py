@@ -164,7 +164,7 @@ def start_sharding(axes: Axes, call: OpCall, rule: BoundRule, n: int, window: Fr
         return step if step.wants is not None else None
     demands: Demands = ()
     if rule.kind(factor) == "scan":
-        if node_info(node).replicated or not (is_same_size(shard.outer, 1) and is_same_size(shard.inner, 1)):
+        if node_info(node).replicated or not shard.is_only_factor:
             return None
         needs_ranks = not _has_all_positions(n, shard)
         demands = (Demand(node, 0, "scan", REPLICATE, why=SCANNED_DEMAND),) if needs_ranks else ()

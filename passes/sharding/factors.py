@@ -208,7 +208,7 @@ class BoundRule:
         rows = shard.outer * shard.frame.length * shard.inner
         if all(is_same_size(start, 0) and is_same_size(length, rows) for start, length in self.spans):
             return (shard,) * len(self.spans)  # every piece is the complete dim
-        if not is_same_size(shard.outer, 1) or not is_same_size(shard.inner, 1):
+        if not shard.is_only_factor:
             return None  # a piece of a flattened dim is no range of the sequence
         for _, length in self.spans:
             # A single row would broadcast with all rows of a rank. For a short piece, most ranks have no valid rows,

@@ -83,7 +83,7 @@ def place_window(sliding: SlidingRows, shard: Shard, n: int) -> Shard | str:
     frame = shard.frame
     if not frame.order.is_in_order:
         return f"its neighbors are not adjacent in the {frame.order.name} layout"
-    if not (is_same_size(shard.outer, 1) and is_same_size(shard.inner, 1)):
+    if not shard.is_only_factor:
         return "the sequence shares a dim with others"
     if sliding.rolls is not None:
         return _place_roll(sliding, shard, n)
