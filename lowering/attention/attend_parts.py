@@ -10,8 +10,6 @@ The rows that have a gradient depend on the rank and on documents. They are know
              calls of a row, such as strips of queries, are summed in float32, and the sum is rounded once
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -20,8 +20,6 @@ by pair. If there are too many, a sample of them is evaluated.
     table      bounds of a vector on the host (``masks/pieces.py``); it is exact where both bounds are equal
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache

@@ -13,8 +13,6 @@ computes attention over the full sequences. ``ShardArgs`` describes the argument
                    (``collectives/zigzag.py``)
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -180,14 +180,9 @@ class LocalArgs(AttentionArgs):
         Args:
             learned: (num_learned(),), the concatenated gradients of the floating-point tables.
         """
-        views, first = list[Tensor | None](), 0
-        for table in self.tables:
-            if not table.is_floating_point():
-                views.append(None)
-                continue
-            views.append(learned[first : first + table.numel()].view(table.shape))
-            first += table.numel()
-        return views
+        sizes = [x.numel() for x in self.tables if x.is_floating_point()]
+        parts = iter(learned.split(sizes) if sizes else ())
+        return [next(parts).view(x.shape) if x.is_floating_point() else None for x in self.tables]
 
     def table_grads(self, learned: Tensor) -> list[Tensor | None]:
         """Return the gradient of each table in its dtype, for autograd; None for a table of integers.

@@ -18,8 +18,6 @@ same graph.
     steps          number of steps R. A sliding window needs fewer than the ring has ranks
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise

@@ -8,8 +8,6 @@ One exchange for all tensors: each rank sends two chunks to at most two ranks. T
 To fold is to exchange contiguous rows for zigzag rows; to unfold is the inverse.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -72,7 +72,7 @@ def result_number(getitem: Node) -> int:
     """Return the index of a getitem's result among the tensor results of its operand.
 
     Rules and plans have one entry for each tensor result. An op returns None for results that are not requested; these
-    are not counted. A negative index is unchanged.
+    are not counted. A negative index is unchanged, so that it counts from the last entry.
     """
     source, index = getitem.args
     values_before = list(source.meta["val"] if isinstance(source, Node) else ())[:index]

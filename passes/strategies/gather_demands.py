@@ -44,7 +44,7 @@ class GatherOperands(DemandPass):
 
     requires = DemandPass.requires | {"claimed"}  # by a better strategy
     provides = frozenset({"gathered"})
-    kinds = frozenset({"whole", "align", "no rule", "attend", "scan", "halo", "invariant"})
+    kinds = frozenset({"gathered", "align", "no rule", "attend", "scan", "halo", "invariant"})
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
         """Return None to claim all demands.

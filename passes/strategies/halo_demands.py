@@ -48,7 +48,7 @@ class ExchangeHalos(DemandPass):
     """Exchange of halos for windows on shards, for one more row at a shard, and for shifted shards."""
 
     requires = DemandPass.requires | {"selected rows"}  # a single row is sent separately
-    kinds = frozenset({"halo", "whole", "align"})
+    kinds = frozenset({"halo", "gathered", "align"})
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
         """Return None to claim the demands of a node, or "" if no exchange with neighbors meets them."""

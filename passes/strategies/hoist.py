@@ -95,7 +95,7 @@ class RowChain:
 class HoistSlices(DemandPass):
     """Slicing of a narrower value for a demand of a short slice."""
 
-    kinds = frozenset({"whole"})
+    kinds = frozenset({"gathered"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Move short slices, for which full sequences would be gathered, before the ops that widen their rows.

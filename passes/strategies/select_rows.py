@@ -35,7 +35,7 @@ class SelectRows(DemandPass):
     """Selection of few adjacent rows along the sharded dim."""
 
     requires = DemandPass.requires | {"selected rows"}
-    kinds = frozenset({"whole"})
+    kinds = frozenset({"gathered"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Replace slices of few rows of a sharded sequence, and return their number."""

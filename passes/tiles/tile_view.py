@@ -200,7 +200,7 @@ def _framed_placement(node: Node) -> Placement:
     As in `local_shard`, the rows of this rank are the complete sequence. REPLICATE if they are no factor of the dim.
     """
     call = OpCall(node)
-    dim, (frame, outer) = call.dim(), call_frame(call)
+    dim, frame, outer = call.dim(), call_frame(call), as_size(call["frame"][0])
     rows = frame.local_length(call["n"])  # if symbolic, the expression that is a factor in the shape
     inner = exact_quotient(as_sizes(node.meta["val"].shape)[dim], size_product((outer, rows)))
     return Shard(dim, Frame.full(rows), outer, inner) if inner is not None else REPLICATE

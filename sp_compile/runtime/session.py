@@ -25,6 +25,7 @@ from sp_compile.lowering.base.options import AnyOptions, SPConfig
 from sp_compile.lowering.base.progress import show_in_thread, show_progress
 from sp_compile.lowering.base.ranks import SINGLE_RANK, Ranks, can_split_sequence, resolve
 from sp_compile.lowering.torch_compat import on_recompile_limit, wrap_late_backward
+from sp_compile.passes.collectives.collective_context import RankQueries
 from sp_compile.passes.cost import measure
 from sp_compile.passes.cost.collective_time import LatencyBandwidth
 from sp_compile.passes.cost.group_names import GroupGrid, check_groups, group_grids, named_groups, program_groups
@@ -45,7 +46,7 @@ on_recompile_limit(partial(publish_stop, continues=True))  # the other ranks do 
 JOINT_OPTIONS = ("merge_reductions", "sequence_parallel_linear")  # options that affect collectives
 
 
-class CompileSession:
+class CompileSession(RankQueries):
     """Ranks and exchanges of one compilation, created from Dynamo's graph and its inputs.
 
     There is no communication before `start` or `exchange_facts`.

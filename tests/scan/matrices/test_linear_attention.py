@@ -241,7 +241,7 @@ def test_padding_of_a_convolution_is_zero() -> None:
     from sp_compile.passes.capture.stand_ins.kernel_stand_ins import STAND_INS
 
     ids = torch.tensor([[0, 0, 1, -1, -1]])
-    out = STAND_INS["causal_conv1d_fn"](torch.ones(1, 1, 5), torch.ones(1, 4), torch.ones(1), seq_idx=ids)
+    out = STAND_INS["causal_conv1d_fn"].compute(torch.ones(1, 1, 5), torch.ones(1, 4), torch.ones(1), seq_idx=ids)
     assert out.flatten().tolist() == [2, 3, 2, 0, 0]
 
 
