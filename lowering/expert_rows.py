@@ -8,8 +8,6 @@ Values between the first and the last call depend on all rows by their order; th
 ``passes/canonical/expert_loops.py`` proves that no other value leaves, so that all of them may be sharded along R.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -55,5 +53,4 @@ def grouped_mm(x: Tensor, w: Tensor, keys: Tensor, op: str) -> Tensor:
     groups = torch.arange(w.shape[0], dtype=keys.dtype, device=keys.device)
     ends = torch.searchsorted(keys, groups, right=True, out_int32=True)
     namespace, name = op.split("::")
-    result: Tensor = getattr(getattr(torch.ops, namespace), name)(x, w, ends)
-    return result
+    return getattr(getattr(torch.ops, namespace), name)(x, w, ends)

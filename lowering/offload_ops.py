@@ -8,8 +8,6 @@ of streams. On a CPU the copies are synchronous. Pinned buffers come from torch'
 of two.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

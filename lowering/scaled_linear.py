@@ -8,9 +8,7 @@ graph; those of the gradient are in the backward of the product. Padded rows do 
 rows, and those of a gradient are zero.
 """
 
-from __future__ import annotations
-
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,13 +19,49 @@ from .base.library import composite
 from .base.registry import ProgramTable
 from .comm.communicator import current_communicator
 
-# torchao's LinearMMConfig and Float8LinearConfig of a linear layer
-CONFIGS: ProgramTable[tuple[Any, Any]] = ProgramTable("linear layers in float8")
+
+class LinearConfig(NamedTuple):
+    """Settings of a linear layer of torchao."""
+
+    products: Any  # LinearMMConfig
+    casts: Any  # Float8LinearConfig
+
+    def cast(
+        self, x: Tensor, config: Any, role: Any, dim: int, scale: Tensor | None = None, n: int = 1, group: str = ""
+    ) -> Any:
+        """Return a matrix in float8 as torchao's tensor subclass, or x itself if its cast is disabled.
+
+        Args:
+            x: Matrix.
+            config: torchao's CastConfig of x.
+            role: torchao's GemmInputRole of x.
+            dim: Dim over which axiswise scales take the maximum.
+            scale: Scales; None to compute them.
+            n: Number of ranks whose rows x has.
+            group: Name of their group.
+        """
+        from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim
+        from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
+        from torchao.float8.float8_utils import amax_to_scale
+
+        if _is_disabled(config):
+            return x
+        axiswise_dim = get_maybe_axiswise_dim(dim, config.scaling_granularity)
+        if scale is None:
+            with torch.no_grad():
+                largest = x.abs().amax() if axiswise_dim is None else x.abs().amax(axiswise_dim, keepdim=True)
+                if axiswise_dim != -1:  # over the rows
+                    largest = _max_of_ranks(largest, n, group)
+            scale = amax_to_scale(largest, config.target_dtype, self.casts.round_scales_to_power_of_2)
+        return hp_tensor_and_scale_to_float8(x, scale, config.target_dtype, self.products, role, axiswise_dim)
+
+
+CONFIGS: ProgramTable[LinearConfig] = ProgramTable("linear layers in float8")
 
 
 def register_config(products: Any, casts: Any) -> str:
     """Register the settings of a linear layer, and return their name, which is equal in all processes."""
-    return CONFIGS.register(f"{products}{casts}", lambda name: (products, casts))
+    return CONFIGS.register(f"{products}{casts}", lambda name: LinearConfig(products, casts))
 
 
 def _max_of_ranks(x: Tensor, n: int, group: str) -> Tensor:
@@ -70,7 +104,7 @@ def scaled_linear(
         n: Number of ranks.
         group: Name of their group.
     """
-    return _ScaledLinear.apply(x, w_t, scale, grad_scale, *CONFIGS[name], n, group)
+    return _ScaledLinear.apply(x, w_t, scale, grad_scale, CONFIGS[name], n, group)
 
 
 @composite("subclass_linear(Tensor x, Tensor w, Tensor? bias=None) -> Tensor", padded="as given")
@@ -88,26 +122,18 @@ class _ScaledLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        w_t: Tensor,
-        scale: Tensor | None,
-        grad_scale: Tensor | None,
-        products: Any,
-        casts: Any,
-        n: int,
-        group: str,
+        ctx: Any, x: Tensor, w_t: Tensor, scale: Any, grad_scale: Any, config: LinearConfig, n: int, group: str
     ) -> Tensor:
         """Return the product of x and w_t."""
         from torchao.float8.float8_training_tensor import GemmInputRole as Role
 
         if n > 1:  # the rows of a rank are not as aligned as those of the sequence
-            products = type(products)(*(product._replace(pad_inner_dim=True) for product in products))
+            products = type(config.products)(*(p._replace(pad_inner_dim=True) for p in config.products))
+            config = config._replace(products=products)
         ctx.save_for_backward(x, w_t, grad_scale)
-        ctx.products, ctx.casts, ctx.ranks = products, casts, (n, group)
-        rows = x.reshape(-1, x.shape[-1])
-        left = _cast(rows, casts, casts.cast_config_input, products, Role.INPUT, -1, scale=scale)
-        right = _cast(w_t, casts, casts.cast_config_weight, products, Role.WEIGHT, 0)
+        ctx.config, ctx.ranks = config, (n, group)
+        left = config.cast(x.reshape(-1, x.shape[-1]), config.casts.cast_config_input, Role.INPUT, -1, scale)
+        right = config.cast(w_t, config.casts.cast_config_weight, Role.WEIGHT, 0)
         return torch.mm(left, right).reshape(*x.shape[:-1], w_t.shape[-1])
 
     @staticmethod
@@ -116,59 +142,16 @@ class _ScaledLinear(torch.autograd.Function):
         """Return the gradients of x and of w_t, of which each rank has a summand."""
         from torchao.float8.float8_training_tensor import GemmInputRole as Role
 
-        (x, w_t, grad_scale), casts, products = ctx.saved_tensors, ctx.casts, ctx.products
+        (x, w_t, grad_scale), casts, cast = ctx.saved_tensors, ctx.config.casts, ctx.config.cast
         rows = grad.reshape(-1, grad.shape[-1])
-        grads = Role.GRAD_OUTPUT, *ctx.ranks
-        for_x = _cast(rows, casts, casts.cast_config_grad_output, products, grads[0], -1, *ctx.ranks)
-        right = _cast(w_t, casts, casts.cast_config_weight_for_grad_input, products, Role.WEIGHT, -1)
+        for_x = cast(rows, casts.cast_config_grad_output, Role.GRAD_OUTPUT, -1, None, *ctx.ranks)
+        right = cast(w_t, casts.cast_config_weight_for_grad_input, Role.WEIGHT, -1)
         x_grad = torch.mm(for_x, right.t()).reshape(x.shape)
-        config = casts.cast_config_grad_output_for_grad_weight
-        for_w = _cast(rows, casts, config, products, grads[0], 0, *ctx.ranks)
-        config = casts.cast_config_input_for_grad_weight
-        if grad_scale is not None and grad_scale.ndim:
+        for_w = cast(rows, casts.cast_config_grad_output_for_grad_weight, Role.GRAD_OUTPUT, 0, None, *ctx.ranks)
+        if grad_scale is not None and grad_scale.ndim:  # of each column
             grad_scale = grad_scale.unsqueeze(0)
-        left = _cast(x.reshape(-1, x.shape[-1]), casts, config, products, Role.INPUT, 0, scale=grad_scale)
-        return x_grad, torch.mm(for_w.t(), left).t(), *(None,) * 6
-
-
-def _cast(
-    x: Tensor,
-    casts: Any,
-    config: Any,
-    products: Any,
-    role: Any,
-    axis: int,
-    n: int = 1,
-    group: str = "",
-    scale: Tensor | None = None,
-) -> Any:
-    """Return a matrix in float8 as torchao's tensor subclass, or x itself if its cast is disabled.
-
-    Args:
-        x: Matrix.
-        casts: torchao's Float8LinearConfig.
-        config: torchao's CastConfig of x.
-        products: torchao's LinearMMConfig.
-        role: torchao's GemmInputRole of x.
-        axis: Dim over which axiswise scales take the maximum.
-        n: Number of ranks whose rows x has.
-        group: Name of their group.
-        scale: Scales; None to compute them.
-    """
-    from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim
-    from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
-    from torchao.float8.float8_utils import amax_to_scale
-
-    if _is_disabled(config):
-        return x
-    axiswise_dim = get_maybe_axiswise_dim(axis, config.scaling_granularity)
-    if scale is None:
-        with torch.no_grad():
-            largest = x.abs().amax() if axiswise_dim is None else x.abs().amax(axiswise_dim, keepdim=True)
-            if axiswise_dim != -1:  # over the rows
-                largest = _max_of_ranks(largest, n, group)
-        scale = amax_to_scale(largest, config.target_dtype, casts.round_scales_to_power_of_2)
-    return hp_tensor_and_scale_to_float8(x, scale, config.target_dtype, products, role, axiswise_dim)
+        left = cast(x.reshape(-1, x.shape[-1]), casts.cast_config_input_for_grad_weight, Role.INPUT, 0, grad_scale)
+        return x_grad, torch.mm(for_w.t(), left).t(), *(None,) * 5
 
 
 def _is_disabled(config: Any) -> bool:
@@ -188,14 +171,15 @@ def trace_scaled_linear(x: Tensor, w_t: Tensor, products: Any, casts: Any) -> An
     from torchao.float8.float8_utils import amax_to_scale
 
     with torch.no_grad():
-        size = x.detach().abs()
+        magnitudes = x.detach().abs()
 
         def compute_scale(config: Any, by_column: bool) -> Tensor | None:
             """Return the scale of x, or those of its columns; None if they depend on one row, or without a cast."""
             is_axiswise = config.scaling_granularity.name == "AXISWISE"
             if _is_disabled(config) or (is_axiswise and not by_column):
                 return None
-            largest = size.amax([*range(x.ndim - 1)]) if is_axiswise else size.amax([*range(x.ndim)])
+            dims = [*range(x.ndim - 1)] if is_axiswise else [*range(x.ndim)]  # of the rows, or all
+            largest = magnitudes.amax(dims)
             return amax_to_scale(largest, config.target_dtype, casts.round_scales_to_power_of_2)
 
         config, for_w = casts.cast_config_input, casts.cast_config_input_for_grad_weight

@@ -1,7 +1,5 @@
 """Define ``sp::token_function``: a torch.autograd.Function of elementwise ops, so that it has a sharding rule."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -41,5 +39,4 @@ def token_function(xs: list[Tensor], name: str) -> Tensor:
     """
     forward, backward, options = BODIES[name]
     result = autograd_function_apply(forward, backward, *xs, **options)
-    out: Tensor = result[0] if isinstance(result, tuple | list) else result
-    return out
+    return result[0] if isinstance(result, tuple | list) else result

@@ -69,15 +69,10 @@ class Report:
         self.inputs.update(other.inputs)
         self.work.merge(other.work)
         self.candidates += [c for c in other.candidates if c not in self.candidates]
-        self.passes += other.passes
-        self.exchanges += other.exchanges
-        self.memory += other.memory
-        self.tiled += other.tiled
-        self.attention = merge_decisions([*self.attention, *other.attention])
         self.constraints += [c for c in other.constraints if c not in self.constraints]
-        self.sharded_outputs += other.sharded_outputs
-        self.errors += other.errors
-        self.layers += other.layers
+        self.attention = merge_decisions([*self.attention, *other.attention])
+        for name in ("passes", "exchanges", "memory", "tiled", "sharded_outputs", "errors", "layers"):
+            getattr(self, name).extend(getattr(other, name))
         self.parallel = sorted({*self.parallel, *other.parallel})
 
     @property
@@ -185,15 +180,8 @@ class Report:
     def _pass_table(self) -> str:
         """Return a table of the passes, with the sums over all runs of each."""
         rows = [
-            (
-                run.name,
-                ", ".join(sorted(run.requires)),
-                ", ".join(sorted(run.provides)),
-                run.changes,
-                run.nodes,
-                run.seconds,
-            )
-            for run in runs_by_pass(self.passes)
+            (r.name, ", ".join(sorted(r.requires)), ", ".join(sorted(r.provides)), r.changes, r.nodes, r.seconds)
+            for r in runs_by_pass(self.passes)
         ]
         headers = ("pass", "requires", "provides", "rewrites", "nodes", "seconds")
         return tabulate(rows, headers=headers, maxcolwidths=LINE_WIDTH, floatfmt=".3f")

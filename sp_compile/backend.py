@@ -27,7 +27,7 @@ from sp_compile.runtime.fingerprint import program_subject
 from sp_compile.runtime.one_rank import warn_one_rank
 from sp_compile.runtime.session import CompileSession
 
-from .rank_program import RankProgram, compile_rank_program
+from .rank_program import RankProgram, compile_rank_program, guard_program
 from .split import lower
 from .unsplit import explain_failure, keep_unsplit, must_split
 
@@ -69,22 +69,9 @@ def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = 
         error = session.finish(gm, error)  # run the remaining exchanges, for which the other ranks wait
     if torch_compat.is_cut_by_ddp(gm):  # DDPOptimizer calls the program of a bucket once on fake tensors
         torch_compat.keep_first_call_fake()
-    if lowered is None:  # the compilation failed
-        return session.guard(None, error, gm, example_inputs)
-    if lowered.unsplit_reason:
+    if lowered is not None and lowered.unsplit_reason:
         warn_unsplit(program_subject(gm), lowered.unsplit_reason)
-    return session.guard(
-        run,
-        error,
-        gm,
-        example_inputs,
-        local=lowered.graph,
-        joint=lowered.joint.job,
-        boundary=lowered.boundary,
-        unsplit_reason=lowered.unsplit_reason,
-        eager=lowered.eager,
-        work=lowered.report.work,
-    )
+    return guard_program(program, session, lowered, run, error)
 
 
 torch_compat.on_eager(sp, runs_eagerly, warn_eager_fallback, warn_fsdp_submodules)

@@ -50,7 +50,8 @@ def runs_eagerly(code: CodeType, arguments: Mapping[str, Any], caller: FrameType
     wrap_generation()
     if _compiles_prompt:
         return False
-    while caller is not None and _generate_codes:  # in a method that was read before it was replaced
+    # A caller may hold the method that `_wrap_generate` has replaced since: the original code is then on the stack.
+    while caller is not None and _generate_codes:
         if id(caller.f_code) in _generate_codes:
             return True
         caller = caller.f_back

@@ -1,6 +1,7 @@
-"""Represent the program of one rank, and compile it with Inductor or another compiler.
+"""Represent the program of one rank, compile it with Inductor or another compiler, and guard it.
 
 The passes over the joint graph of AOTAutograd (forward and backward) run while the compiler traces the program.
+The guard is the compiled program with an exchange of messages before each call: all ranks must make the same call.
 """
 
 from __future__ import annotations
@@ -23,10 +24,14 @@ from sp_compile.lowering.base.ranks import SINGLE_RANK, Ranks
 from sp_compile.passes.boundary.add_tokens import BoundaryPasses
 from sp_compile.passes.boundary.boundary_context import BoundaryContext
 from sp_compile.passes.boundary.graph_boundary import GraphBoundary
+from sp_compile.passes.capture.user_program import UserProgram
+from sp_compile.passes.cost.group_names import is_collective
+from sp_compile.passes.cost.input_facts import InputFacts
 from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.cost.walk.live_values import nbytes_of
 from sp_compile.passes.graph.call import node_tensors
 from sp_compile.passes.graph.node_info import node_info
+from sp_compile.passes.graph.provenance import exchange_sources, node_lines
 from sp_compile.passes.graph.rank_rng import has_random_ops, with_rank_rng
 from sp_compile.passes.joint.joint import JointPasses
 from sp_compile.passes.joint.joint_context import JointContext, PartitionContext
@@ -34,8 +39,13 @@ from sp_compile.passes.joint.partitioned import PartitionedPasses
 from sp_compile.passes.joint.save_attention import apply_checkpoint_policies
 from sp_compile.passes.report import Report
 from sp_compile.passes.tiles.run_in_tiles import programs_of
-from sp_compile.runtime.input_checks import local_tensors
+from sp_compile.runtime.control.channel import publish_stop
+from sp_compile.runtime.fingerprint import ProgramDigest, exchange_digest, graph_digest, input_names, program_subject
+from sp_compile.runtime.guard import GuardedProgram, InProcesses, ProgramInfo
+from sp_compile.runtime.input_checks import ComparedInputs, group_inputs, local_tensors, sequence_inputs
 from sp_compile.runtime.session import CompileSession
+from sp_compile.runtime.settings_digest import settings_fields
+from sp_compile.runtime.sharded_values import GatheredProgram, ShardedProgram, any_sharded
 
 log = logging.getLogger(__name__)
 
@@ -183,3 +193,93 @@ def _mode_options(mode: str | None, compiler: str | Callable[..., Any]) -> Mappi
     if known[mode].get("triton.cudagraphs"):
         raise SpError("SP108", f"mode={mode!r} {NO_CUDA_GRAPHS}")
     return known[mode]
+
+
+def guard_program(
+    program: UserProgram,
+    session: CompileSession,
+    lowered: RankProgram | None,
+    run: Callable[..., Any] | None,
+    error: Exception | None,
+) -> Callable[..., Any]:
+    """Return the compiled program with checks that the ranks of each group agree on it and its inputs.
+
+    Args:
+        program: The program.
+        session: The ranks that compiled it.
+        lowered: The program of one rank; None if the compilation failed.
+        run: The compiled program; None if the compilation failed.
+        error: The error of the compilation on a rank, which every call raises on all ranks.
+    """
+    gm, info = program.graph, _describe_program(program, session, lowered)
+    # A program that is not split takes full tensors, so sharded arguments are gathered.
+    gathers = bool(info.unsplit_reason) if session.split else not session.groups and any_sharded(program.inputs)
+    if run is not None and lowered is not None and gathers:
+        run = GatheredProgram(run, lowered.eager)
+    # The innermost guard is that of the ranks of the sequence, around it are those of the groups.
+    if session.split:
+        run, error = _guard_sequence(program, session, lowered, run, error, info), None  # it raises the error
+    elif error is not None and not session.groups:
+        publish_stop(str(error), subject=info.subject)  # with an invalid mesh, the waiting ranks are not known
+        run = GuardedProgram(None, SINGLE_RANK, info, ProgramDigest(), ComparedInputs(), error)
+    for ranks in reversed(session.groups):  # the first group is checked first, as in CompileProtocol.start
+        # The inputs on whose equal values the passes rely, and the groups with collectives in the backward.
+        joint = None if lowered is None else lowered.joint.job
+        labels = None if joint is None else joint.common_inputs.get(ranks.group)
+        backward = joint is not None and ranks.group in joint.backward
+        inputs = group_inputs(gm, program.inputs, session.facts.get(ranks.group, InputFacts()), labels)
+        run = GuardedProgram(run, ranks, info, exchange_digest(gm), inputs, error, backward=backward)
+    assert run is not None
+    boundary = GraphBoundary() if lowered is None else lowered.boundary
+    if boundary.results or boundary.writes or boundary.views:
+        run = ShardedProgram(run, session.ranks, info.subject, boundary)
+    return run if session.groups else InProcesses(run)
+
+
+def _describe_program(program: UserProgram, session: CompileSession, lowered: RankProgram | None) -> ProgramInfo:
+    """Return the facts that the guards of all groups share; the arguments are those of `guard_program`."""
+    inputs = program.graph.graph.find_nodes(op="placeholder")
+    argument_names = {node.name: torch_compat.argument_name(node) for node in inputs}
+    graph = None if lowered is None else lowered.graph.graph
+    collectives = () if graph is None else filter(is_collective, graph.nodes)
+    return ProgramInfo(
+        subject=program_subject(program.graph),
+        options=settings_fields({"mode": session.mode, **session.given}),
+        training=torch_compat.describe_training(),
+        unsplit_reason="" if lowered is None else lowered.unsplit_reason,
+        leaves_partial=session.options.param_grads == "partial",
+        check_every=session.options.check_every,
+        exchange_sources=exchange_sources(collectives, argument_names),
+        lines={} if graph is None else node_lines(graph),
+    )
+
+
+def _guard_sequence(
+    program: UserProgram,
+    session: CompileSession,
+    lowered: RankProgram | None,
+    run: Callable[..., Any] | None,
+    error: Exception | None,
+    info: ProgramInfo,
+) -> GuardedProgram:
+    """Return the program with checks of the ranks of the sequence; `guard_program` adds those of the groups.
+
+    The arguments are those of `guard_program`, and the facts of `_describe_program`.
+    """
+    gm, digest, boundary = program.graph, ProgramDigest(), GraphBoundary()  # of a failed compilation
+    if lowered is not None:
+        boundary = lowered.boundary
+        digest = exchange_digest(gm) if info.unsplit_reason else graph_digest(lowered.graph, input_names(gm))
+    inputs = sequence_inputs(gm, program.inputs, boundary.own_rows, is_run=lowered is not None)
+    return GuardedProgram(
+        run,
+        session.ranks,
+        info,
+        digest,
+        inputs,
+        error,
+        boundary,
+        backward=True,
+        gradients=session.options.outputs != "local",  # those of local results are of the rows of a rank
+        work=None if lowered is None else lowered.report.work,
+    )

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import sympy
-import torch.distributed as dist
 from torch.fx import GraphModule
 
 from sp_compile.lowering import torch_compat
 from sp_compile.lowering.base.errors import SpError, source_line
 from sp_compile.lowering.base.options import AnyOptions, SPConfig
+from sp_compile.lowering.base.ranks import process_rank
 from sp_compile.lowering.collectives.sharded import Sharded
 from sp_compile.passes.boundary.make_boundary import make_boundary
 from sp_compile.passes.capture.capture import fix_lengths
@@ -100,20 +100,12 @@ class SplitProgram:
             if program.has_dtensors:
                 raise SpError("SP241", DTENSORS)
             with wrap_failures():
-                view = cls._view(program, config, session, program.has_balanced_inputs)
+                balanced = program.has_balanced_inputs
+                view = global_view(program.graph, program.inputs, config, session.ranks, balanced)
             session.ranks.check_backend(program.device)
         finally:  # a collective measurement: the other ranks wait for this one even if its capture has failed
             machine = session.agree_on_machine(program.device)
         return cls(program, config, session, view, machine, repeats)
-
-    @staticmethod
-    def _view(program: UserProgram, config: SPConfig, session: CompileSession, balanced: bool) -> GlobalView:
-        """Capture the graph in the global view.
-
-        Sharded inputs in two row orders cannot stay sharded together. If `balanced`, those that an earlier graph
-        returned in a load-balanced order stay sharded, and the others are gathered; if not, the reverse.
-        """
-        return global_view(program.graph, program.inputs, config, session.ranks, balanced)
 
     def lower(self) -> RankProgram:
         """Return the program of one rank; if a pass refuses the inputs, capture them in another way and try once more.
@@ -135,19 +127,21 @@ class SplitProgram:
     def _change_view(self, refusal: Refusal) -> bool:
         """Capture the program again, without the property of its inputs that a pass has refused.
 
-        If the graph cannot run in the row order of its sharded inputs (balanced, or not), the inputs in this order are
-        gathered. If no sequence was found, symbolic lengths become constants: passes then recognize a Python loop over
-        the positions, which Dynamo has unrolled, by its number of steps.
+        Sharded inputs in two row orders cannot stay sharded together. With `balanced`, those that an earlier graph has
+        returned in a load-balanced order stay sharded, and the others are gathered; without it, the reverse. If the
+        graph cannot run in one of the orders, it is captured with the other. If no sequence was found, symbolic lengths
+        become constants: passes then recognize a Python loop over the positions, which Dynamo has unrolled, by its
+        number of steps.
 
         Returns:
             True if the program was captured again; False if it has no symbolic lengths to fix.
         """
-        balanced = self.program.has_balanced_inputs
+        program, balanced = self.program, self.program.has_balanced_inputs
         if refusal.kind is RefusalKind.ROW_ORDER:
             self.row_order_conflict, balanced = refusal.text, not balanced
-        elif not fix_lengths(self.program.graph, self.program.inputs):
+        elif not fix_lengths(program.graph, program.inputs):
             return False
-        self.view = self._view(self.program, self.config, self.session, balanced)
+        self.view = global_view(program.graph, program.inputs, self.config, self.session.ranks, balanced)
         return True
 
     def _run_passes(self) -> tuple[list[Any], GraphModule, Report] | Refusal:
@@ -226,7 +220,7 @@ def graph_break_notes(gm: GraphModule) -> Iterator[Note]:
 
 def warn_lost_sequence(gm: GraphModule, report: Report) -> None:
     """Warn on rank 0 if eager code has gathered the sequence before this graph."""
-    if dist.is_initialized() and dist.get_rank() > 0:
+    if process_rank() > 0:
         return
     for note in report.find_notes(NoteKind.SEQUENCE_LOST):
         log.warning("%s is compiled with backend='sp', and %s", program_subject(gm), note.text)

@@ -15,9 +15,9 @@ skip blocks in which no pair attends. The graph that contains them is equal on e
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import reduce, wraps
+from functools import reduce
 from itertools import groupby
 from typing import Any
 
@@ -29,10 +29,9 @@ from sp_compile.lowering.base.library import opaque
 from sp_compile.lowering.masks.blocks import FULL_WINDOW, Block, Kind, PackedCall, Window
 from sp_compile.lowering.masks.score import may_have_fills, num_saved_tensors
 from sp_compile.lowering.torch_compat import size_hint
-from sp_compile.lowering.triton.flex.flex_calls import CannotCompileError
 
 from .kernel_args import Kernel, KernelKey, cpu_copy_bytes, operand_bytes
-from .kernels import expected_kernel, kernel_for
+from .kernels import expected_kernel, kernel_for, retry_without_flex
 from .masking import CallMask
 from .merge_blocks import GradAccumulator, SoftmaxAccumulator, empty_rows_first, merge
 from .op_args import LocalArgs
@@ -50,24 +49,7 @@ PackedKernelCall = tuple[PackedCall, Kernel]
 QueryStrip = list[tuple[Block | PackedCall, Kernel]]  # calls with the same queries, whose results are merged
 
 
-def _retry_without_flex(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the body of an operator with a second run if flex_attention cannot be compiled.
-
-    After the error flex is unavailable in this process, so that the second run selects other kernels.
-    """
-
-    @wraps(body)
-    def run(*args: Any) -> Any:
-        """Run the body; at most twice, since the second run does not use flex."""
-        try:
-            return body(*args)
-        except CannotCompileError:
-            return body(*args)
-
-    return run
-
-
-def _dmask_shape(args: LocalArgs, is_needed: bool) -> Sequence[int]:
+def dmask_shape(args: LocalArgs, is_needed: bool) -> Sequence[int]:
     """Return the shape of dmask, a result of attend_backward: the gradient of the tensor mask, or of all score tables.
 
     Those of tables, the tensors that a score function indexes, are flat in one dim. (0,) if no gradient is needed.
@@ -283,7 +265,7 @@ def _parse_backward(arguments: Sequence[Any]) -> tuple[LocalArgs, bool, str]:
     They are the fields of LocalArgs, mask_grad, and optionally ``after``, which is not read, and ``packed``.
     """
     args, (mask_grad, *optional) = LocalArgs.of(arguments)
-    packed = optional[1] if len(optional) > 1 else ""
+    packed = optional[1] if len(optional) > 1 and isinstance(optional[1], str) else ""
     return args, mask_grad, packed
 
 
@@ -292,7 +274,7 @@ def _fake_backward(
 ) -> tuple[Tensor, ...]:
     """Return empty results of ``attend_backward``, for fake tensors."""
     (args, mask_grad, packed), dtype = _parse_backward(arguments), accumulation_dtype(q.dtype)
-    dmask = q.new_empty(_dmask_shape(args, mask_grad), dtype=dtype)
+    dmask = q.new_empty(dmask_shape(args, mask_grad), dtype=dtype)
     return empty_rows_first(q, dtype), *_key_grad_buffers(k, v, dtype, packed), dmask
 
 
@@ -354,7 +336,7 @@ def _forward_workspace(workspace: int, q: Tensor, k: Tensor, v: Tensor, *argumen
     return max(workspace + cpu_copy_bytes(q, k, v) + lse_bytes, out_bytes + lse_bytes)
 
 
-def _backward_workspace(
+def backward_workspace(
     workspace: int, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any
 ) -> int:
     """Return the peak memory of the backward, without its operands and results, in bytes, for estimates.
@@ -390,7 +372,7 @@ def _backward_workspace(
     replays=False,  # the kernel calls depend on the documents
     inside=_forward_workspace,
 )
-@_retry_without_flex
+@retry_without_flex
 def attend(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Compute the softmax average of local queries over local keys: the attention kernel of one rank.
 
@@ -431,9 +413,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Te
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
     _fake_backward,
     replays=False,
-    inside=_backward_workspace,
+    inside=backward_workspace,
 )
-@_retry_without_flex
+@retry_without_flex
 def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -463,33 +445,48 @@ def attend_backward(
     Bytes: none.
     """
     args, mask_grad, packed = _parse_backward(arguments)
-    q, sign, scale = _split_scale_sign(q, args.scale)
-    masking, dtype = CallMask.of(q, k, args), accumulation_dtype(q.dtype)
-    grad, out = grad.to(q.dtype), out.to(q.dtype)
+    dtype = accumulation_dtype(q.dtype)
     # Accumulators of the results; packed dk and dv are views of the tensor that is sent.
     key_buffers = _key_grad_buffers(k, v, dtype, packed) if packed else None
     dk_buffer, dv_buffer = (None, None) if key_buffers is None else split_keys_values(key_buffers[0], k, v)
     dq, dk, dv = GradAccumulator(q, dtype), GradAccumulator(k, dtype, dk_buffer), GradAccumulator(v, dtype, dv_buffer)
-    dmask = q.new_zeros(_dmask_shape(args, mask_grad), dtype=dtype)
+    sign, dmask = sum_gradients((grad, q, k, v, out, lse), args, mask_grad, (dq, dk, dv))
+    q_total, *key_totals = (accumulator.total() for accumulator in (dq, dk, dv))
+    q_total = q_total if sign == 1 else q_total * sign
+    return q_total, *(key_totals if key_buffers is None else key_buffers), dmask
+
+
+def sum_gradients(
+    operands: Sequence[Tensor], args: LocalArgs, mask_grad: bool, accumulators: Sequence[Any]
+) -> tuple[int, Tensor]:
+    """Run the kernels of a backward, and add their gradients of q, k and v to one accumulator each.
+
+    Args:
+        operands: (grad, q, k, v, out, lse) of ``attend_backward``.
+        args: Its arguments.
+        mask_grad: Whether the mask or the tables need a gradient.
+        accumulators: Three objects with a method add(part, rows).
+
+    Returns:
+        The sign by which the sum of dq must be multiplied, and dmask.
+    """
+    grad, q, k, v, out, lse = operands
+    q, sign, scale = _split_scale_sign(q, args.scale)
+    masking = CallMask.of(q, k, args)
+    grad, out = grad.to(q.dtype), out.to(q.dtype)
+    dmask = q.new_zeros(dmask_shape(args, mask_grad), dtype=accumulation_dtype(q.dtype))
     # Without a tensor mask, dmask is the flat gradient of the tables, to whose views kernels add.
     table_views = enumerate(args.split_tables(dmask) if mask_grad else [])
     table_grads = {f"table{i}": x for i, x in table_views if x is not None}
     bias_grad = args.mask is not None and mask_grad
-    # Add the gradients of every kernel call.
     for block, kernel in (call for strip in _query_strips(q, v, masking, bias_grad) for call in strip):
         queries, keys = block.query_rows, block.key_rows
         block_grad, *saved = (x.narrow(2, *queries) for x in (grad, out, lse))
         kernel_args = masking.kernel_args(block, scale, kernel)
         kernel_args = replace(kernel_args, bias_grad=bias_grad, table_grads=table_grads)
-        block_dq, block_dk, block_dv, dbias = kernel.backward(
-            block_grad, *_block_operands(q, k, v, block), *saved, kernel_args
-        )
-        dq.add(block_dq, queries)
-        dk.add(block_dk, keys)
-        dv.add(block_dv, keys)
+        *parts, dbias = kernel.backward(block_grad, *_block_operands(q, k, v, block), *saved, kernel_args)
+        for accumulator, part, rows in zip(accumulators, parts, (queries, keys, keys)):
+            accumulator.add(part, rows)
         if dbias is not None and isinstance(block, Block):  # the gradient of the block's part of an additive mask
             masking.add_grad(dmask, dbias, block)
-    # Sum, and undo the sign that was moved from the scale to q.
-    q_total, *key_totals = (accumulator.total() for accumulator in (dq, dk, dv))
-    q_total = q_total if sign == 1 else q_total * sign
-    return q_total, *(key_totals if key_buffers is None else key_buffers), dmask
+    return sign, dmask

@@ -6,8 +6,6 @@ ring. The forward saves shards, the output and its log-sum-exps (lse); the backw
 Sinks are one additional logit per head, of no key. Tables are the tensors that a score function indexes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -20,8 +20,6 @@ by pair. If there are too many, a sample of them is evaluated.
     table      bounds of a vector on the host (``masks/pieces.py``); it is exact where both bounds are equal
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
@@ -40,6 +38,7 @@ from sp_compile.lowering.masks.predicate import depends_on_distance, position_co
 from sp_compile.lowering.masks.spans import Rows, Segment, local_valid_rows, sort_by_index, span_rows
 from sp_compile.lowering.torch_compat import FakeTensor, size_hint, use_real_tensors
 
+from . import attend, attend_parts  # noqa: F401  (registers the operators)
 from .masking import CallMask
 from .op_args import LocalArgs
 
@@ -56,7 +55,7 @@ def attend_flops(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **_meta: Any)
     return 2 * _attended_pairs(q, k, args) * (dim + value_dim)
 
 
-@register_flop_formula(torch.ops.sp.attend_backward, get_raw=True)
+@register_flop_formula([torch.ops.sp.attend_backward, torch.ops.sp.attend_backward_parts], get_raw=True)
 def attend_backward_flops(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any, **_meta: Any
 ) -> int:

@@ -9,10 +9,9 @@ computes attention over the full sequences. ``ShardArgs`` describes the argument
                    (Ulysses, ``ulysses_kernel.py``)
     hybrid         Ulysses in each neighborhood; rings link every stride-th rank
     gathered       each rank all-gathers keys and values (``gathered_kernel.py``)
-    zigzag         rank r stores chunks r and 2n - 1 - r of 2n, which balances causal attention (``zigzag.py``)
+    zigzag         rank r stores chunks r and 2n - 1 - r of 2n, which balances causal attention
+                   (``collectives/zigzag.py``)
 """
-
-from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering.base.library import composite
+from sp_compile.lowering.collectives.zigzag import to_zigzag_rows
 
 from .attention_autograd import attention
 from .gathered_kernel import GatheredKeys
@@ -28,7 +28,6 @@ from .masked_attention import autocast, autocast_args
 from .op_args import SEQUENCE, LocalArgs, ShardArgs
 from .ring_kernel import RingKeys
 from .ulysses_kernel import to_heads, to_sequence
-from .zigzag import to_zigzag_rows
 
 ATTENTION_ARGUMENTS = f"Tensor q, Tensor k, Tensor v, {ShardArgs.schema()}"
 

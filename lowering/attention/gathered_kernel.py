@@ -20,8 +20,6 @@ The causal part of a contiguous or zigzag shard is cut into full blocks and diag
                    for the cotangent, so that a compiler does not save the forward's gathered keys instead
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import reduce
 from typing import NamedTuple

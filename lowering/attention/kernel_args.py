@@ -11,8 +11,6 @@ some. A row that attends to nothing has out 0 and lse -inf, and contributes no g
     packed     a call for several sequences, as cu_seqlens (``packed.py``)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -58,6 +56,14 @@ class KernelArgs:
     sequences: PackedSequences | None = None  # queries and keys of a PACKED call
     # Mask text and score function of all queries and keys. Only a fused kernel has it, and no other mask argument.
     pairs: PairTexts | None = None
+
+    def additive_mask(self, dtype: torch.dtype) -> Tensor | None:
+        """Return the bool mask (`allowed`) and the bias as one additive mask of a dtype; None without either."""
+        bias = None if self.bias is None else self.bias.to(dtype)
+        if self.allowed is None:
+            return bias
+        zero = torch.zeros((), dtype=dtype, device=self.allowed.device)
+        return torch.where(self.allowed, zero if bias is None else bias, -torch.inf)
 
 
 class KernelKey(NamedTuple):

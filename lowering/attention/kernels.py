@@ -11,8 +11,9 @@ kernels of ``kernels_cuda.py``. Masks and score functions that these do not supp
     lse             log-sum-exps of rows of scores; -inf in a row that attends to nothing
 """
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,17 +32,6 @@ aten = torch.ops.aten
 # CPU.
 
 
-def _additive_mask(args: KernelArgs, q: Tensor) -> Tensor | None:
-    """Return the bool mask (`allowed`) and the bias as one additive mask of q's dtype, as the CPU kernel requires.
-
-    None without either.
-    """
-    bias = None if args.bias is None else args.bias.to(q.dtype)
-    if args.allowed is None:
-        return bias
-    return torch.where(args.allowed, q.new_zeros(()) if bias is None else bias, -torch.inf)
-
-
 def _copy_rows(*xs: Tensor) -> Sequence[Tensor]:
     """Return q, k and v, as contiguous copies if `cpu_copy_bytes` finds that these are worth their cost."""
     return tuple(map(Tensor.contiguous, xs)) if cpu_copy_bytes(*xs) else xs
@@ -52,7 +42,7 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Ten
 
     It requires equal head dims, so that operands are padded, and out is trimmed.
     """
-    mask, width = _additive_mask(args, q), max(q.shape[-1], v.shape[-1])
+    mask, width = args.additive_mask(q.dtype), max(q.shape[-1], v.shape[-1])
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
         *_copy_rows(*pad_last_dim(width, q, k, v)), 0.0, args.causal, attn_mask=mask, scale=args.scale
     )
@@ -68,7 +58,7 @@ def _cpu_backward(
 
     It requires equal head dims, so that operands are padded, and gradients are trimmed.
     """
-    mask, width = _additive_mask(args, q), max(q.shape[-1], v.shape[-1])
+    mask, width = args.additive_mask(q.dtype), max(q.shape[-1], v.shape[-1])
     grad, query, key, value, out = pad_last_dim(width, grad, q, k, v, out)
     query, key, value = _copy_rows(query, key, value)  # contiguous, where the kernel is faster then
     # mask_empty: rows without keys get the weights exp(score - inf) = 0, and not NaN
@@ -269,3 +259,20 @@ def expected_kernel(key: KernelKey) -> Kernel:
     The own device is not read, so that all ranks get the same result.
     """
     return next(kernel for kernel in BLOCK_KERNELS if kernel.is_for_device(key))
+
+
+def retry_without_flex(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the body of an operator with a second run if flex_attention cannot be compiled.
+
+    After the error flex is unavailable in this process, so that the second run selects other kernels.
+    """
+
+    @wraps(body)
+    def run(*args: Any) -> Any:
+        """Run the body; at most twice, since the second run does not use flex."""
+        try:
+            return body(*args)
+        except fused.CannotCompileError:
+            return body(*args)
+
+    return run

@@ -265,9 +265,7 @@ def _combine_bias_and_mask(q: Tensor, args: KernelArgs, keys: int) -> Tensor | N
 
     The kernel requires aligned rows (`_is_bias_aligned`). A bias without aligned rows is copied to padded rows.
     """
-    bias = args.bias
-    if args.allowed is not None:
-        bias = torch.where(args.allowed, q.new_zeros(()) if bias is None else bias, -torch.inf)
+    bias = args.additive_mask(q.dtype)
     if bias is None or _is_bias_aligned(bias, keys):
         return bias
     padded_keys = keys + -keys % _ALIGNED_ELEMENTS

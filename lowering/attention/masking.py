@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.collectives.checksums import HASH_FACTORS, mix_bits
 from sp_compile.lowering.comm.communicator import current_communicator
 from sp_compile.lowering.masks import predicate as language
 from sp_compile.lowering.masks import score as scores
@@ -35,9 +36,7 @@ from .kernel_args import Kernel, KernelArgs, ScoreCall
 from .op_args import LocalArgs
 from .packed import PackedSequences
 
-# Odd multipliers with well mixed bits, as signed integers: products of int64 wrap.
-_HASH_FACTORS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
-_HASH_HALF_FACTORS = (-0x7A143589, -0x3D4D51C3)
+_HASH_HALF_FACTORS = (-0x7A143589, -0x3D4D51C3)  # odd, with well mixed bits, as signed integers: products of int32 wrap
 
 
 class Dropout(NamedTuple):
@@ -77,12 +76,12 @@ class Dropout(NamedTuple):
             keys: int64 (K,), global indices of the keys.
         """
         # One 64-bit hash per query, of the seed, batch entry, head and query: (B, H, Q, 1).
-        state = _mix_bits(self.seed + self.batch * _HASH_FACTORS[0])[:, None]
-        state = _mix_bits(state + self.heads * _HASH_FACTORS[1])[:, :, None]
-        state = _mix_bits(state + queries * _HASH_FACTORS[2])[:, :, :, None]
+        state = mix_bits(self.seed + self.batch * HASH_FACTORS[0])[:, None]
+        state = mix_bits(state + self.heads * HASH_FACTORS[1])[:, :, None]
+        state = mix_bits(state + queries * HASH_FACTORS[2])[:, :, :, None]
         first, second = _split_int64(state)
         # One 32-bit hash per weight, from both halves of the query's hash and that of the key, in one buffer.
-        numbers = first ^ _split_int64(_mix_bits(keys * _HASH_FACTORS[0] + _HASH_FACTORS[1]))[0]
+        numbers = first ^ _split_int64(mix_bits(keys * HASH_FACTORS[0] + HASH_FACTORS[1]))[0]
         numbers.mul_(_HASH_HALF_FACTORS[0])
         numbers ^= numbers >> 15
         numbers.add_(second).mul_(_HASH_HALF_FACTORS[1])
@@ -94,18 +93,6 @@ class Dropout(NamedTuple):
 def _split_int64(x: Tensor) -> tuple[Tensor, Tensor]:
     """Split the 64 bits of each hash into two int32 tensors: the lower and the upper half."""
     return x.to(torch.int32), (x >> 32).to(torch.int32)
-
-
-def _mix_bits(x: Tensor) -> Tensor:
-    """Return a hash of each int64: every bit of the result depends on every bit of x (splitmix64's finalizer)."""
-    x = (x ^ _logical_shift_right(x, 30)) * _HASH_FACTORS[1]
-    x = (x ^ _logical_shift_right(x, 27)) * _HASH_FACTORS[2]
-    return x ^ _logical_shift_right(x, 31)
-
-
-def _logical_shift_right(x: Tensor, bits: int) -> Tensor:
-    """Return x shifted right by some bits, filled with zeros instead of the sign bit."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 @dataclass(frozen=True)

@@ -173,6 +173,10 @@ class WrittenRows:
         is_written[:] = True
         return ranges
 
+    def flags(self) -> Tensor:
+        """Return whether each row is written, bool (length,) on the host."""
+        return torch.from_numpy(self._is_written.copy())
+
     def gaps(self) -> list[tuple[int, int]]:
         """Return the rows that are not written, as a list of (offset, length); the caller fills them at the end."""
         return [(offset, length) for offset, length, is_new in _split_by_state(self._is_written) if is_new]

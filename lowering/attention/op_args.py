@@ -141,6 +141,18 @@ class LocalArgs(AttentionArgs):
         args = replace(self, k_span=k_span).to_flat()
         return torch.ops.sp.attend_backward(grad, q, k, v, out, lse, *args, mask_grad, after, packed)
 
+    def grad_parts(
+        self, upstream: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, k_span: Span, mask_grad: bool,
+        narrow: bool, after: list[Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """Return ``sp::attend_backward_parts`` over some keys: dq, dk, dv, q_rows, k_rows and dmask.
+
+        Arguments are those of `grads`, and ``narrow``: whether parts have the dtype of q.
+        """
+        grad, out, lse = upstream
+        args = replace(self, k_span=k_span).to_flat()
+        return torch.ops.sp.attend_backward_parts(grad, q, k, v, out, lse, *args, mask_grad, narrow, after)
+
     def tensors(self) -> list[Tensor | None]:
         """Return all tensors in the fields, in order, so that autograd can save them; `with_tensors` restores them."""
         return [self.mask, self.seed, *self.rows, *self.cols, *self.pieces, *self.heads, *self.tables]
@@ -168,14 +180,9 @@ class LocalArgs(AttentionArgs):
         Args:
             learned: (num_learned(),), the concatenated gradients of the floating-point tables.
         """
-        views, first = list[Tensor | None](), 0
-        for table in self.tables:
-            if not table.is_floating_point():
-                views.append(None)
-                continue
-            views.append(learned[first : first + table.numel()].view(table.shape))
-            first += table.numel()
-        return views
+        sizes = [x.numel() for x in self.tables if x.is_floating_point()]
+        parts = iter(learned.split(sizes) if sizes else ())
+        return [next(parts).view(x.shape) if x.is_floating_point() else None for x in self.tables]
 
     def table_grads(self, learned: Tensor) -> list[Tensor | None]:
         """Return the gradient of each table in its dtype, for autograd; None for a table of integers.

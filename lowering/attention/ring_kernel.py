@@ -18,18 +18,21 @@ same graph.
     steps          number of steps R. A sliding window needs fewer than the ring has ranks
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from sp_compile.lowering.base.dtypes import accumulation_dtype
 from sp_compile.lowering.base.frames import FrameArg, is_known
 from sp_compile.lowering.comm import routes
 from sp_compile.lowering.comm.communicator import current_communicator
-from sp_compile.lowering.masks.spans import Span, shard_span
+from sp_compile.lowering.masks.block_plan import plan_blocks
+from sp_compile.lowering.masks.blocks import Block, PackedCall, has_masked
+from sp_compile.lowering.masks.spans import Span, shard_span, span_rows
 
 from .op_args import LocalArgs
 
@@ -131,14 +134,19 @@ class RingKeys(NamedTuple):
             packed = "stack" if _can_stack(k, v) else "last"
         for step in self._ring_steps(k, v, wait_then_concat(upstream[0])):
             after = _drop_none(step.next_shift, key_grads.pending, dq)
-            step_dq, dk, dv, step_dmask = args.grads(
-                upstream, q, step.keys, step.values, step.span, mask_grad, after, packed
-            )
-            dq = accumulate(dq, step_dq)
+            operands = upstream, q, step.keys, step.values, step.span, mask_grad
+            if dq is None or isinstance(key_grads, _ScatteredGradients):
+                step_dq, dk, dv, step_dmask = args.grads(*operands, after, packed)
+                dq = accumulate(dq, step_dq)
+                if self.steps > 1:  # dk is the packed gradient of keys and values
+                    key_grads.add(dk)
+            else:  # parts are added to the sums that exist
+                narrow = is_narrow(q, step.keys, args, step.span)
+                step_dq, dk, dv, q_rows, k_rows, step_dmask = args.grad_parts(*operands, narrow, after)
+                torch.ops.sp.add_rows_into(dq, [step_dq], q_rows)
+                key_grads.add_rows([dk, dv], k_rows)
             dmask = accumulate(dmask, step_dmask) if mask_grad else step_dmask
-            if self.steps > 1:  # dk is the packed gradient of keys and values
-                key_grads.add(dk)
-        if self.steps > 1:
+        if self.steps > 1:  # the sums over all ranks
             dk, dv = split_keys_values(key_grads.collect(), k, v)
         assert dq is not None
         return dq, dk, dv, dmask
@@ -208,6 +216,44 @@ def split_keys_values(both: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
     return keys, values
 
 
+def is_narrow(q: Tensor, k: Tensor, args: LocalArgs, k_span: Sequence[int]) -> bool:
+    """Return True if parts of this step are exact in the dtype of q: on no rank a row is of several kernel calls.
+
+    Masks that read vectors are planned at run time, sizes may be symbols, and blocks with mask tensors may be cut into
+    strips of queries; False for these. Equal on all ranks.
+    """
+    if q.dtype == accumulation_dtype(q.dtype):
+        return True
+    is_position_mask = args.mask is None and not args.rows and not args.cols and not args.score and not args.dropout_p
+    numbers = (*args.q_span, *k_span, *args.sizes, q.shape[2], k.shape[2])
+    if not is_position_mask or not all(isinstance(x, int) for x in numbers):
+        return False
+    return _is_planned_once(
+        args.predicate, tuple(args.q_span), tuple(k_span), q.shape[2], k.shape[2], tuple(args.sizes)
+    )
+
+
+@lru_cache(maxsize=1024)
+def _is_planned_once(
+    predicate: str, q_span: tuple[int, ...], k_span: tuple[int, ...], queries: int, keys: int, sizes: tuple[int, ...]
+) -> bool:
+    """Return True if no block is masked, and on no rank two calls share a row, for kernels with and without windows."""
+    for rank in range(max(q_span[0], k_span[0])):
+        plan = plan_blocks(predicate, span_rows(q_span, queries, rank), span_rows(k_span, keys, rank), sizes)
+        forms: list[list[Block | PackedCall]] = [[*plan.blocks], [*plan.packed, *plan.others]]
+        if has_masked((*plan.blocks, *plan.others)):
+            return False
+        for calls in forms:
+            if _share_rows([x.query_rows for x in calls]) or _share_rows([x.key_rows for x in calls]):
+                return False
+    return True
+
+
+def _share_rows(ranges: Sequence[tuple[int, int]]) -> bool:
+    """Return True if two of the ranges (offset, length) overlap."""
+    return any(a[0] + a[1] > b[0] for a, b in pairwise(sorted(ranges)))
+
+
 class _RingGradients:
     """Gradients of keys that rotate around the ring one step after the keys.
 
@@ -217,17 +263,31 @@ class _RingGradients:
 
     def __init__(self, ring: RingKeys) -> None:
         """Start with no gradients. `pending` is the shift in progress, which receives the sum of earlier ranks."""
-        self.ring, self.num_added, self.pending = ring, 0, None
+        self.ring, self.num_added = ring, 0
+        self.pending: Any = None
 
     def add(self, key_grads: Tensor) -> None:
-        """Add the packed gradients of one step's keys to the sum that rotates with the keys, and send it.
+        """Send the packed gradients of the first step's keys to the next rank."""
+        self._send(key_grads)
 
-        The sum of earlier ranks has been received during the step. It is added to ``key_grads`` in place and sent to
-        the next rank; after the last step, to the rank that owns the keys.
+    def add_rows(self, parts: list[Tensor], rows: Tensor) -> None:
+        """Add the gradients of one step's keys and values to the sum that rotates with the keys, and send it.
+
+        The sum of earlier ranks has been received during the step. It is sent to the next rank; after the last step, to
+        the rank that owns the keys.
+
+        Args:
+            parts: Gradients of keys and of values.
+            rows: Flags of the rows that have gradients.
         """
+        assert self.pending is not None
+        total = current_communicator().wait(self.pending)
+        torch.ops.sp.add_rows_into(total, parts, rows)
+        self._send(total)
+
+    def _send(self, key_grads: Tensor) -> None:
+        """Start to send the packed sum of the gradients of the keys."""
         self.num_added += 1
-        if self.pending is not None:
-            key_grads = key_grads.add_(current_communicator().wait(self.pending))
         # In the last step, the keys have moved steps - 1 places from their owner.
         hops = 1 if self.num_added < self.ring.steps else 1 - self.ring.steps
         self.pending = current_communicator().start_shift(key_grads, self.ring.shift(hops))

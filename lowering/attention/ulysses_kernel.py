@@ -8,8 +8,6 @@ Uses one all-to-all for q, k and v, or two if keys have another length than quer
 not removed.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

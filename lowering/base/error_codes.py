@@ -7,8 +7,6 @@ Sections: SP1xx options, SP2xx capture, SP3xx sequence and sharding, SP4xx atten
 SP6xx ranks, SP7xx memory and cost, SP8xx data and integrations, SP9xx passes and rules of a contributor.
 """
 
-from __future__ import annotations
-
 import sys
 import tomllib
 from dataclasses import dataclass

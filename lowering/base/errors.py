@@ -5,8 +5,6 @@ Dynamo or make_fx stores in `node.meta["stack_trace"]`, as "folder/file.py:12: y
 whose first frame (one call: file, line number, function) is the outermost and whose last frame is the innermost call.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 import traceback

@@ -5,8 +5,6 @@ AOTAutograd copies it to backward nodes as `fwd_nn_module_stack`. A layer is the
 number, as in an `nn.ModuleList`: here `layers.3`. Reports and the cost model sum over its nodes.
 """
 
-from __future__ import annotations
-
 import re
 
 from torch.fx import Node

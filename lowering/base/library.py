@@ -6,8 +6,6 @@ module store what passes need to know about an operator: the collectives that it
 shard that are outside the sequence, see ``base/frames.py``), its temporary memory.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 from collections.abc import Callable, Sequence

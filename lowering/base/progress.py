@@ -9,8 +9,6 @@ the part of the work that runs now. Outside of such a block `set_step` has no ef
 runs, the line shows the graph that torch compiles: "forward" or "backward".
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -4,8 +4,6 @@
 returns it for the options `mesh` and `mesh_dim`, `ranks_of` for the `group` of a function on local shards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias

@@ -5,8 +5,6 @@ force one. A problem describes one call (its shapes, dtypes and device); a row f
 `ProgramTable` is for generated programs that a graph calls by name.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager

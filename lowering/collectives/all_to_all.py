@@ -195,5 +195,4 @@ def all_to_all(
     if not (frames.is_known(scatter[0] == 1) and frames.is_known(gather[0] == 1)):
         cause = f"sp::all_to_all: expected frames with outer == 1, got {scatter[0]} and {gather[0]}."
         raise SpError("SP507", cause, "Unflatten the dims, so that the sequence is the first factor of each.")
-    edge = True  # padding copies the nearest valid row
-    return list(_AllToAllFunction.apply(reshard, edge, *xs))
+    return list(_AllToAllFunction.apply(reshard, True, *xs))  # True: padding copies the nearest valid row

@@ -15,8 +15,6 @@ Symmetric memory is memory of all ranks that each can read and write directly, h
 operand there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple

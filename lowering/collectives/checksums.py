@@ -6,8 +6,6 @@ scratch memory for tensors of any size. `checksum` returns a text at once. `star
 device that are copied asynchronously: reading them does not wait for later work of the device.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -19,8 +17,8 @@ import torch
 from sp_compile.lowering import triton
 
 PIECE_ELEMENTS = 1 << 19  # elements; their bits, positions and hashes are 12 MiB of int64
-_GOLDEN = -0x61C8864680B583EB  # 2**64 over the golden ratio, as int64
-_ROUNDS = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1))  # logical shift, then factor
+# Odd factors with well mixed bits, as int64, whose products wrap: 2**64 over the golden ratio, and those of SplitMix64.
+HASH_FACTORS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 FREED_CHECKSUM = "none, its memory was freed"  # in place of the checksum of a tensor without memory
 SUMMARY_PREFIX = "about "  # prefix for floats that need not be bitwise equal
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtypes by bytes of an element
@@ -171,17 +169,25 @@ def _element_bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def _hash_bits(bits: torch.Tensor, first: int) -> torch.Tensor:
-    """Return a hash of each element's bits and index, int64: SplitMix64's finalizer (Steele et al., 2014).
+    """Return a hash of each element's bits and index, int64.
 
     Args:
         bits: (n,) int64.
         first: Index of the first element.
     """
-    z = torch.arange(first + 1, first + 1 + bits.numel(), device=bits.device).mul_(_GOLDEN).bitwise_xor_(bits)
-    for shift, factor in _ROUNDS:
-        # z = (z ^ (z >>> shift)) * factor; >> of int64 repeats the sign bit, which the mask removes
-        z.bitwise_xor_((z >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(factor)
-    return z
+    index = torch.arange(first + 1, first + 1 + bits.numel(), device=bits.device)
+    return mix_bits(index.mul_(HASH_FACTORS[0]).bitwise_xor_(bits))
+
+
+def mix_bits(x: torch.Tensor) -> torch.Tensor:
+    """Hash each int64 of x in place and return x: SplitMix64's finalizer (Steele et al., 2014).
+
+    Every bit of a result depends on every bit of its input.
+    """
+    for shift, factor in ((30, HASH_FACTORS[1]), (27, HASH_FACTORS[2]), (31, 1)):
+        # x = (x ^ (x >>> shift)) * factor; >> of int64 repeats the sign bit, which the mask removes
+        x.bitwise_xor_((x >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(factor)
+    return x
 
 
 def is_constant(x: torch.Tensor) -> bool:

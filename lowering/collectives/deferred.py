@@ -116,8 +116,7 @@ class DeferredRows:
         The caller's autocast is disabled, since the graph contains the casts of the program's own autocast.
         """
         with torch.autocast(self.like.device.type, enabled=False):
-            result: Tensor = self.graph(*arguments)
-        return result
+            return self.graph(*arguments)
 
     def _check(self) -> None:
         """Raise SpError if an operand has changed since the call.
@@ -125,18 +124,14 @@ class DeferredRows:
         A few elements are compared in addition to version counters, because torch counts no new version when FSDP
         gathers the weights of the next step into the same memory, or when code assigns to `.data`.
         """
-        freed = any(x.numel() and is_freed(x) for x in self.args)
-        if freed or tensor_versions(self.args).tolist() != self.versions or self._has_other_samples():
+        has_changed = any(x.numel() and is_freed(x) for x in self.args)
+        has_changed = has_changed or tensor_versions(self.args).tolist() != self.versions
+        if has_changed or [*map(checksum, _sample_elements(self.args))] != [*map(checksum, self.samples)]:
             raise SpError(
                 "SP321",
                 f"{self.description} is computed from the model's weights when it is read, but since the call the "
                 "weights have changed (for example in an optimizer step), or FSDP has freed them.",
             )
-
-    def _has_other_samples(self) -> bool:
-        """Return True if sampled elements of an operand are not bitwise equal to those at the call."""
-        samples = _sample_elements(self.args)
-        return any(checksum(now) != checksum(at_call) for now, at_call in zip(samples, self.samples))
 
 
 def _sample_elements(xs: Sequence[Tensor]) -> list[Tensor]:

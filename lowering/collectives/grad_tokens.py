@@ -8,8 +8,6 @@ one element, is returned next to it. The gradient of the token is the number of 
 for the backward, or 0 for none; ``sp::add_stored_grad`` adds it there.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -85,5 +83,4 @@ def tap(x: Tensor) -> tuple[Tensor, Tensor]:
     Backward: the gradient of the value plus the stored gradient, if any.
     Source: view_as.
     """
-    value, token = _TapFunction.apply(x)
-    return value, token
+    return _TapFunction.apply(x)

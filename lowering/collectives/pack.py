@@ -5,8 +5,6 @@ result: all of K and V on every rank. In a backward that sends again, packing th
 opaque operator. Packing in an order that depends on the rank is opaque, too, as the rank is read at run time.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

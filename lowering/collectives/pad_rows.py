@@ -16,8 +16,6 @@ definition; "finite" is any finite number. `Localize` inserts ``sp::window`` aft
 that reads the result depends on padding. `passes/localize/fill_padding.py` lists all values whose padded rows differ.
 """
 
-from __future__ import annotations
-
 from itertools import compress
 
 import torch

@@ -4,8 +4,6 @@ Programs in balanced layout permute a full tensor before ``sp::shard``, and back
 has rows of equal work. An order is a permutation of positions that is computed at run time.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from sp_compile.lowering.base.frames import FrameArg, inner_rows, is_known, nearest_rows

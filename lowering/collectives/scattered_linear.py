@@ -4,8 +4,6 @@ The reductions run over other ranks than those that share the sequence, and so a
 elementwise, and shards are valid operands. The program pairs the reductions of a forward with those of its backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,12 +112,8 @@ class Layout:
         return dense if list(dense.stride()) == strides else dense.as_strided(x.shape, strides)
 
 
-def _ignore_read(description: str) -> None:
+def _ignore_read(*_: Any) -> None:
     """Ignore a read of a value, as in simulations and while tracing."""
-
-
-def _ignore_trained_read(description: str, nbytes: int) -> None:
-    """Ignore a read that is differentiated, as in simulations and while tracing."""
 
 
 @dataclass(frozen=True)
@@ -131,21 +127,7 @@ class Origin:
     check_read: Callable[[str], None] = _ignore_read  # compares the reads of all ranks; raises SpError
     # records a read of a value that is full already, as all values of a dry run are (`from_replicated`)
     record_read: Callable[[str], None] = _ignore_read
-    warn_of_read: Callable[[str, int], None] = _ignore_trained_read  # by differentiated code, of a number of bytes
-
-
-class StoredValue(Protocol):
-    """Interface of `ShardStorage` and of `ViewStorage` for assignments."""
-
-    layout: Layout  # layout of the value or the view
-
-    def rows(self) -> Tensor:
-        """Return this rank's rows."""
-        ...
-
-    def read(self, is_trained: bool = False) -> Tensor:
-        """Return the full tensor."""
-        ...
+    warn_of_read: Callable[[str, int], None] = _ignore_read  # by differentiated code, of a number of bytes
 
 
 @dataclass(eq=False)
@@ -218,7 +200,7 @@ class ShardStorage:
                 self.origin.warn_of_read(self.origin.description, full.nbytes)
         return full
 
-    def assign(self, new: Tensor, storage: StoredValue | None) -> None:
+    def assign(self, new: Tensor, storage: Any) -> None:
         """Assign a value to this one and all its aliases, as an in-place op does.
 
         Rows are replaced and not overwritten: graphs may have saved the old ones for their backwards. A full tensor is
@@ -226,7 +208,7 @@ class ShardStorage:
 
         Args:
             new: The new value.
-            storage: Storage of the new value if it is sharded.
+            storage: The `ShardStorage` or `ViewStorage` of the new value if it is sharded, else None.
         """
         with torch.inference_mode(False), torch.no_grad():
             if self.full is None and storage is not None and storage.layout.has_same_rows(self.layout):

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from sp_compile.lowering.torch_compat import is_in_backward
 
-from .deferred import DeferredRows
-from .shard_storage import Layout, Origin, ShardStorage, StoredValue
+from .shard_storage import Layout, Origin, ShardStorage
 
 
 @dataclass(eq=False)
@@ -49,11 +48,6 @@ class ViewStorage:
         return self.base.local_like
 
     @property
-    def deferred(self) -> DeferredRows | None:
-        """Return the deferred rows of the base, if any."""
-        return self.base.deferred
-
-    @property
     def full(self) -> Tensor | None:
         """Return the full view, in the memory of its base, or None if the base is not gathered yet."""
         return None if self.base.full is None else self._view_of(self.base.full)
@@ -70,7 +64,7 @@ class ViewStorage:
         """Return the full view, in the memory of its base, which is read."""
         return self._view_of(self.base.read(is_trained))
 
-    def assign(self, new: Tensor, storage: StoredValue | None) -> None:
+    def assign(self, new: Tensor, storage: ShardStorage | ViewStorage | None) -> None:
         """Write a value into the base, which is read for that.
 
         Args:
@@ -87,10 +81,8 @@ class ViewStorage:
             op: The function, applied to the full view if the base is gathered, else to the rows of the view.
             name: Description of the function in messages.
         """
-        origin = replace(self.origin, description=f"{name} of {self.origin.description}")
-        if self.full is not None:
-            return ShardStorage(self.layout, self.length, None, origin, op(self.full))
-        return ShardStorage(self.layout, self.length, op(self.rows()), origin)
+        local = self.rows() if self.full is None else None
+        return ShardStorage(self.layout, self.length, local, self.origin, self.full).map_rows(op, name)
 
     def _view_of(self, full: Tensor) -> Tensor:
         """Return the view of a full base, in its memory."""

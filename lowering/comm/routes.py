@@ -19,8 +19,6 @@ safely.
     block          the rows that one rank sends to another
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 

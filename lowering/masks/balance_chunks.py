@@ -13,7 +13,7 @@ ends of the sequence may be fixed, that is, not moved: where it is padded, and w
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +24,7 @@ BALANCE_TOLERANCE = 1.05  # maximum work of the busiest rank over the mean that 
 # Limits of the number of chunks per rank. A rank has at most MAX_CHUNKS chunks, and more than MIN_CHUNKS only if they
 # have at least CHUNK_ROWS rows.
 MAX_CHUNKS, CHUNK_ROWS, MIN_CHUNKS = 64, 128, 4
+CHUNK_COUNTS = (*range(2, 16), 16, 24, 32, 48, MAX_CHUNKS)  # numbers of chunks per rank to try, in this order
 
 # Number of least busy ranks that are candidates for an exchange; maximum number of exchanges per rank.
 EXCHANGE_PARTNERS, MAX_EXCHANGES = 8, 4
@@ -110,8 +111,9 @@ def assign_chunks(work: WorkBefore, length: int, n: int, rows: int, front: int =
     imbalance_of = operator.attrgetter("imbalance")
     best = contiguous = _order_chunks(cut(1), length, n)
     coarse_cuts = []  # cuts with a chunk that alone has too much work for a rank, so that no order is balanced
-    for chunks in _chunk_counts(min(rows, MAX_CHUNKS, max(rows // CHUNK_ROWS, MIN_CHUNKS))):
-        if best.imbalance <= BALANCE_TOLERANCE:
+    max_chunks = min(rows, max(rows // CHUNK_ROWS, MIN_CHUNKS))
+    for chunks in CHUNK_COUNTS:
+        if best.imbalance <= BALANCE_TOLERANCE or chunks > max_chunks:
             break
         current = cut(chunks)
         if current.min_imbalance(n) > BALANCE_TOLERANCE:
@@ -123,12 +125,6 @@ def assign_chunks(work: WorkBefore, length: int, n: int, rows: int, front: int =
         if best.imbalance > BALANCE_TOLERANCE and best.imbalance > current.min_imbalance(n):
             best = min(best, _order_chunks(current, length, n), key=imbalance_of)
     return best._replace(contiguous_imbalance=contiguous.imbalance)
-
-
-def _chunk_counts(limit: int) -> Iterator[int]:
-    """Return the numbers of chunks per rank to try, in ascending order up to the limit."""
-    counts = [*range(2, 16), 16, 24, 32, 48, MAX_CHUNKS]
-    return (count for count in counts if count <= limit)
 
 
 def _order_chunks(cut: _EvenChunks, length: int, n: int) -> ChunkOrder:

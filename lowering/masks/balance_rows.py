@@ -4,8 +4,6 @@ The work is the number of attending pairs, from one plan of all queries and keys
 ranks. Equal vectors give equal orders, so ranks with replicated vectors need no communication.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from functools import lru_cache

@@ -9,8 +9,6 @@ with their number (``cells.py``). Otherwise rows x keys are halved as long as th
 decide a part, True or False.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import islice

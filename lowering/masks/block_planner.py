@@ -9,8 +9,6 @@
 A plan has blocks for kernels that support windows, and other blocks for kernels that do not.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial

@@ -35,7 +35,6 @@ Flags = NDArray[np.bool_]
 # If more than MAX_PIECES start in a cell of CELL positions, one piece that bounds their values replaces them.
 CELL, MAX_PIECES = 256, 32
 FAR_VALUE = 1 << 58  # values from this magnitude on are treated as unknown, so that sums of a few values fit int64
-_SCAN_CHUNK = 1 << 15  # positions compared at a time, which fit a cache
 _HEADER = 5  # number of pieces, batch, length, and a digest of 16 bytes
 
 
@@ -239,8 +238,10 @@ def _line_starts(values: Ints) -> Ints:
     Runs are positions with equal steps, of which adjacent ones share a position: 0 0 0 1 2 3 has the runs [0, 2] and
     [2, 5]. The shared position belongs to the first line, so that the lines start at 0 and 3.
     """
-    length = values.shape[1]
-    starts = np.concatenate([[0], _slope_changes(values)])  # of runs
+    length, steps = values.shape[1], np.diff(values, axis=1)
+    # Two runs share the position p if the step to p differs from the step to p + 1 in a batch entry.
+    shared = np.flatnonzero((steps[:, 1:] != steps[:, :-1]).any(0)) + 1
+    starts = np.append(0, shared)  # of runs
     ends = np.append(starts[1:], length - 1)
     run_numbers, is_long = np.arange(len(starts)), ends - starts > 1
     last_long = np.maximum.accumulate(np.where(is_long, run_numbers, -1))  # number of the last long run, or -1
@@ -270,25 +271,6 @@ def _last_fits_next(values: Ints, starts: Ints, ends: Ints) -> Flags:
     next_second = np.minimum(next_first + 1, values.shape[1] - 1)
     is_other_step = values[:, next_first] - values[:, last] != values[:, next_second] - values[:, next_first]
     return (spans[1:] >= spans[:-1]) & (spans[:-1] > 0) & ~is_other_step.any(0)
-
-
-def _slope_changes(values: Ints) -> Ints:
-    """Return the positions p > 0, sorted, at which the step to p differs from the step to p + 1 in a batch entry.
-
-    Two lines meet there. Compares _SCAN_CHUNK positions at a time, in buffers that fit the CPU's cache.
-    """
-    changes = [np.empty(0, np.int64)]
-    for row in values:
-        step_buffer, change_buffer = np.empty(_SCAN_CHUNK + 1, np.int64), np.empty(_SCAN_CHUNK, np.bool_)
-        for low in range(0, len(row) - 2, _SCAN_CHUNK):
-            chunk = row[low : low + _SCAN_CHUNK + 2]
-            steps, is_change = step_buffer[: len(chunk) - 1], change_buffer[: len(chunk) - 2]
-            np.subtract(chunk[1:], chunk[:-1], out=steps)
-            np.not_equal(steps[1:], steps[:-1], out=is_change)
-            if is_change.any():
-                changes.append(np.flatnonzero(is_change) + (low + 1))
-    positions = np.concatenate(changes)
-    return sorted_unique(positions) if len(values) > 1 and len(positions) else positions
 
 
 def sorted_unique(x: Ints) -> Ints:

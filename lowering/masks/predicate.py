@@ -11,8 +11,6 @@ Two tables of operations (`Algebra`) evaluate a predicate. With INTERVALS a symb
 a condition holds for all values (True), for none (False) or perhaps for some (None). With TENSORS it is a bool tensor.
 """
 
-from __future__ import annotations
-
 import ast
 import operator
 import re

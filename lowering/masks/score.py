@@ -15,8 +15,6 @@ Results may be fills, large and finite in place of -inf (`sharding/attention_axe
 fills does not encode the number of its keys, so each row of such a function is computed with all keys at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple

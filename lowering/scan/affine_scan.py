@@ -9,9 +9,7 @@ with a delta rule is such a recurrence over chunks (Yang et al., arXiv:2406.0648
 chunked as in ``rank_chunks.py``: (..., chunks, rows, K, V).
 """
 
-from __future__ import annotations
-
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,13 +25,6 @@ from .rank_chunks import chunk_rows, chunks_first, last_rows, shift_rows
 from .scan_ops import SHARD_ARGUMENTS, ScanShards, to_chunks
 
 sp = torch.ops.sp
-
-
-class AffineSpec(NamedTuple):
-    """Options of an affine scan of chunks."""
-
-    form: str  # "inclusive", "exclusive" or "lagged": see `local_affine_scan`
-    exchange: CarryExchange  # direction of the scan, and exchange of carries
 
 
 @composite(
@@ -67,7 +58,6 @@ def affine_scan(
         accumulate = torch.promote_types(dtype, torch.float32)
     if is_known(b.shape[exchange.dim] == 0):
         return b.to(dtype, copy=True)
-    form = "exclusive" if exclusive else "inclusive"
     m, b = m.to(accumulate), b.to(accumulate)
     if initial is not None:
         initial = initial.to(accumulate)
@@ -75,7 +65,8 @@ def affine_scan(
         outside = outside_window(b, exchange.dim, shards.frame, shards.n, shards.group)
         m = torch.where(outside, torch.eye(m.shape[-1], dtype=m.dtype, device=m.device), m)
         b = b.masked_fill(outside, 0)
-    h, _ = _AffineFunction.apply(to_chunks(m, exchange), to_chunks(b, exchange), initial, AffineSpec(form, exchange))
+    form = "exclusive" if exclusive else "inclusive"
+    h, _ = _AffineFunction.apply(to_chunks(m, exchange), to_chunks(b, exchange), initial, form, exchange)
     return shards.window(h.flatten(exchange.dim, exchange.rows).to(dtype), exchange.dim)
 
 
@@ -83,18 +74,17 @@ class _AffineFunction(Function):
     """Affine scan of chunks, whose backward is an affine scan in the other direction."""
 
     @staticmethod
-    def forward(m: Tensor, b: Tensor, initial: Tensor | None, spec: AffineSpec) -> tuple[Tensor, Tensor | None]:
-        """Return the states and the carries into the chunks."""
-        return _scan_chunks(m, b, initial, spec)[:2]
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor | None]:
+        """Return the states and the carries into the chunks, from the arguments of `_scan_chunks`."""
+        return _scan_chunks(*arguments)[:2]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         """Save the maps and the states."""
-        (m, _, initial, spec), (h, carry) = inputs, output
+        (m, _, initial, ctx.form, ctx.exchange), (h, carry) = inputs, output
         ctx.set_materialize_grads(False)
         if carry is not None:
             ctx.mark_non_differentiable(carry)
-        ctx.spec = spec
         ctx.save_for_backward(m, h, carry, initial)
 
     @staticmethod
@@ -108,11 +98,11 @@ class _AffineFunction(Function):
         this scan.
         """
         if grad is None:
-            return None, None, None, None
-        (m, h, carry, initial), (form, exchange) = ctx.saved_tensors, ctx.spec  # carry: the state before each chunk
-        is_exclusive, transposed = form == "exclusive", m.transpose(-1, -2)
-        back = AffineSpec("exclusive" if is_exclusive else "lagged", exchange.backward)
-        w, _, final = _scan_chunks(transposed, grad.contiguous(), None, back)
+            return None, None, None, None, None
+        (m, h, carry, initial), exchange = ctx.saved_tensors, ctx.exchange  # carry: the state before each chunk
+        is_exclusive, transposed = ctx.form == "exclusive", m.transpose(-1, -2)
+        back_form = "exclusive" if is_exclusive else "lagged"
+        w, _, final = _scan_chunks(transposed, grad.contiguous(), None, back_form, exchange.backward)
         if carry is None:  # on one rank
             first = torch.zeros_like(last_rows(h, exchange)[0]) if initial is None else initial
             carry = chunk_rows(first[None], exchange)
@@ -122,18 +112,19 @@ class _AffineFunction(Function):
             factor, last_w, last_grad = (last_rows(x, exchange.backward)[0] for x in (transposed, w, grad))
             # An exclusive w is the state before the row. Of a lagged scan, the state is s_i = m_i @ h_i, with h = w.
             final = factor @ last_w + last_grad if is_exclusive else factor @ last_w
-        return dm, w, final if ctx.needs_input_grad[2] else None, None
+        return dm, w, final if ctx.needs_input_grad[2] else None, None, None
 
 
 def _scan_chunks(
-    m: Tensor, b: Tensor, initial: Tensor | None, spec: AffineSpec
+    m: Tensor, b: Tensor, initial: Tensor | None, form: str, exchange: CarryExchange
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return h, the carries into the chunks, and the state after the last chunk.
 
     h is (..., chunks, rows, K, V). The carries (..., chunks, 1, K, V) and the final state (..., K, V) are None on one
-    rank, where nothing is exchanged.
+    rank, where nothing is exchanged. `form` is "inclusive", "exclusive" or "lagged" (see `local_affine_scan`), and
+    `exchange` the direction of the scan and the exchange of carries.
     """
-    exchange, options = spec.exchange, (spec.exchange.reverse, spec.form)
+    options = exchange.reverse, form
     first = None if initial is None else initial.unsqueeze(exchange.dim)
     if exchange.is_single:
         return sp.local_affine_scan(m, b, first, *options), None, None

@@ -28,16 +28,23 @@ class KernelFunction(NamedTuple):
     devices: frozenset[str]  # types of devices on which it is used
 
 
-class KernelOperands(NamedTuple):
-    """Operands of a kernel, as of ``sp::linear_attention``."""
+class TokenRows(NamedTuple):
+    """Operands with a row for each token, (B, S, H, ...), or (B, H, N, T, ...) in N chunks of T tokens."""
 
-    q: Tensor  # (B, S, H, K)
-    k: Tensor  # (B, S, H, K)
-    v: Tensor  # (B, S, H, V)
-    decay: Tensor  # (B, S, H, 1) or (B, S, H, K)
-    beta: Tensor | None  # (B, S, H, 1)
-    a: Tensor | None  # (B, S, H, K)
-    b: Tensor | None  # (B, S, H, K)
+    q: Tensor  # (..., K)
+    k: Tensor  # (..., K)
+    v: Tensor  # (..., V)
+    decay: Tensor  # (..., 1) or (..., K), the logarithm of the factor of the state
+    beta: Tensor | None  # (..., 1)
+    a: Tensor | None  # (..., K)
+    b: Tensor | None  # (..., K)
+    starts: Tensor | None  # bool (..., 1), of one head, True for the first token of a document
+    opened: Tensor | None = None  # int64 (..., 1), of one head, numbers of documents with states of their own
+    closed: Tensor | None = None  # int64 (..., 1), of one head, the same at the last tokens
+
+    def map(self, function: Any) -> TokenRows:
+        """Apply a function to each operand that is not None."""
+        return TokenRows(*(None if x is None else function(x) for x in self))
 
 
 def state_dtype(v: Tensor) -> torch.dtype:
@@ -45,7 +52,7 @@ def state_dtype(v: Tensor) -> torch.dtype:
     return torch.promote_types(v.dtype, torch.float32)
 
 
-KernelCall = Callable[[KernelOperands], tuple[Tensor, ...]]
+KernelCall = Callable[[TokenRows], tuple[Tensor, ...]]
 # For each kernel, its positional arguments. All have scale, initial_state, output_final_state and cu_seqlens.
 KERNELS: Table[KernelCall] = Table("kernels of linear attention")
 FUNCTIONS: dict[str, KernelFunction] = {}
@@ -157,8 +164,7 @@ class _KernelFunction(Function):
 
 def run_attention_kernel(*operands: Any) -> tuple[Tensor, Tensor]:
     """Run a kernel, differentiably: the result (B, S, H, V) and the state after it, (B, H, K, V), float32."""
-    out, state = _KernelFunction.apply(*operands)
-    return out, state
+    return _KernelFunction.apply(*operands)
 
 
 def _call_kernel(*operands: Any) -> tuple[Tensor, Tensor]:
@@ -168,14 +174,14 @@ def _call_kernel(*operands: Any) -> tuple[Tensor, Tensor]:
     documents are passed by their bounds, `cu_seqlens`. Batch rows of 3 tokens with starts [0 0 1] and [0 1 0] have the
     bounds 0, 2, 3, 4, 6.
     """
-    *rows, starts, initial, scale, kernel = operands
-    x = KernelOperands(*rows)
+    *rows, initial, scale, kernel = operands
+    x = TokenRows(*rows)  # all but the marks of documents
     function, options = FUNCTIONS[kernel].function, {"scale": scale, "output_final_state": True}
-    if starts is None:
+    if x.starts is None:
         out, state = function(*KERNELS[kernel](x), initial_state=initial, **options)
         return out, state
     batch, length = x.v.shape[:2]
-    is_first = starts.reshape(batch, length).clone()
+    is_first = x.starts.reshape(batch, length).clone()
     continues = ~is_first[:, 0]  # the first document of a batch row has the initial state, unless it starts there
     is_first[:, 0] = True
     bounds = torch.cat(
@@ -187,6 +193,6 @@ def _call_kernel(*operands: Any) -> tuple[Tensor, Tensor]:
     if initial is not None:
         state = initial.new_zeros((len(bounds) - 1, *initial.shape[1:]))  # of each document
         state = state.index_add(0, firsts, initial * continues.view(-1, 1, 1, 1))
-    joined = KernelOperands(*(None if y is None else y.flatten(0, 1).unsqueeze(0) for y in x))
+    joined = x.map(lambda y: y.flatten(0, 1).unsqueeze(0))
     out, ends = function(*KERNELS[kernel](joined), initial_state=state, cu_seqlens=bounds, **options)
     return out.view(x.v.shape), ends.index_select(0, lasts)

@@ -127,8 +127,7 @@ def extremes_carry(value: Tensor, index: Tensor, op: str, exchange: CarryExchang
     identity = MONOIDS[op].identity(value.dtype)
     if exchange.method == "steps":
         first = torch.full_like(value, identity), torch.zeros_like(index)
-        best, best_index = _exclusive_combine((value, index), first, select_combine(op), exchange)
-        return best, best_index
+        return _exclusive_combine((value, index), first, select_combine(op), exchange)
     value, index = gather_parts([value, index], exchange)
     best, best_chunk = sp.local_extremes(value, None, 0, op, False)
     positions = exchange.scan_positions(value.device)

@@ -10,8 +10,6 @@ state after that chunk if it continues. Later chunks, of other ranks too, get it
 one rank, and each final state is computed on one rank; the others add zeros. Memory: N chunks in addition.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

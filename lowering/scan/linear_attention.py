@@ -18,8 +18,6 @@ Its values have K more columns, zeros, with the identity as the state of these c
 these columns are then ``reads``, and their state after the chunk is ``factor``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,7 +27,7 @@ from torch import Tensor
 
 from sp_compile.lowering.base.library import composite
 
-from .attention_kernels import has_kernel, run_attention_kernel, state_dtype
+from .attention_kernels import TokenRows, has_kernel, run_attention_kernel, state_dtype
 from .carries import CarryExchange, last_end
 from .document_states import add_initial_states, final_states
 from .log_decays import Decays, LogDecay
@@ -42,25 +40,6 @@ ATTENTION_OPERANDS = (
     "Tensor q, Tensor k, Tensor v, Tensor decay, Tensor? beta, Tensor? a, Tensor? b, Tensor? starts, Tensor? opened, "
     f"Tensor? closed, Tensor? initial, float scale, str kernel, {SHARD_ARGUMENTS}"
 )
-
-
-class TokenRows(NamedTuple):
-    """Operands with a row for each token, (B, S, H, ...), or (B, H, N, T, ...) in N chunks of T tokens."""
-
-    q: Tensor  # (..., K)
-    k: Tensor  # (..., K)
-    v: Tensor  # (..., V)
-    decay: Tensor  # (..., 1) or (..., K), the logarithm of the factor of the state
-    beta: Tensor | None  # (..., 1)
-    a: Tensor | None  # (..., K)
-    b: Tensor | None  # (..., K)
-    starts: Tensor | None  # bool (..., 1), of one head, True for the first token of a document
-    opened: Tensor | None  # int64 (..., 1), of one head, numbers of documents with states of their own
-    closed: Tensor | None  # int64 (..., 1), of one head, the same at the last tokens
-
-    def map(self, function: Any) -> TokenRows:
-        """Apply a function to each operand that is not None."""
-        return TokenRows(*(None if x is None else function(x) for x in self))
 
 
 class ChunkMaps(NamedTuple):

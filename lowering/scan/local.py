@@ -4,8 +4,6 @@ They are opaque and have no derivatives; ``sp::scan``, ``sp::extremes`` and ``sp
 contiguous. starts: bool, (length,) or broadcast to x; True where a segment begins in scan order.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@ All are associative, none needs to commute: ``combine(left, right)`` has the ear
 a pytree of tensors, such as (value, index) of a running maximum.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

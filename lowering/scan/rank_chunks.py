@@ -12,8 +12,6 @@ Tensors are chunked: dim `exchange.dim` counts the chunks (one, or two in a zigz
 The carry is added as ordinary pointwise operations, which a compiler fuses into the consumers of the result.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -17,8 +17,6 @@ depends on the operands of other ranks.
 Tensors are chunked, see `rank_chunks.py`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

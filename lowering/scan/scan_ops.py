@@ -9,8 +9,6 @@ way, for contiguous frames. Bytes below are for "gather", with C = elements of x
 frames). Another exchange, or one that the frame does not support, is an SpError.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

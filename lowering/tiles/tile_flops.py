@@ -4,8 +4,6 @@ torch.utils.flop_counter and the cost model use these functions. A program has o
 two parts: the graphs "forward" and "gradients" (`tile_program.py`).
 """
 
-from __future__ import annotations
-
 import math
 from functools import cache, partial
 from itertools import islice

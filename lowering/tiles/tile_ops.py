@@ -8,8 +8,6 @@ the program once per tile, so the size of the compiled code does not depend on t
 (`tile_program.py`). A cotangent is the gradient of a result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -34,8 +32,9 @@ def tile_length(rows: int, tiles: int) -> int:
 def _iterate_tiles(program: TileProgram, rows: Tensors, tiles: int) -> Iterator[tuple[TileBody, int, int]]:
     """Yield (body, first row, number of rows) of each tile, with the program's body for its length.
 
-    A program has one body per length. Its only body may be for ANY_LENGTH, which supports all lengths but 1, since
-    sizes of 1 broadcast. The lengths then differ by at most one, and there are fewer tiles if they would have one row.
+    A program has one body per length. Its only body may be for ANY_LENGTH, a graph that was traced with a symbol for
+    the length and supports all lengths but 1: a size of 1 could broadcast. The lengths then differ by at most one, and
+    there are fewer tiles if they would have one row.
     """
     total, first = rows[0].shape[program.rows[0]], 0
     if ANY_LENGTH in program.bodies:

@@ -11,8 +11,6 @@ A cotangent is the gradient of a result, which autograd passes to the backward. 
 shapes for the operands of one call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice

@@ -8,8 +8,6 @@ groups     a (R, m), b (R, n), ends (E,) of groups of rows     sum[e] += a[rows 
 rows       x (R.., n..), index (R..)                           sum[index[r]] += x[r]
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,22 +47,18 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.add_(a @ b)
 
 
-def _product_flops(a_shape: Any, b_shape: Any) -> int:
-    """Return the FLOPs of a @ b for one tile."""
-    (m, k), (_, n) = a_shape, b_shape
-    return 2 * math.prod(map(size_hint, (m, k, n)))
+def _product_flops(a_shape: Any, b_shape: Any, *_: Any) -> int:
+    """Return the FLOPs of a @ b, or of `_add_groups`, for one tile.
 
-
-def _group_flops(a_shape: Any, b_shape: Any, ends_shape: Any) -> int:
-    """Return the FLOPs of `_add_groups` for one tile: those of one product, as each row is in one group."""
-    (rows, m), (_, n) = a_shape, b_shape
-    return 2 * math.prod(map(size_hint, (rows, m, n)))
+    Each row of (R, m) and (R, n) is in one group, so that all groups together have the FLOPs of one product.
+    """
+    return 2 * math.prod(map(size_hint, (*a_shape, b_shape[-1])))
 
 
 # Kinds of sums by name; "" is the default.
 TILE_SUMS = {
     "": TileSum(1, Tensor.add_),
     "product": TileSum(2, _add_product, _product_flops),
-    "groups": TileSum(3, _add_groups, _group_flops),
+    "groups": TileSum(3, _add_groups, _product_flops),
     "rows": TileSum(2, lambda total, x, index: total.index_put_((index,), x, accumulate=True)),
 }

@@ -7,8 +7,6 @@ reads. A region is one call of torch.utils.checkpoint in the user's code. In Dyn
 sub-graph, its body; in a captured graph it is the nodes with the same meta["ac_graph_id"], the number of the region.
 """
 
-from __future__ import annotations
-
 import inspect
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -51,8 +49,7 @@ def policy_of(context_fn: Callable[[], Any]) -> Policy | None:
     Only functions of `create_selective_checkpoint_contexts` have one. torch converts a list of ops to a policy.
     """
     forward_context, _ = context_fn()
-    policy: Policy | None = getattr(forward_context, "policy_fn", None)
-    return policy
+    return getattr(forward_context, "policy_fn", None)
 
 
 def recompute_tags(region: int, policy: Policy | None) -> dict[str, Any]:

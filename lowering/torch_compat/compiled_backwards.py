@@ -4,8 +4,6 @@ torch may compile the backward of a graph late: when it runs first, after the co
 Autograd represents a compiled program as one node, whose class has the compiled backward in `_forward_cls`.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager

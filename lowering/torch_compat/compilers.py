@@ -6,13 +6,12 @@ This module inserts a `JointTransform` before the partitioner and a `PartitionTr
 source nodes of a line of compiled code: the nodes of AOTAutograd's input graph that the line computes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import linecache
 import logging
 import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -34,18 +33,15 @@ class PartitionTransform(Protocol):
 
         It is equal for passes with equal effect, so that cached code can replace compilation with this pass.
         """
-        ...
 
     def run_training(self, forward: torch.fx.GraphModule, backward: torch.fx.GraphModule, results: int) -> None:
         """Change a forward and its backward in place, before they are compiled.
 
         The first `results` outputs of the forward are returned to the caller; the others are saved for the backward.
         """
-        ...
 
     def run_inference(self, forward: torch.fx.GraphModule) -> None:
         """Change an inference graph in place, before it is compiled."""
-        ...
 
 
 JOINT_COMPILERS = ("inductor", "aot_eager")  # compilers that run passes on joint graphs
@@ -123,10 +119,7 @@ def compile_with_inductor(
     """
     from torch._inductor.compile_fx import compile_fx
 
-    run: Callable[..., Any] = compile_fx(
-        gm, list(inputs), config_patches={"comprehensive_padding": False, **(patches or {})}, **options
-    )
-    return run
+    return compile_fx(gm, list(inputs), config_patches={"comprehensive_padding": False, **(patches or {})}, **options)
 
 
 def inductor_mode_options() -> dict[str, dict[str, Any]]:
@@ -171,9 +164,7 @@ def compiled_lines(error: BaseException) -> Iterator[CodeLine]:
     Used to name the user's line in errors at run time. In Inductor's code the comment above a line names its source
     nodes. In a graph that runs uncompiled (aot_eager) the line belongs to one node.
     """
-    traceback = error.__traceback__
-    while traceback is not None:
-        frame, line_number = traceback.tb_frame, traceback.tb_lineno
+    for frame, line_number in traceback.walk_tb(error.__traceback__):
         file, owner = frame.f_code.co_filename, frame.f_locals.get("self")
         line, line_above = linecache.getline(file, line_number), linecache.getline(file, line_number - 1)
         comment, kernel = SOURCES_MARK.match(line_above), KERNEL_PATTERN.match(line)
@@ -185,7 +176,6 @@ def compiled_lines(error: BaseException) -> Iterator[CodeLine]:
             later_comments = filter(None, map(SOURCES_MARK.match, linecache.getlines(file)[line_number:]))
             next_comment = next(later_comments, None)
             yield CodeLine(next_comment[1].split(", ") if next_comment else [], kernel=kernel[1])
-        traceback = traceback.tb_next
 
 
 def _line_of_node(gm: torch.fx.GraphModule, name: str) -> CodeLine:

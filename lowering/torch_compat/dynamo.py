@@ -7,19 +7,18 @@ DDPOptimizer, Dynamo's mode for DistributedDataParallel, splits graphs too: one 
 gradients are reduced together.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum, auto
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch._dynamo import eval_frame, external_utils
@@ -297,9 +296,7 @@ def _compiled_module(frame: FrameType | None) -> torch.nn.Module | None:
     """Return the compiled module whose call contains this frame, or None if a function was compiled."""
     while frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) != _COMPILED_CALL:
         frame = frame.f_back
-    if frame is None:
-        return None
-    model, _ = _describe_callee(frame.f_locals.get("fn"))
+    model, _ = _describe_callee(frame.f_locals.get("fn") if frame is not None else None)
     return model if isinstance(model, torch.nn.Module) else None
 
 
@@ -383,17 +380,12 @@ def is_compiled(model: torch.nn.Module) -> bool:
     return isinstance(model, torch._dynamo.OptimizedModule) or model._compiled_call_impl is not None
 
 
-@contextlib.contextmanager
-def allow_meta_constants() -> Iterator[None]:
-    """Let Dynamo trace `torch.tensor(...)` on the meta device inside the block, for dry runs.
+def allow_meta_constants() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which Dynamo traces `torch.tensor(...)` on the meta device, for dry runs.
 
     There it returns a plain meta tensor in place of a fake one, which fake modes reject by default.
     """
-    before, fake_tensor_tls.allow_non_fake_inputs_override = fake_tensor_tls.allow_non_fake_inputs_override, True
-    try:
-        yield
-    finally:
-        fake_tensor_tls.allow_non_fake_inputs_override = before
+    return mock.patch.object(fake_tensor_tls, "allow_non_fake_inputs_override", True)
 
 
 def replace_meta_constants(gm: GraphModule) -> None:
@@ -465,8 +457,7 @@ def untraced_function(target: Any) -> type[torch.autograd.Function] | None:
     """
     if getattr(target, "__name__", "") != "trampoline_autograd_apply" or not getattr(target, "__closure__", None):
         return None
-    function: type[torch.autograd.Function] = target.__closure__[0].cell_contents
-    return function
+    return target.__closure__[0].cell_contents
 
 
 def run_eagerly(function: Callable[..., Any]) -> Callable[..., Any]:

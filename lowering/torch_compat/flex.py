@@ -7,12 +7,11 @@ of all ranks. `score_mod` and `mask_mod` are the functions of flex_attention; th
 tensors of a BlockMask, which list the tiles to compute. Log-sum-exps are those of a row of scores, natural logarithms.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -41,33 +40,37 @@ _TEMPLATE_OPTIONS = {
 ModFunction = Callable[..., Tensor]
 
 
-@contextmanager
-def flex_on_any_device() -> Iterator[None]:
-    """Remove the device check of flex_attention inside the block, for dry runs on meta or a CPU.
+def flex_on_any_device() -> AbstractContextManager[Any]:
+    """Return a context without the device check of flex_attention, for dry runs on meta or a CPU.
 
     torch 2.11 to 2.15 reject training on a CPU, and any call on the meta device, only by this function. On a CPU the
     eager form has gradients, and a dry run does not run a kernel.
     """
-    original = public._validate_device
-    public._validate_device = lambda query, key, value: None
-    try:
-        yield
-    finally:
-        public._validate_device = original
+    return mock.patch.object(public, "_validate_device", _accept_devices)
 
 
-def flex_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    score_mod: ModFunction,
-    mask_mod: ModFunction,
-    tables: Sequence[Tensor],
-    tile: int,
-    scale: float,
-    options: Mapping[str, int],
-    reads: Sequence[Tensor],
-) -> tuple[Tensor, Tensor]:
+def _accept_devices(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Accept operands on any device, in place of torch's check."""
+
+
+class FlexSetup(NamedTuple):
+    """Functions and settings of one call of flex_attention."""
+
+    score_mod: ModFunction  # function of a score, its indices and `reads`
+    mask_mod: ModFunction  # function of indices and `reads`
+    tables: Sequence[Tensor]  # block tables in the order of BlockMask
+    tile: int  # rows and keys of a tile
+    scale: float  # factor of the scores
+    options: Mapping[str, int]  # kernel options
+    reads: tuple[Tensor, ...]  # captured tensors of both functions
+
+    def arguments(self, q: Tensor, k: Tensor) -> tuple[Any, ...]:
+        """Return the arguments of the higher-order ops after the score functions, for the lengths of q and k."""
+        mask = BlockMask((q.shape[2], k.shape[2]), *self.tables, (self.tile, self.tile), self.mask_mod)
+        return mask.as_tuple(), self.scale, _kernel_options(self.options), self.reads, self.reads
+
+
+def flex_forward(q: Tensor, k: Tensor, v: Tensor, call: FlexSetup) -> tuple[Tensor, Tensor]:
     """Run flex_attention on one block, and return out (B, Hq, Q, E) and the log-sum-exps (B, Hq, Q).
 
     The caller merges the results of blocks by their log-sum-exps.
@@ -76,37 +79,14 @@ def flex_forward(
         q: (B, Hq, Q, D), any floating dtype.
         k: (B, Hkv, K, D).
         v: (B, Hkv, K, E).
-        score_mod: Function of a score, its indices and `reads`.
-        mask_mod: Function of indices and `reads`.
-        tables: Block tables in the order of BlockMask.
-        tile: Rows and keys of a tile.
-        scale: Factor of the scores.
-        options: Kernel options.
-        reads: Captured tensors of both functions.
+        call: The functions and settings.
     """
-    mask = _make_block_mask(q, k, tables, tile, mask_mod)
-    captured = tuple(reads), tuple(reads)  # of score_mod and of mask_mod
-    out, lse, *_ = torch.ops.higher_order.flex_attention(
-        q, k, v, score_mod, mask, scale, _kernel_options(options), *captured
-    )
+    out, lse, *_ = torch.ops.higher_order.flex_attention(q, k, v, call.score_mod, *call.arguments(q, k))
     return out, lse * LN2
 
 
 def flex_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    score_mod: ModFunction,
-    mask_mod: ModFunction,
-    tables: Sequence[Tensor],
-    tile: int,
-    scale: float,
-    options: Mapping[str, int],
-    reads: Sequence[Tensor],
-    learned: Collection[int],
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: FlexSetup, learned: Collection[int]
 ) -> tuple[Tensor, ...]:
     """Return the gradients dq, dk, dv of one block, then those of the captured tensors in `learned`.
 
@@ -117,24 +97,18 @@ def flex_backward(
         v: (B, Hkv, K, E).
         out: (B, Hq, Q, E), over all keys.
         lse: (B, Hq, Q), natural, over all keys.
-        score_mod: Function of a score, its indices and `reads`; it is differentiated.
-        mask_mod: Function of indices and `reads`.
-        tables: Block tables in the order of BlockMask.
-        tile: Rows and keys of a tile.
-        scale: Factor of the scores.
-        options: Kernel options.
-        reads: Captured tensors of both functions.
+        call: The functions and settings; the function of the score is differentiated.
         learned: Indices of the captured tensors whose gradients are returned, in ascending order.
     """
-    mask = _make_block_mask(q, k, tables, tile, mask_mod)
     with torch.enable_grad():
         # Trace score_mod and its gradient on an example score, with example indices of batch, head, query and key.
         indices = [q.new_zeros((), dtype=torch.int32) for _ in range(4)]
-        leaves = [x.detach().requires_grad_() if i in learned else x for i, x in enumerate(reads)]
-        forward, joint = create_fw_bw_graph(score_mod, (q.new_zeros((), requires_grad=True), *indices), tuple(leaves))
+        example = q.new_zeros((), requires_grad=True), *indices
+        leaves = tuple(x.detach().requires_grad_() if i in learned else x for i, x in enumerate(call.reads))
+        forward, joint = create_fw_bw_graph(call.score_mod, example, leaves)
     operands = q, k, v, out, lse / LN2, grad, None  # None: no gradient of the log-sum-exps
-    functions = forward, joint, mask, scale, _kernel_options(options), tuple(reads), tuple(reads)
-    dq, dk, dv, read_grads = torch.ops.higher_order.flex_attention_backward(*operands, *functions)
+    results = torch.ops.higher_order.flex_attention_backward(*operands, forward, joint, *call.arguments(q, k))
+    dq, dk, dv, read_grads = results
     return dq, dk, dv, *(read_grads[i] for i in sorted(learned))
 
 
@@ -148,13 +122,6 @@ def flex_lookup(table: Tensor, indices: list[Tensor]) -> Tensor:
         indices: An integer tensor for each dim.
     """
     return mod_index(table, indices)
-
-
-def _make_block_mask(
-    q: Tensor, k: Tensor, tables: Sequence[Tensor], tile: int, mask_mod: ModFunction
-) -> tuple[Any, ...]:
-    """Return the BlockMask of these tables as the tuple that the higher-order ops accept."""
-    return BlockMask((q.shape[2], k.shape[2]), *tables, (tile, tile), mask_mod).as_tuple()
 
 
 def _kernel_options(options: Mapping[str, int]) -> dict[str, Any]:

@@ -5,8 +5,6 @@ has one backend per device type: NCCL for GPUs, Gloo for CPUs. Symmetric memory 
 the other GPUs can read and write directly.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import re

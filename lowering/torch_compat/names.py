@@ -138,8 +138,7 @@ def _training_text(model: torch.nn.Module) -> str:
 
 def _compiled_locals() -> dict[str, Any]:
     """Return the variables of the function that Dynamo compiles now, or {}."""
-    local_variables: dict[str, Any] = _dynamo_locals("convert_frame", "_compile").get("locals", {})
-    return local_variables
+    return _dynamo_locals("convert_frame", "_compile").get("locals", {})
 
 
 def result_names(gm: GraphModule) -> dict[str, str]:

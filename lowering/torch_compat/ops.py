@@ -5,8 +5,6 @@ set of overloads of an operator (torch.ops.aten.add.Tensor). The other names are
 graphs to change grad mode, autocast and the backend of attention.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

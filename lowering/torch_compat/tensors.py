@@ -6,8 +6,6 @@ sizes compiles the program again, so that functions which add a guard may cause 
 subclass that stores its values in other tensors, the inner ones.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import sys
@@ -312,8 +310,7 @@ def end_of_view(size: torch.SymInt) -> int | torch.SymInt:
 
 def evaluate_expr(expr: sympy.Expr, values: Mapping[sympy.Symbol, int | torch.SymInt]) -> int | torch.SymInt:
     """Evaluate an expression of sizes for these values of its symbols, which may be symbols, too."""
-    result: int | torch.SymInt = sympy_interp(PythonReferenceAnalysis, dict(values), expr)
-    return result
+    return sympy_interp(PythonReferenceAnalysis, dict(values), expr)
 
 
 class _WaitFunction(torch.autograd.Function):
@@ -335,8 +332,7 @@ def wait_async_tensor(x: AsyncCollectiveTensor) -> torch.Tensor:
 
     AOTAutograd of torch 2.13 drops the gradient of AsyncCollectiveTensor's own wait.
     """
-    result: torch.Tensor = _WaitFunction.apply(x)
-    return result
+    return _WaitFunction.apply(x)
 
 
 def to_plain_tensor(x: torch.Tensor) -> torch.Tensor:

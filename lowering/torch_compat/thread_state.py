@@ -5,8 +5,6 @@ state of the thread, and leaving it restores the state. A trace that fails in be
 falls back to eager code that would run in the wrong state. Each function `_restore_x` sets one part of the state.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

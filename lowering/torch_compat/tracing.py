@@ -5,8 +5,6 @@ the objects through which a tracer intercepts ops; a pre-dispatch mode does so b
 torch's log of a compilation, which the tool tlparse shows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any

@@ -14,8 +14,6 @@ run, which one program of the kernel moves, and the other dims are looped over:
     (g, A)       <- (A, g)          run 1, rows A, columns g: a transpose
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache
@@ -143,7 +141,8 @@ def _tile_shape(run: int, rows: int, columns: int, unit: int) -> tuple[int, int,
     run, rows, columns = (triton.next_power_of_2(max(n, 1)) for n in (run * (unit // word), rows, columns))
     run = min(run, MOVE_TILE // word)
     max_runs = MOVE_TILE // word // run  # rows times columns of a tile
-    # Columns get what all rows would leave, but at least about the square root of max_runs.
+    # Columns get what all rows would leave, but at least about the square root of max_runs: many rows and one column
+    # would read short runs of the source.
     root = 1 << (max_runs.bit_length() // 2)
     columns = min(columns, max(max_runs // rows, root))
     return min(rows, max_runs // columns), columns, run

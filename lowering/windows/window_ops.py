@@ -3,7 +3,7 @@
     row j of the result reads rows j * stride - before + [0, width) of x; rows outside x contain ``fill``
 
 Without ``frame``, x is a full tensor and torch's own padding is used. With it, x is a shard placed by ``frame``, and
-the result is placed by ``result``: on rank r positions [r * s / stride, (r + 1) * s / stride) of an axis of size /
+the result is placed by ``result``: on rank r positions [r * s / stride, (r + 1) * s / stride) of a dim of size /
 stride positions. ``stride`` must divide s. The outer and inner factors of both are 1, and neither is zigzag.
 
 Bytes: those of the rows that other ranks own, forward and backward, in one shift per owner (see ``halo_exchange.py``):
@@ -17,8 +17,6 @@ exact zeros. The dim of the sequence is the last one of x unless there is an arg
     s              rows of x per rank, including padding
     wrapped rows   (of a roll) rows of the result whose source is at the other end of the sequence
 """
-
-from __future__ import annotations
 
 from typing import Any, NamedTuple
 
@@ -179,13 +177,13 @@ def conv_along(
     volumes. Source: aten.convolution.
     """
     placement, first = WindowPlacement(*placement_args), x.ndim - len(stride)  # first: the first dim of the image
-    axis = dim % x.ndim - first  # index of the sequence among the dims of the image
-    width = dilation[axis] * (weight.shape[2 + axis] - 1) + 1
-    rows = placement.rows(x, first + axis, before, after, width, stride[axis], 0)
+    image_dim = dim % x.ndim - first  # index of the sequence among the dims of the image
+    width = dilation[image_dim] * (weight.shape[2 + image_dim] - 1) + 1
+    rows = placement.rows(x, first + image_dim, before, after, width, stride[image_dim], 0)
     images = rows if x.ndim == weight.ndim else rows.unsqueeze(0)
-    padding = [0 if i == axis else p for i, p in enumerate(padding)]
+    padding = [0 if i == image_dim else p for i, p in enumerate(padding)]
     y = torch.convolution(images, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
-    return placement.finish(y if x.ndim == weight.ndim else y.squeeze(0), first + axis)
+    return placement.finish(y if x.ndim == weight.ndim else y.squeeze(0), first + image_dim)
 
 
 @composite(f"avg_pool1d(Tensor x, int before, int after, int width, int stride, {WINDOW_ARGUMENTS}", padded="nearest")

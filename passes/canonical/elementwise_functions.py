@@ -70,12 +70,12 @@ def _has_only_pointwise_ops(body: GraphModule, shape: tuple[Any, ...]) -> bool:
             continue
         if any(tuple(x.shape) not in (shape, ()) for x in node_tensors(node)):
             return False
-        if node.op == "call_function" and not (is_copy(node) or _is_pointwise(node.target)):
+        if node.op == "call_function" and not (is_copy(node) or is_pure_pointwise(node.target)):
             return False
     return True
 
 
-def _is_pointwise(target: Any) -> bool:
+def is_pure_pointwise(target: Any) -> bool:
     """Return True for an elementwise ATen op that draws no random numbers and writes to no argument."""
     if not isinstance(target, OpOverload) or schema_of(target).is_mutable:
         return False

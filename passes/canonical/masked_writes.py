@@ -25,7 +25,7 @@ from sp_compile.passes.base import CanonicalPass, register_pass
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall, node_shape, parse_overloads
 from sp_compile.passes.graph.node_info import set_node_info
-from sp_compile.passes.graph.sizes import Size, exact_quotient, is_same_shape, is_same_size, size_product
+from sp_compile.passes.graph.sizes import Size, exact_quotient, is_same_size, size_product
 
 from .expert_loops import SCATTER_OPS
 
@@ -97,14 +97,8 @@ class ReplaceMaskedWrites(CanonicalPass):
             mask, num_dims, num_rows = call["mask"], len(shape), num_elements
         mask = self.reshape(mask, _align_shape(mask, shape)[:num_dims], node)
         values = self.reshape(call["source"], (num_rows, *shape[num_dims:]), node)
-        x, mask = self._expand(call["self"], shape, node), self._expand(mask, shape[:num_dims], node)
+        x, mask = self.expand(call["self"], shape, node), self.expand(mask, shape[:num_dims], node)
         return MaskedWrite(x, mask, 0, values, needs_all_rows=False)
-
-    def _expand(self, x: Node, shape: tuple[Size, ...], like: Node) -> Node:
-        """Return x expanded to a shape, or x itself if it has that shape."""
-        if is_same_shape(node_shape(x), shape):
-            return x
-        return self.compute(aten.expand.default, (x, self.sizes.list(shape)), like)
 
     def _replace_write(self, node: Node, write: MaskedWrite) -> None:
         """Replace the op of a write by where(mask, values for every position, x)."""

@@ -47,11 +47,11 @@ class ReplaceReducePairs(CanonicalPass):
         index = read_indices.pop() if len(read_indices) == 1 else None  # an int if only one result has readers
         if len(bodies) != 2 or len(operands) != 1 or not isinstance(index, int):
             return False
-        # The forward returns (results, saved values). In torch 2.11, `results` has all values of the body, and the
-        # getitems of the call index this longer list; so `index` is right in every version.
-        (output, _), gradients = (body.graph.output_node().args[0] for body in bodies)
-        results = output if isinstance(output, tuple | list) else (output,)
-        forward, backward = _match_reductions(bodies[0], results[index]), _match_reductions(bodies[1], gradients)
+        output, gradients = (body.graph.output_node().args[0] for body in bodies)
+        forward, backward = (
+            _match_reductions(bodies[0], result_at(output, index)),
+            _match_reductions(bodies[1], gradients),
+        )
         if forward is None or backward is None:
             direction = "forward" if forward is None else "backward"
             if any(body.graph.find_nodes(op="call_function", target=c10d.all_reduce.default) for body in bodies):
@@ -68,6 +68,16 @@ def function_bodies(node: Node) -> list[GraphModule]:
     body_nodes = node.args[:2] if node.target is autograd_function_apply else ()
     modules = [node.graph.owning_module.get_submodule(str(x.target)) for x in body_nodes if isinstance(x, Node)]
     return [module for module in modules if isinstance(module, GraphModule)]
+
+
+def result_at(output: Any, index: int) -> Any:
+    """Return the result of an autograd.Function at an index, as a node of its forward.
+
+    `output` is what the forward returns: (results, saved values). In torch 2.11, `results` has all values of the body,
+    and the getitems of the call index this longer list; so `index` is right in every version.
+    """
+    results = output[0]
+    return results[index] if isinstance(results, tuple | list) else results
 
 
 def _match_reductions(body: GraphModule, results: Any) -> list[str] | None:

@@ -108,6 +108,7 @@ class Aliases:
         In eager mode a mutation of the root changes its value, too; after functionalization it would not. An example is
         an input that overlaps with another one, or the result of an op that returns a view without declaring it.
         """
+        # The first node seen with each storage of the root; usually the root itself.
         owners = {self._owners.get(storage, root) for storage in node_storages(root)}
         return next(iter(owners - {root}), None)
 

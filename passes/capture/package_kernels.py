@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from sp_compile.lowering import torch_compat
-from sp_compile.lowering.base.ranks import process_rank
+from sp_compile.lowering.base.warn import warn_once
 from sp_compile.lowering.scan.attention_kernels import KERNELS, register_kernel
 
 from .stand_ins import loss_stand_ins, state_space_stand_ins  # noqa: F401  (fill the table)
@@ -38,7 +38,6 @@ DISABLED_MODULES = ("FusedLinearCrossEntropyLoss",)  # modules that disable Dyna
 WITHOUT_FALLBACK = ("mamba_split_conv1d_scan_combined",)  # the function in plain torch only returns None
 _searched: set[str] = set()  # names of modules
 _replaced: set[Any] = set()  # functions and classes
-_warned_kernels: set[tuple[str, str]] = set()  # kernels and reasons of earlier warnings
 
 
 def replace_package_kernels() -> None:
@@ -107,7 +106,7 @@ def _replace(kernel: str, function: FunctionType, is_wrapper: bool) -> None:
         called = inspect.getclosurevars(function).nonlocals.get("implementation") or function
     elif kernel in KERNELS:
         register_kernel(kernel, function, "cuda")
-    traced = inspect.unwrap(function) if is_wrapper else None
+    traced = inspect.unwrap(function) if is_wrapper else None  # the function in plain torch, before it was wrapped
     original, signature = _run_original(kernel, function, traced), inspect.signature(called)
     torch_compat.trace_in_place_of(function, make_stand_in(kernel, signature, original, drops_unknown=is_wrapper))
 
@@ -131,10 +130,10 @@ def _replace_apply(cls: type[torch.autograd.Function]) -> None:
     parameter for each result.
     """
     forward, backward = inspect.signature(cls.forward), inspect.signature(cls.backward)
-    has_context = cls.setup_context is torch.autograd.Function.setup_context
+    has_context = cls.setup_context is torch.autograd.Function.setup_context  # then ctx is the first parameter
     arguments = [*forward.parameters.values()][1 if has_context else 0 :]
-    grads = [*backward.parameters.values()][1:]
-    count = None if any(x.kind is x.VAR_POSITIONAL for x in grads) else len(grads)
+    grads = [*backward.parameters.values()][1:]  # without ctx
+    count = None if any(x.kind is x.VAR_POSITIONAL for x in grads) else len(grads)  # number of results, if known
     original, signature = _run_original(cls.__name__, cls.apply, None), forward.replace(parameters=arguments)
     stand_in = make_stand_in(cls.__name__, signature, original, drops_unknown=False, results=count)
     torch_compat.trace_in_place_of_apply(cls, stand_in)
@@ -166,9 +165,7 @@ def _warn_unsplit(kernel: str, reason: str) -> bool:
 
     Returns True, because Dynamo requires a constant result.
     """
-    if process_rank() == 0 and (kernel, reason) not in _warned_kernels:
-        _warned_kernels.add((kernel, reason))
-        log.warning("%s runs between two graphs, unsplit on every rank: %s", kernel, reason)
+    warn_once(log, "%s runs between two graphs, unsplit on every rank: %s", kernel, reason)
     return True
 
 

@@ -369,12 +369,7 @@ def _make_leaves(args: Sequence[Any]) -> list[Any]:
 
     They require gradients as before.
     """
-
-    def make_leaf(x: torch.Tensor) -> torch.Tensor:
-        """Return a leaf with the same metadata."""
-        return x.detach().requires_grad_(x.requires_grad)
-
-    return [pytree.tree_map_only(torch.Tensor, make_leaf, x) for x in args]
+    return pytree.tree_map_only(torch.Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), list(args))
 
 
 def _functorch_regions(graph: Graph) -> dict[Node, list[Node]]:

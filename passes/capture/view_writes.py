@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import sympy
 import torch
@@ -30,6 +30,7 @@ from sp_compile.passes.graph.call import is_tensor, parse_overloads
 from sp_compile.passes.graph.edit import erase_dead
 from sp_compile.passes.graph.mutation import find_mutation, functional_form, is_mutation, is_view_change, to_positional
 from sp_compile.passes.graph.sizes import Size, as_size, as_sizes, is_same_shape, symbolic_sizes
+from sp_compile.passes.sharding.matchers import match_piece
 
 from .aliases import Aliases, node_storages
 
@@ -236,42 +237,13 @@ def _are_disjoint(aliases: Aliases, a: Node, b: Node) -> bool:
         return False
     if view_a.target is operator.getitem and view_b.target is operator.getitem:
         return bool(view_a.args[0] is view_b.args[0] and view_a.args[1] != view_b.args[1])
-    rows_a, rows_b = _selected_rows(aliases, view_a), _selected_rows(aliases, view_b)
-    if rows_a is None or rows_b is None or rows_a.dim != rows_b.dim:
+    # Otherwise each must be a contiguous range of rows of the same dim, and one must end before the other one starts.
+    pieces = [piece for piece in map(match_piece, (view_a, view_b)) if piece is not None and piece.step == 1]
+    if len(pieces) < 2 or pieces[0].dim != pieces[1].dim:
         return False
-    return rows_a.end <= rows_b.start or rows_b.end <= rows_a.start
-
-
-class _PositionRange(NamedTuple):
-    """Positions that a view selects from one dim of its base, and that writes to the view change."""
-
-    dim: int  # non-negative
-    start: int  # first position, non-negative
-    end: int  # position after the last one
-
-
-def _selected_rows(aliases: Aliases, node: Node) -> _PositionRange | None:
-    """Return the positions that a select, narrow or slice selects; None for other ops, unknown positions, and steps."""
-    if node.target not in (aten.select.int, aten.slice.Tensor, aten.narrow.default):
-        return None
-    base, *args = to_positional(node.target, *aliases.calls[node])
-    dim, *positions = args or [0]  # slice(x) selects all of dim 0
-    length = as_sizes(base.meta["val"].shape)[dim]
-    if node.target is aten.slice.Tensor:  # slice(x, dim=0, start=None, end=None, step=1)
-        defaults: list[Any] = [None, None, 1]
-        start, end, step = [*positions, *defaults[len(positions) :]]
-        start, end = start or 0, length if end is None else end
-    else:
-        start, step = positions[0], 1
-        n_rows = positions[1] if node.target is aten.narrow.default else 1
-        if isinstance(start, Node) or isinstance(n_rows, Node):
-            return None
-        end = (start + n_rows) or length  # the sum is 0 for the last rows, if start is negative
-    if not all(isinstance(x, int) for x in (start, end, step)) or step != 1:
-        return None
-    if isinstance(length, int):  # negative positions count from the end
-        start, end = (x + length if x < 0 else min(x, length) for x in (start, end))
-    return _PositionRange(dim % base.meta["val"].ndim, start, end) if min(start, end) >= 0 else None
+    ranges = [(piece.start, piece.start + piece.length) for piece in pieces]
+    pairs_of_bounds = ((ranges[0][1], ranges[1][0]), (ranges[1][1], ranges[0][0]))  # (end of one, start of the other)
+    return any(isinstance(end, int) and isinstance(start, int) and end <= start for end, start in pairs_of_bounds)
 
 
 def _result_view(

@@ -78,20 +78,11 @@ class AttentionShape:
         return self.batch * self.q_rows * self.head_dim * self.element_size
 
     @property
-    def out_bytes(self) -> int:
-        """Return the bytes of one head of the result on one rank."""
-        return self.batch * self.q_rows * self.v_head_dim * self.element_size
-
-    @property
-    def kv_bytes(self) -> int:
-        """Return the bytes of one key head and one value head on one rank."""
-        return self.batch * self.kv_rows * (self.head_dim + self.v_head_dim) * self.element_size
-
-    @property
     def head_bytes(self) -> HeadBytes:
         """Return the bytes of all heads on one rank, from which strategies compute their exchanges."""
-        queries, results = self.heads * self.q_bytes, self.heads * self.out_bytes
-        return HeadBytes(queries, results, self.kv_heads * self.kv_bytes, self.kv_heads, self.element_size)
+        results = self.batch * self.heads * self.q_rows * self.v_head_dim * self.element_size
+        keys = self.batch * self.kv_heads * self.kv_rows * (self.head_dim + self.v_head_dim) * self.element_size
+        return HeadBytes(self.heads * self.q_bytes, results, keys, self.kv_heads, self.element_size)
 
     @property
     def widening(self) -> int:
@@ -104,7 +95,7 @@ class AttentionShape:
 
         The block's result is read, and the accumulator, whose elements are `widening` times as large, read and written.
         """
-        return self.heads * self.out_bytes * (1 + 2 * self.widening)
+        return self.head_bytes.results * (1 + 2 * self.widening)
 
     @property
     def gradient_bytes(self) -> float:
@@ -252,7 +243,8 @@ class Strategy:
     candidates: Callable[[AttentionShape, Machine, str], Iterable[Candidate]]
     # (forward, backward) bytes that a rank sends in a call of the op; required with an op
     sends: Callable[[OpCall, int], tuple[Size, Size]] | None = None
-    declare: Callable[[OpCall, Ranks], None] = lambda call, ranks: None  # declares the routes of the op's exchanges
+    # declares the routes (which rank sends to which) of the op's exchanges when a program with it is lowered
+    declare: Callable[[OpCall, Ranks], None] = lambda call, ranks: None
     neighbors: Callable[[OpCall], int] = lambda call: 1  # neighboring ranks that exchange heads in a call
     axes: tuple[()] | tuple[str, str] = ()  # names of the mesh axes (ring, neighbors)
     always: bool = False  # True if it splits any attention over any number of ranks

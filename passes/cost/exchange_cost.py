@@ -116,7 +116,7 @@ def _edge_bytes(call: OpCall, n: int) -> Size:
         return 0
     rows, (start, length) = local_row_count(values, n), values[2:4]
     num_padded_ends = (not is_same_size(start, 0)) + (not is_same_size(start + length, n * rows))
-    result_bytes = _tensor_bytes(node_tensors(call.node))  # of `rows` rows
+    result_bytes = _value_bytes([call.node])  # of `rows` rows
     return collective_bytes("all_gather", result_bytes * num_padded_ends // rows, n)
 
 
@@ -140,7 +140,7 @@ def _sent_bytes(call: OpCall, n: int) -> _SentBytes | None:
         return None
     # The bytes of these two follow from the shard, which is their result (see `collective_bytes`).
     operands = [call.node] if op in (sp.shard.default, sp.reduce_scatter.default) else call.operands
-    nbytes = _operand_bytes(operands)
+    nbytes = _value_bytes(operands)
     collectives = MOVE_OPS[op]  # of forward and backward
     return _SentBytes(operands, *(collective_bytes(kind, nbytes, n) if kind else 0 for kind in collectives))
 
@@ -188,20 +188,16 @@ def _exchange_line(node: Node) -> str:
     return "the inputs" if node.target is sp.shard.default else RESULTS_LINE
 
 
-def _operand_bytes(operands: Iterable[Node]) -> Size:
-    """Return the bytes of the values of nodes, a number or an expression of symbols."""
-    return _tensor_bytes(operand.meta["val"] for operand in operands)
-
-
-def _tensor_bytes(tensors: Iterable[Tensor]) -> Size:
-    """Return the bytes of tensors, a number or an expression of symbols."""
+def _value_bytes(nodes: Iterable[Node]) -> Size:
+    """Return the bytes of all tensors in the values of nodes, a number or an expression of symbols."""
+    tensors = (x for node in nodes for x in node_tensors(node))
     return sum((size_product(as_sizes(x.shape)) * x.element_size() for x in tensors), 0)
 
 
 def head_bytes(call: OpCall) -> HeadBytes:
     """Return the bytes of the operands and the result of an attention op on one rank, for `Strategy.sends`."""
     q, k, v = call.operands[:3]
-    sizes = _operand_bytes([q]), _operand_bytes([call.node]), _operand_bytes([k, v])
+    sizes = _value_bytes([q]), _value_bytes([call.node]), _value_bytes([k, v])
     return HeadBytes(*sizes, call.shape(1)[HEADS], k.meta["val"].element_size())
 
 

@@ -142,8 +142,9 @@ def is_pending_exchange(node: Node) -> bool:
 
 def named_groups(node: Node) -> set[str]:
     """Return the names of the groups in the arguments of a collective; empty for other nodes."""
-    has_strings = any(isinstance(leaf, str) for leaf in pytree.tree_leaves((node.args, node.kwargs)))
-    positions = _group_arguments(node.target) if has_strings and is_collective(node) else ()
+    if not is_collective(node) or not any(isinstance(x, str) for x in pytree.tree_leaves((node.args, node.kwargs))):
+        return set()
+    positions = _group_arguments(node.target)
     values = [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in positions]
     texts = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, str) and leaf]
     return {text.rpartition(" ")[2] for text in texts}  # "3", or "sum 3" with a reduction

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from sp_compile.lowering.base.errors import SpError, did_you_mean
@@ -18,42 +18,65 @@ from .collective_time import LatencyBandwidth, collective_bytes
 BACKWARD_FLOPS = 2.5  # FLOPs of an attention's backward over those of its forward
 
 
+def _constant(cpu: float, gpu: float) -> Any:
+    """Declare a field of `Machine` without a default, with its values for a Gloo process on a CPU and for an H100."""
+    return field(metadata={"cpu": cpu, "gpu": gpu})
+
+
+# Sources of the defaults.
+#
+# Of a CPU: two to four Gloo processes of one thread each on a shared two-core virtual machine, float32. A transfer is
+# copied by the same cores that compute, so nothing of it is hidden. dense_efficiency: measured with and without a
+# soft-cap of the scores, for 4,096 keys of head dim 64.
+#
+# Of a GPU: one H100 of a node of eight, bfloat16. flops: causal FlashAttention-3 as published for context parallelism
+# over 8 to 64 of them; block_keys: its published fall towards 1K keys. Links: NVLink at 370 GB/s, 80 % of it in an
+# all-to-all; one 400 Gbit/s NIC per GPU at 90 %. Memory: 85 % of 3.35 TB/s. ring_efficiency: half blocks of 4K keys
+# then run at 82 % of `flops`, which is still 8 to 18 % above published ring throughput. An all-reduce's latencies:
+# those that torch._inductor.comm_analysis has for NCCL. The host: PCIe 5.0 of 16 lanes at 80 %, from pinned memory.
+# The kernels: forward and backward as measured or published for 8K keys (`lowering/attention/kernels_cuda.py`), without
+# what block_keys takes off, over FlashAttention-3; nothing is known of -4 on this device. cuDNN: 612 forward and 533
+# backward for 64K causal keys, together 0.851 of `flops`. backward_efficiency: 0.87 there, and 0.84 as published for
+# FlashAttention-3. fused_efficiency: FlexAttention at 0.9 of FlashAttention-2 as published. dense_efficiency:
+# 50 bytes read and written for each score of heads of 128.
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Constants of one rank: seconds, bytes, bytes/s and FLOP/s; bandwidths are per rank and direction.
+    """Constants of one rank: seconds, bytes, bytes/s and FLOP/s, with defaults of a CPU process and of an H100.
+
+    Bandwidths are those of one rank in one direction.
 
     Raises:
         SpError: If a value is not a number or is out of range.
     """
 
-    flops: float  # attention on long sequences
-    block_keys: float  # number of keys with half of this rate: a call over k keys runs at flops / (1 + block_keys / k)
-    cudnn_efficiency: float  # rate of cuDNN attention over `flops`
-    flash_efficiency: float  # rate of FlashAttention-2
-    flash3_efficiency: float  # rate of FlashAttention-3
-    flash4_efficiency: float  # rate of FlashAttention-4
-    efficient_efficiency: float  # rate of memory-efficient attention
-    fused_efficiency: float  # rate of a kernel with text masks or scores
-    dense_efficiency: float  # rate of arithmetic on all scores, without a kernel
-    backward_efficiency: float  # rate of the backward of an attention over that of its forward
-    ring_efficiency: float  # rate of a ring block over a single block (transfers use some cores)
-    overlap: float  # part of a transfer that compute hides, 0 to 1
-    call: float  # seconds per block or merge (launches, Python)
-    all_to_all_bandwidth: float  # bytes that a rank sends per second
-    all_to_all_latency: float  # seconds
-    all_gather_bandwidth: float  # reduce-scatter, too
-    all_gather_latency: float  # seconds
-    hop_bandwidth: float  # shift around a ring
-    hop_latency: float  # seconds
-    all_reduce_bandwidth: float  # bytes that a rank sends per second
-    all_reduce_latency: float  # seconds
-    step_latency: float  # seconds of each of the 2 (n - 1) steps of an all-reduce
-    inter_node_step_latency: float  # the same if the ranks are on several nodes
-    inter_node_bandwidth: float  # between nodes
-    ranks_per_node: float  # neighboring ranks on one node
-    memory_bandwidth: float  # reads plus writes
-    host_bandwidth: float  # copies to or from host memory
-    memory: float = math.inf  # bytes of the device
+    flops: float = _constant(5e10, 650e12)  # attention on long sequences
+    block_keys: float = _constant(100, 340)  # a call over k keys runs at flops / (1 + block_keys / k)
+    cudnn_efficiency: float = _constant(1.0, 0.94)  # rate of cuDNN attention over `flops`
+    flash_efficiency: float = _constant(1.0, 0.52)  # rate of FlashAttention-2
+    flash3_efficiency: float = _constant(1.0, 1.0)  # rate of FlashAttention-3
+    flash4_efficiency: float = _constant(1.0, 1.0)  # rate of FlashAttention-4
+    efficient_efficiency: float = _constant(1.0, 0.25)  # rate of memory-efficient attention
+    fused_efficiency: float = _constant(1.0, 0.47)  # rate of a kernel with text masks or scores
+    dense_efficiency: float = _constant(0.23, 0.045)  # rate of arithmetic on all scores, without a kernel
+    backward_efficiency: float = _constant(1.0, 0.87)  # rate of the backward of an attention over that of its forward
+    ring_efficiency: float = _constant(1.0, 0.888)  # of a ring block over a single block: transfers use cores
+    overlap: float = _constant(0.0, 1.0)  # part of a transfer that compute hides, 0 to 1
+    call: float = _constant(1e-4, 1e-5)  # seconds per block or merge (launches, Python)
+    all_to_all_bandwidth: float = _constant(6e8, 296e9)  # bytes that a rank sends per second
+    all_to_all_latency: float = _constant(3e-4, 1e-5)  # seconds
+    all_gather_bandwidth: float = _constant(5e8, 370e9)  # reduce-scatter, too
+    all_gather_latency: float = _constant(3e-4, 1e-5)  # seconds
+    hop_bandwidth: float = _constant(6e8, 370e9)  # shift around a ring
+    hop_latency: float = _constant(3e-4, 1e-5)  # seconds
+    all_reduce_bandwidth: float = _constant(4e8, 370e9)  # bytes that a rank sends per second
+    all_reduce_latency: float = _constant(2e-4, 7e-6)  # seconds
+    step_latency: float = _constant(5e-4, 6e-7)  # seconds of each of the 2 (n - 1) steps of an all-reduce
+    inter_node_step_latency: float = _constant(5e-4, 3e-6)  # the same if the ranks are on several nodes
+    inter_node_bandwidth: float = _constant(1e9, 45e9)  # between nodes
+    ranks_per_node: float = _constant(math.inf, 8)  # neighboring ranks on one node
+    memory_bandwidth: float = _constant(2e10, 2.85e12)  # reads plus writes
+    host_bandwidth: float = _constant(1e10, 50e9)  # copies to or from host memory
+    memory: float = _constant(math.inf, 80e9)  # bytes of the device
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -76,8 +99,8 @@ class Machine:
         if measured is not None and (override is None or set(override) == {"memory"}):
             return replace(measured, **(override or {}))
         for name in override or {}:
-            if name not in _DEFAULTS:
-                hint, names = did_you_mean(name, _DEFAULTS), ", ".join(_DEFAULTS)
+            if name not in vars(CPU):
+                hint, names = did_you_mean(name, vars(CPU)), ", ".join(vars(CPU))
                 raise SpError("SP703", f"cost: expected one of {names}, got {name!r}{hint}.")
         return replace(CPU if device_type == "cpu" else GPU, **(override or {}))
 
@@ -173,49 +196,4 @@ def _expected_range(name: str, value: Any) -> str:
     return f"a number {'from' if includes_low else 'above'} {low:g}" + (", at most 1" if is_share else "")
 
 
-# Of a CPU: two to four Gloo processes of one thread each on a shared two-core virtual machine, float32. A transfer is
-# copied by the same cores that compute, so nothing of it is hidden. dense_efficiency: measured with and without a
-# soft-cap of the scores, for 4,096 keys of head dim 64.
-#
-# Of a GPU: one H100 of a node of eight, bfloat16. flops: causal FlashAttention-3 as published for context parallelism
-# over 8 to 64 of them; block_keys: its published fall towards 1K keys. Links: NVLink at 370 GB/s, 80 % of it in an
-# all-to-all; one 400 Gbit/s NIC per GPU at 90 %. Memory: 85 % of 3.35 TB/s. ring_efficiency: half blocks of 4K keys
-# then run at 82 % of `flops`, which is still 8 to 18 % above published ring throughput. An all-reduce's latencies:
-# those that torch._inductor.comm_analysis has for NCCL. The host: PCIe 5.0 of 16 lanes at 80 %, from pinned memory.
-# The kernels: forward and backward as measured or published for 8K keys (`lowering/attention/kernels_cuda.py`), without
-# what block_keys takes off, over FlashAttention-3; nothing is known of -4 on this device. cuDNN: 612 forward and 533
-# backward for 64K causal keys, together 0.851 of `flops`. backward_efficiency: 0.87 there, and 0.84 as published for
-# FlashAttention-3. fused_efficiency:
-# FlexAttention at 0.9 of FlashAttention-2 as published. dense_efficiency: 50 bytes read and written for each score of
-# heads of 128.
-_DEFAULTS = {  # constant -> (of a CPU, of a GPU)
-    "flops": (5e10, 650e12),
-    "block_keys": (100, 340),
-    "cudnn_efficiency": (1.0, 0.94),
-    "flash_efficiency": (1.0, 0.52),
-    "flash3_efficiency": (1.0, 1.0),
-    "flash4_efficiency": (1.0, 1.0),
-    "efficient_efficiency": (1.0, 0.25),
-    "fused_efficiency": (1.0, 0.47),
-    "dense_efficiency": (0.23, 0.045),
-    "backward_efficiency": (1.0, 0.87),
-    "ring_efficiency": (1.0, 0.888),
-    "overlap": (0.0, 1.0),
-    "call": (1e-4, 1e-5),
-    "all_to_all_bandwidth": (6e8, 296e9),
-    "all_to_all_latency": (3e-4, 1e-5),
-    "all_gather_bandwidth": (5e8, 370e9),
-    "all_gather_latency": (3e-4, 1e-5),
-    "hop_bandwidth": (6e8, 370e9),
-    "hop_latency": (3e-4, 1e-5),
-    "all_reduce_bandwidth": (4e8, 370e9),
-    "all_reduce_latency": (2e-4, 7e-6),
-    "step_latency": (5e-4, 6e-7),
-    "inter_node_step_latency": (5e-4, 3e-6),
-    "inter_node_bandwidth": (1e9, 45e9),
-    "ranks_per_node": (math.inf, 8),
-    "memory_bandwidth": (2e10, 2.85e12),
-    "host_bandwidth": (1e10, 50e9),
-    "memory": (math.inf, 80e9),
-}
-CPU, GPU = (Machine(**{name: pair[i] for name, pair in _DEFAULTS.items()}) for i in range(2))
+CPU, GPU = (Machine(**{f.name: f.metadata[kind] for f in fields(Machine)}) for kind in ("cpu", "gpu"))

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch.fx import Node
-
-from sp_compile.lowering.tiles.tile_flops import node_flops
-
 from .machine import Machine
 
 # minimum size of an offloaded value as a fraction of all saved bytes: smaller copies cost more than they free
@@ -23,11 +19,6 @@ class HostValues:
     kept: int = 0  # bytes that remain on the device
     seconds: float = 0.0  # seconds of copies, each way
     waits: float = 0.0  # seconds that compute waits for copies, both ways
-
-
-def hiding_seconds(node: Node, machine: Machine) -> float:
-    """Return the seconds of a matrix product or attention, which hide copies to the host; 0 for other ops."""
-    return node_flops(node) / machine.flops
 
 
 def copy_seconds(nbytes: float, machine: Machine) -> float:

@@ -167,12 +167,12 @@ class StepMemory:
     @property
     def state(self) -> int:
         """Return the constant bytes of unsharded state: parameters, buffers, optimizer state and inputs."""
-        return self.weights.parameters + self.weights.buffers + self.optimizer + self.inputs
+        return self.sharded_state(1)
 
     @property
     def constant(self) -> int:
         """Return the bytes of the state throughout the step, sharded over `shards` ranks."""
-        return self.state if self.shards == 1 else self.sharded_state(self.shards)
+        return self.sharded_state(self.shards)
 
     def bytes_at(self, point: StepMoment) -> int:
         """Return the bytes of a rank at a moment in addition to `constant`, with state sharded over `shards` ranks."""
@@ -276,14 +276,14 @@ class StepMemory:
 
         The optimizer runs with all gradients, when the values are freed.
         """
-        return self.state + max(self.values, self.weights.trainable)
+        return self.sharded_peak(self.values, 1)
 
     def fsdp(self, n: int) -> int:
         """Return the peak bytes if n ranks shard parameters, gradients and state by layer."""
         return self.sharded_peak(max((self.sharded_bytes(point, n) for point in self.points()), default=0), n)
 
     def sharded_peak(self, values: int, n: int) -> int:
-        """Return the peak bytes if n ranks shard the state, of the optimizer or of forward and backward.
+        """Return the peak bytes if n ranks shard the state: that of forward and backward, or of the optimizer's step.
 
         Args:
             values: Largest `sharded_bytes` of forward and backward.

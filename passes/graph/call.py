@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node, map_arg
 
-from sp_compile.lowering.torch_compat import pytree, schema_of
+from sp_compile.lowering.torch_compat import OpOverload, pytree, schema_of
 
 from .sizes import Size, as_sizes
 
@@ -48,6 +48,11 @@ def node_packet(node: Node) -> Any:
     return getattr(node.target, "overloadpacket", node.target) if node.op == "call_function" else None
 
 
+def op_name(node: Node) -> str:
+    """Return the name of the op that a node calls, without its overload, such as "aten::mm"; "" for other nodes."""
+    return str(schema_of(node.target).name) if isinstance(node.target, OpOverload) else ""
+
+
 def graph_tangents(graph: Graph) -> list[Node]:
     """Return the tangents of an AOTAutograd joint graph, from which its backward starts; [] for others."""
     return [n for n in graph.find_nodes(op="placeholder") if is_tangent(n)]
@@ -67,7 +72,7 @@ def result_number(getitem: Node) -> int:
     """Return the index of a getitem's result among the tensor results of its operand.
 
     Rules and plans have one entry for each tensor result. An op returns None for results that are not requested; these
-    are not counted. A negative index is unchanged.
+    are not counted. A negative index is unchanged, so that it counts from the last entry.
     """
     source, index = getitem.args
     values_before = list(source.meta["val"] if isinstance(source, Node) else ())[:index]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
-from torch.fx import Node
+T = TypeVar("T")  # of the nodes, usually torch.fx.Node
 
 
-def iterate_reachable(seeds: Iterable[Node], through: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
+def iterate_reachable(seeds: Iterable[T], through: Callable[[T], Iterable[T]]) -> Iterator[T]:
     """Iterate over the seeds and all nodes reachable from them in breadth-first order.
 
     Args:
@@ -23,6 +24,6 @@ def iterate_reachable(seeds: Iterable[Node], through: Callable[[Node], Iterable[
         queue += successors
 
 
-def reachable_set(seeds: Iterable[Node], through: Callable[[Node], Iterable[Node]]) -> set[Node]:
+def reachable_set(seeds: Iterable[T], through: Callable[[T], Iterable[T]]) -> set[T]:
     """Return the seeds and all nodes reachable from them as a set, see `iterate_reachable`."""
     return set(iterate_reachable(seeds, through))

@@ -65,6 +65,12 @@ class GraphEditor:
             return x
         return self.compute(aten.reshape.default, (x, self.sizes.list(shape)), like)
 
+    def expand(self, x: Node, shape: Sequence[Size], like: Node) -> Node:
+        """Return x expanded to `shape`, or x itself if it has that shape."""
+        if is_same_shape(node_shape(x), shape):
+            return x
+        return self.compute(aten.expand.default, (x, self.sizes.list(shape)), like)
+
     def cast(self, x: Node, dtype: torch.dtype, like: Node) -> Node:
         """Return x cast to `dtype`, or x itself if it has that dtype."""
         return x if x.meta["val"].dtype == dtype else self.compute(aten.to.dtype, (x, dtype), like)

@@ -53,15 +53,12 @@ class AutocastRegion(NamedTuple):
 
 def autocast_regions(node: Node) -> list[AutocastRegion]:
     """Return the autocast regions that the node is in, as arguments of torch.autocast, innermost last."""
-    # Regions that are entered before the node, less those that are left before it.
-    entered: dict[Node, AutocastRegion] = {}
-    for enter in node.graph.find_nodes(op="call_function", target=enter_autocast):
-        if enter < node:
-            entered[enter] = AutocastRegion(*enter.args)
-    for leave in node.graph.find_nodes(op="call_function", target=exit_autocast):
-        if leave < node:
-            entered.pop(leave.args[0], None)
-    return list(entered.values())
+    enters, leaves = (
+        [n for n in node.graph.find_nodes(op="call_function", target=target) if n < node]
+        for target in (enter_autocast, exit_autocast)
+    )
+    left = {leave.args[0] for leave in leaves}
+    return [AutocastRegion(*enter.args) for enter in enters if enter not in left]
 
 
 def autocast_dtype(node: Node, x: torch.Tensor, device: str) -> torch.dtype:

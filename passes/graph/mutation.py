@@ -12,6 +12,7 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -104,13 +105,9 @@ def to_positional(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
     A caller can then unpack them, whichever way the program has passed them.
     """
-    args = tuple(args)
-    if isinstance(target, OpOverload):
-        for argument in schema_of(target).arguments[len(args) :]:
-            if argument.name not in kwargs:
-                break
-            args += (kwargs[argument.name],)
-    return args
+    arguments = schema_of(target).arguments if isinstance(target, OpOverload) else []
+    later_names = takewhile(kwargs.__contains__, (argument.name for argument in arguments[len(args) :]))
+    return (*args, *(kwargs[name] for name in later_names))
 
 
 def find_mutation(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mutation:

@@ -23,7 +23,7 @@ aten = torch.ops.aten
 RANDOM_DROPOUT_OPS = [aten.native_dropout]
 for _kind in ("", "alpha_", "feature_", "feature_alpha_"):
     RANDOM_DROPOUT_OPS += [getattr(aten, f"{_kind}dropout"), getattr(aten, f"{_kind}dropout_")]
-_SEED_STRIDE = 0x9E3779B97F4A7C15 >> 1  # an odd constant with well mixed bits separates the seeds of the ranks
+_SEED_STRIDE = 0x9E3779B97F4A7C15 >> 1  # well mixed bits, which separate the seeds of the ranks
 
 
 def has_random_ops(gm: GraphModule) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from .node_info import set_node_info
 from .sizes import Size, as_sizes, assume_large, is_same_size
@@ -21,25 +21,24 @@ from .sizes import Size, as_sizes, assume_large, is_same_size
 aten = torch.ops.aten
 
 
-def restore_strides(graph: Graph, node: Node, value: Tensor) -> Node:
+def restore_strides(node: Node, value: Tensor) -> Node:
     """Insert a copy in the stride order of `value` between the node and its users, and return the copy.
 
     The stride order is the order of the dims in memory, largest stride first.
     """
     users = list(node.users)
-    restored = match_strides(graph, node, value)
+    restored = match_strides(node, value)
     for user in users:
         user.replace_input_with(node, restored)
     return restored
 
 
-def match_strides(graph: Graph, node: Node, value: Tensor) -> Node:
+def match_strides(node: Node, value: Tensor) -> Node:
     """Append a copy of the node's value that is contiguous in the stride order of `value`, and return it.
 
     The stride order is the order of the dims in memory, largest stride first.
 
     Args:
-        graph: Graph of the node.
         node: Node to copy; the new nodes follow it.
         value: Tensor with the same number of dims, only the strides of which are read.
     """
@@ -52,8 +51,8 @@ def match_strides(graph: Graph, node: Node, value: Tensor) -> Node:
     last = node
     for target, args, kwargs in steps[1:2] if is_identity(order) else steps:  # row-major needs no permutes
         result = target(last.meta["val"], *args, **kwargs)
-        with graph.inserting_after(last):
-            last = graph.call_function(target, (last, *args), kwargs)
+        with node.graph.inserting_after(last):
+            last = node.graph.call_function(target, (last, *args), kwargs)
         last.meta.update(node.meta, val=result)
         set_node_info(last, origin=None)
     return last

@@ -36,7 +36,7 @@ from sp_compile.passes.base import (
 )
 from sp_compile.passes.collectives.merge.find_chains import check_reductions
 from sp_compile.passes.context import Note, NoteKind, PassContext
-from sp_compile.passes.cost.group_names import is_collective, named_groups
+from sp_compile.passes.cost.group_names import named_groups
 from sp_compile.passes.graph.call import graph_tangents, is_tensor
 from sp_compile.passes.graph.closure import reachable_set
 from sp_compile.passes.graph.edit import copy_graph
@@ -203,7 +203,7 @@ class OptimizeUserExchanges(Passes):
             context.notes.append(Note(NoteKind.DECLINED, SequenceParallelLinear.name, OTHER_PROGRAMS))
         # The backward consists of all nodes that depend on a tangent.
         backward = reachable_set(graph_tangents(gm.graph), lambda node: node.users)
-        context.backward.update(*(named_groups(node) for node in backward if is_collective(node)))
+        context.backward.update(*map(named_groups, backward))  # no groups for nodes that are no collectives
         return changes
 
 

@@ -16,8 +16,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.passes.cost.input_facts import InputFacts
-from sp_compile.passes.graph.call import graph_tangents, is_tensor
-from sp_compile.passes.graph.sizes import as_sizes, is_same_shape
+from sp_compile.passes.graph.call import graph_tangents, is_tensor, node_shape
+from sp_compile.passes.graph.sizes import is_same_shape
 
 
 def map_facts(gm: GraphModule, facts: InputFacts, shapes: Sequence[tuple[Any, ...]]) -> InputFacts | None:
@@ -71,9 +71,7 @@ def _can_be_gradient(tangent: Node, result: Node) -> bool:
 
     AOTAutograd does not record to which result a tangent belongs.
     """
-    if not is_tensor(tangent):
-        return False
-    return is_same_shape(as_sizes(result.meta["val"].shape), as_sizes(tangent.meta["val"].shape))
+    return is_tensor(tangent) and is_same_shape(node_shape(result), node_shape(tangent))
 
 
 def _matches_shape(node: Node, shape: tuple[Any, ...]) -> bool:
@@ -81,7 +79,5 @@ def _matches_shape(node: Node, shape: tuple[Any, ...]) -> bool:
 
     Its number of dims and its static sizes are then equal; a symbolic size may have any value.
     """
-    node_shape = node.meta["val"].shape
-    if len(node_shape) != len(shape):
-        return False
-    return all(size == extent for size, extent in zip(node_shape, shape) if isinstance(size, int))
+    sizes = node.meta["val"].shape
+    return len(sizes) == len(shape) and all(a == b for a, b in zip(sizes, shape) if isinstance(a, int))

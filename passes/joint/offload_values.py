@@ -30,15 +30,16 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from sp_compile.lowering import offload_ops as _ops  # noqa: F401  (registers the operators)
+from sp_compile.lowering.tiles.tile_flops import node_flops
 from sp_compile.lowering.torch_compat import storage_of
 from sp_compile.passes.base import Pass
 from sp_compile.passes.cost.group_names import is_collective
 from sp_compile.passes.cost.machine import Machine
-from sp_compile.passes.cost.offload_cost import MIN_OFFLOAD_BYTES, HostValues, copy_seconds, hiding_seconds
+from sp_compile.passes.cost.offload_cost import MIN_OFFLOAD_BYTES, HostValues, copy_seconds
 from sp_compile.passes.cost.step_memory import GraphStep, StepMemory
 from sp_compile.passes.cost.walk.live_values import nbytes_of, storage_bytes
 from sp_compile.passes.cost.weight_memory import ModelBytes
-from sp_compile.passes.graph.call import is_tensor, node_tensors
+from sp_compile.passes.graph.call import is_tensor
 from sp_compile.passes.graph.sizes import (
     Size,
     as_size,
@@ -155,10 +156,7 @@ class OffloadValues(Pass):
         chosen, remaining = dict[Node, int](), dict(excess_at)  # remaining: excess by node, with the chosen offloaded
         rejected = set[tuple[int, Node]]()  # (node, storage) where the storage does not help
         without_candidates = set[int]()  # nodes at which no storage is left to choose
-        while True:
-            exceeded = [i for i, nbytes in remaining.items() if nbytes > 0 and i not in without_candidates]
-            if not exceeded:
-                break
+        while exceeded := [i for i, nbytes in remaining.items() if nbytes > 0 and i not in without_candidates]:
             worst = max(exceeded, key=remaining.__getitem__)
             candidates = [x for x in bytes_of if x not in chosen and worst in ranges[x] and (worst, x) not in rejected]
             sufficient = [x for x in candidates if bytes_of[x] >= remaining[worst]]
@@ -316,13 +314,13 @@ class _SavedValues:
         outputs: Sequence[Node] = forward.output_node().args[0]  # type: ignore[assignment]
         backward_inputs = {n.name: n for n in backward.find_nodes(op="placeholder")}
         inputs = {n: backward_inputs[n.name] for n in outputs[n_results:] if n.name in backward_inputs}
-        input_storages = _storages_of(forward.find_nodes(op="placeholder"))
+        input_storages = storage_bytes(forward.find_nodes(op="placeholder"))
         values = [n for n in inputs if is_tensor(n) and storage_of(n.meta["val"]) not in input_storages]
         total = sum(storage_bytes(values).values())  # bytes of all saved values but inputs
         values_of_storage = defaultdict[int, list[Node]](list)
         for n in values:
             values_of_storage[storage_of(n.meta["val"])].append(n)
-        for storage in _storages_of(n for n in outputs[:n_results] if isinstance(n, Node)):
+        for storage in storage_bytes(n for n in outputs[:n_results] if isinstance(n, Node)):
             values_of_storage.pop(storage, None)
         # The symbolic sizes that the backward has as inputs: it can compute views of these sizes.
         input_values = [n.meta.get("val") for n in backward_inputs.values()]
@@ -380,7 +378,7 @@ class _OffloadSchedule:
         last_of_storage = dict[int, int]()
         for node in self.forward:
             if node.op != "output":
-                last_of_storage |= dict.fromkeys(_storages_of([node, *node.all_input_nodes]), self.order[node])
+                last_of_storage |= dict.fromkeys(storage_bytes([node, *node.all_input_nodes]), self.order[node])
         self.last_use = {x: last_of_storage[storage_of(x.meta["val"])] for x in saved.storages}
 
     def freed_byte_seconds(self, x: Node) -> float:
@@ -442,11 +440,6 @@ class _OffloadSchedule:
         return remaining
 
 
-def _storages_of(nodes: Iterable[Node]) -> set[int]:
-    """Return the storages, as integers that identify them, of all tensors in the values of the nodes."""
-    return {storage_of(x) for node in nodes for x in node_tensors(node)}
-
-
 def _is_same_view(x: Tensor, y: Tensor) -> bool:
     """Return True if two tensors of one storage have the same dtype and elements, in the same order."""
     return x.dtype == y.dtype and is_same_shape(_storage_layout(x), _storage_layout(y))
@@ -490,10 +483,10 @@ def _can_offload(node: Node) -> bool:
 def _node_times(graph: Graph, machine: Machine) -> dict[Node, float]:
     """Return the time at which each node of a partition starts: the seconds of matrix products and attention before it.
 
-    Other ops are expected to take no time. Nodes are in graph order.
+    These hide copies to the host; other ops are expected to take no time. Nodes are in graph order.
     """
     times, now = dict[Node, float](), 0.0
     for node in graph.nodes:
         times[node] = now
-        now += hiding_seconds(node, machine)
+        now += node_flops(node) / machine.flops  # 0 for other ops
     return times

@@ -22,21 +22,13 @@ from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.sharding.matchers import move_source
 
 aten, sp = torch.ops.aten, torch.ops.sp
-# Attention backwards, and their arguments that the forward computes.
-BACKWARD_OPS = {
-    sp.attend_backward.default: ("out", "lse"),
-    aten._scaled_dot_product_flash_attention_backward.default: ("out", "logsumexp"),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: ("out", "logsumexp"),
-    aten._scaled_dot_product_efficient_attention_backward.default: ("out", "logsumexp"),
-    aten._scaled_dot_product_cudnn_attention_backward.default: ("out", "logsumexp"),
-}
+SDPA_KERNELS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
 # Ops that users name in policies, and that `sp::attend` replaces.
-FORWARD_OPS = (
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-)
+FORWARD_OPS = [getattr(aten, f"_scaled_dot_product_{kernel}").default for kernel in SDPA_KERNELS]
+# Attention backwards, and their arguments that the forward computes.
+BACKWARD_OPS = dict.fromkeys((sp.attend_backward.default, sp.attend_backward_parts.default), ("out", "lse")) | {
+    getattr(aten, f"_scaled_dot_product_{kernel}_backward").default: ("out", "logsumexp") for kernel in SDPA_KERNELS
+}
 
 
 class SaveAttentionInCheckpoints(Pass):

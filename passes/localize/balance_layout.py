@@ -42,7 +42,7 @@ from sp_compile.passes.sharding.placement import Shard
 
 from .mask_tables import mask_vectors, move_before, unique_vectors
 
-sp = torch.ops.sp
+aten, sp = torch.ops.aten, torch.ops.sp
 ORDER_INPUTS = ("row_order", "row_inverse", "row_chunks")
 # rows at either end that keep their place, for graphs that read the neighbor of each row, such as shifted labels
 FIXED_END_POSITIONS = 1
@@ -134,7 +134,7 @@ class BalanceLayout(Pass):
             self.order, self.inverse, _, positions_table, *tables = *orders, *results
             self.tables = dict(zip(self.vectors, tables))
             # the position of each row as a vector (1, length), and its table
-            self.positions = self.compute(torch.ops.aten.unsqueeze.default, (self.order, 0), first), positions_table
+            self.positions = self.compute(aten.unsqueeze.default, (self.order, 0), first), positions_table
             all_rows = FrameArgument(1, length, 0, length, BALANCED.folds)
             self.reordered = {  # each vector -> the reordered vector and its table
                 v: (self._emit_reorder(v, 1, all_rows, first), table)
@@ -292,7 +292,6 @@ class BalanceLayout(Pass):
         """
         if is_same_size(frame.start, 0):
             return self.positions
-        aten = torch.ops.aten
         # The rows before the window keep their place (`_balance_arguments`), so that those of the window are a slice.
         bounds = self.sizes.list((frame.start, as_size(frame.start + frame.length)))
         rows = self.compute(aten.slice.Tensor, (self.order, 0, *bounds), like)

@@ -198,7 +198,7 @@ class _Localizer(GraphEditor):
     def _emit_on_shards(self, node: Node) -> None:
         """Append the local call of a node that the plan runs on shards, and record it as the node's local value.
 
-        It has the node's op and converted operands, except for ops that move no rows (windows, aliases, reshapes).
+        It has the node's op and converted operands, except for ops that move no rows (windows, reshapes).
         """
         ruled_call = lookup_rule(node)
         assert ruled_call is not None
@@ -209,8 +209,6 @@ class _Localizer(GraphEditor):
             self._record(node, self._rebuild_call(call, operands))
         elif is_shorter_window(node, self.plan):
             self._cut_window(node, operands[0])
-        elif rule.alias:  # the converted operand is the result
-            self.env[node] = operands[0]
         elif rule.reshapes:  # the elements keep their order: reshape the local operand to the local shape
             args = (operands[0], self._local_shape(node))
             self._record(node, self._call(aten.reshape.default, args, node, name=node.name))

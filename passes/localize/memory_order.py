@@ -9,6 +9,8 @@ to stay valid. The passes add no traffic between ranks. The origin of a local no
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ from sp_compile.passes.base import Pass
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.fakes import infer_value
 from sp_compile.passes.graph.node_info import node_info
-from sp_compile.passes.graph.sizes import Size, as_sizes, is_same_size
+from sp_compile.passes.graph.sizes import as_sizes, is_same_size
 from sp_compile.passes.graph.strides import has_other_strides, order_of_strides, restore_strides
 
 sp = torch.ops.sp
@@ -42,7 +44,7 @@ class RestoreStrides(Pass):
         for node in list(gm.graph.nodes):
             origin = node_info(node).origin if node.target in GATHERING_OPS else None
             if origin is not None and has_other_strides(origin.meta["val"], node.meta["val"]):
-                restore_strides(gm.graph, node, origin.meta["val"])
+                restore_strides(node, origin.meta["val"])
                 copies += 1
         return copies
 
@@ -74,7 +76,7 @@ class KeepDimOrder(Pass):
             if not isinstance(local_value, Tensor) or not isinstance(global_value, Tensor):
                 continue
             if not _has_dim_order(local_value, global_value):
-                changed.add(restore_strides(gm.graph, node, global_value))
+                changed.add(restore_strides(node, global_value))
         return len(gm.graph.nodes) - len(nodes)
 
 
@@ -89,11 +91,7 @@ def _has_dim_order(x: Tensor, expected: Tensor) -> bool:
 
 def _is_dense(x: Tensor, order: Sequence[int]) -> bool:
     """Return True if the elements of x are contiguous in memory with the dims in this order, the slowest first."""
-    shape, strides = as_sizes(x.shape), as_sizes(x.stride())
-    expected_stride: Size = 1
-    for d in reversed(order):
-        if not is_same_size(shape[d], 1):
-            if not is_same_size(strides[d], expected_stride):
-                return False
-            expected_stride = expected_stride * shape[d]
-    return True
+    shape, strides, fastest_first = as_sizes(x.shape), as_sizes(x.stride()), order[::-1]
+    dense_strides = accumulate((shape[d] for d in fastest_first), mul, initial=1)
+    dims_and_strides = zip(fastest_first, dense_strides)
+    return all(is_same_size(shape[d], 1) or is_same_size(strides[d], stride) for d, stride in dims_and_strides)

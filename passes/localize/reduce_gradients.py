@@ -21,7 +21,8 @@ from sp_compile.passes.graph.call import is_tensor
 from sp_compile.passes.graph.node_info import node_info
 from sp_compile.passes.graph.sizes import as_size
 from sp_compile.passes.propagation.demanded_shards import demanded_placements
-from sp_compile.passes.sharding.placement import REPLICATE, Placement, PlacementPlan, Replicate
+from sp_compile.passes.propagation.node_steps import SUMMAND_GRAD
+from sp_compile.passes.sharding.placement import REPLICATE, PlacementPlan
 from sp_compile.passes.sharding.rule import transfer_of
 
 # The size of DDP's buckets: large enough for bandwidth, small enough to overlap with the rest of the backward.
@@ -82,7 +83,7 @@ def _gives_partial_grad(node: Node, user: Node, plan: PlacementPlan, partial_gra
     runs on shards and demands `Replicate(partial_grad=True)` of the node.
     """
     wants = demanded_placements(node, user, plan)
-    return user in partial_grad_nodes or (bool(wants) and all(map(_is_partial_grad_demand, wants)))
+    return user in partial_grad_nodes or set(wants) == {SUMMAND_GRAD}
 
 
 def needs_grad_sum(node: Node, plan: PlacementPlan, partial_grad_nodes: set[Node]) -> bool:
@@ -94,12 +95,7 @@ def needs_grad_sum(node: Node, plan: PlacementPlan, partial_grad_nodes: set[Node
         partial_grad_nodes: The nodes of `find_partial_grad_nodes`.
     """
     wants = [want for user in node.users for want in demanded_placements(node, user, plan)]
-    return not partial_grad_nodes.isdisjoint(node.users) or any(map(_is_partial_grad_demand, wants))
-
-
-def _is_partial_grad_demand(want: Placement) -> bool:
-    """Return True if a user demands a replicated value, and computes a summand of its gradient on each rank."""
-    return isinstance(want, Replicate) and want.partial_grad
+    return not partial_grad_nodes.isdisjoint(node.users) or SUMMAND_GRAD in wants
 
 
 def make_buckets(sources: list[Node]) -> list[list[Node]]:

@@ -152,7 +152,7 @@ def _check_shape(node: Node, plan: PlacementPlan, n: int, mode: Any) -> None:
         node: Node of the local graph.
         plan: Plan of the global graph.
         n: Number of ranks.
-        mode: Fake mode of the values, whose guards relate the symbols.
+        mode: Fake mode of the values, whose guards relate the symbols; None without one.
     """
     origin = node_info(node).origin
     if origin is None:
@@ -160,21 +160,14 @@ def _check_shape(node: Node, plan: PlacementPlan, n: int, mode: Any) -> None:
     results = zip(plan.placements.get(origin, ()), node_tensors(node), node_tensors(origin))
     for placement, local_value, global_value in results:
         expected, actual = local_shape(placement, global_value, n), as_sizes(local_value.shape)
-        has_same_ndim = len(expected) == len(actual)
-        if not has_same_ndim or not all(_is_equal_size(a, b, mode) for a, b in zip(expected, actual)):
+        # Sizes must be equal for all values of their symbols that the guards of the program admit.
+        is_equal = [is_same_size(a, b) or follows_from_guards(mode, sympy.Eq(a, b)) for a, b in zip(expected, actual)]
+        if len(expected) != len(actual) or not all(is_equal):
             raise SpError(
                 "SP926",
                 f"{describe_node(node)}: expected the local shape {list(expected)} of the global shape "
                 f"{list(as_sizes(global_value.shape))}, placed {placement} over {n} ranks, got {list(actual)}.",
             )
-
-
-def _is_equal_size(expected: Size, actual: Size, mode: Any) -> bool:
-    """Return True if the sizes are equal for all values of their symbols that the program's guards admit.
-
-    `mode` is the fake mode, or None.
-    """
-    return is_same_size(expected, actual) or follows_from_guards(mode, sympy.Eq(expected, actual))
 
 
 def local_shape(placement: Placement, value: torch.Tensor, n: int) -> tuple[Size, ...]:

@@ -54,7 +54,7 @@ def _transfer_shard(base: Shard, dim: int, extent: Size, n: int) -> Shard | None
     only if the rows of `base` are contiguous, and n divides both numbers, so that the blocks of ranks correspond.
     """
     if is_same_size(extent, size_product((base.outer, base.frame.length, base.inner))):
-        return base.on_dim(dim)
+        return replace(base, dim=dim)
     base_extent = size_product((base.outer, base.frame.size, base.inner))
     is_contiguous = base.frame.order.is_in_order and base.frame.is_exact(n) and is_same_size(base.outer, 1)
     if is_contiguous and divides(n, base_extent) and divides(n, extent):
@@ -67,7 +67,6 @@ SUMMAND_GRAD = Replicate(partial_grad=True)
 SCANNED_DEMAND = "every position needs the reduction of all positions before it"
 NEIGHBORS_DEMAND = "every position needs its neighbors"
 NO_PLACEMENT = "the sequence is not a single dim of the result"
-DIFFERENT_PLACEMENT = "another operand differs between ranks, so every rank needs all rows of this one"
 Demands = tuple[Demand, ...]
 
 
@@ -103,22 +102,6 @@ def place_as_written(call: OpCall, rule: BoundRule, have: Sequence[Placement]) -
     return NodeStep(tuple(rule.operand_placements), (rule.result_placements,) * len(rule.results), tuple(demands))
 
 
-def varying_result(node: Node, have: Sequence[Placement], result: Placement, num_results: int) -> NodeStep:
-    """Return the step of a node that combines values that differ by rank (Varying), with a demand for each shard.
-
-    Such an operand has other values on each rank, so every rank needs all rows of the sharded operands.
-
-    Args:
-        node: The node.
-        have: The placements of the operands.
-        result: The placement of its results.
-        num_results: The number of its results.
-    """
-    # `keeps_sharding`: the gradient of a gathered operand is partial, since the ranks compute different summands of it.
-    demands = _make_demands(node, have, "varying", DIFFERENT_PLACEMENT, keeps_sharding=True)
-    return NodeStep(None, (result,) * num_results, demands)
-
-
 def replicate_operands(node: Node, have: Sequence[Placement], kind: str, why: str, num_results: int) -> NodeStep:
     """Return the step of a node that runs on replicated operands, with a demand to gather each sharded one.
 
@@ -129,10 +112,10 @@ def replicate_operands(node: Node, have: Sequence[Placement], kind: str, why: st
         why: The reason of the demands, for the report.
         num_results: The number of its results.
     """
-    return NodeStep(None, (REPLICATE,) * num_results, _make_demands(node, have, kind, why))
+    return NodeStep(None, (REPLICATE,) * num_results, make_demands(node, have, kind, why))
 
 
-def _make_demands(node: Node, have: Sequence[Placement], kind: str, why: str, keeps_sharding: bool = False) -> Demands:
+def make_demands(node: Node, have: Sequence[Placement], kind: str, why: str, keeps_sharding: bool = False) -> Demands:
     """Return one demand of the kind for each sharded operand; for `keeps_sharding` see `Demand`."""
     shards = [(i, p) for i, p in enumerate(have) if isinstance(p, Shard)]
     return tuple(Demand(node, i, kind, p, keeps_sharding, why) for i, p in shards)
@@ -171,7 +154,7 @@ def start_sharding(axes: Axes, call: OpCall, rule: BoundRule, n: int, window: Fr
         return None
     replicated = [REPLICATE] * len(call.operands)
     factor, shard = rule.local_part(rule.results[0], shard)
-    if not factor or rule.kind(factor) in ("whole", "attend"):  # causal attention counts from its first query
+    if not factor or rule.kind(factor) in ("whole", "attend"):  # attention counts positions from its first query
         return None
     if rule.kind(factor) == "halo":  # windows: the sequence starts with the rows of the operand
         operand_shard = axes.shard(call.operands[0])
@@ -181,7 +164,7 @@ def start_sharding(axes: Axes, call: OpCall, rule: BoundRule, n: int, window: Fr
         return step if step.wants is not None else None
     demands: Demands = ()
     if rule.kind(factor) == "scan":
-        if node_info(node).replicated or not (is_same_size(shard.outer, 1) and is_same_size(shard.inner, 1)):
+        if node_info(node).replicated or not shard.is_only_factor:
             return None
         needs_ranks = not _has_all_positions(n, shard)
         demands = (Demand(node, 0, "scan", REPLICATE, why=SCANNED_DEMAND),) if needs_ranks else ()
@@ -229,7 +212,7 @@ def through_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], n:
         placed = rule.window_shard(shards[0])
         if placed:
             return NodeStep(tuple(have), placed)
-        return replicate_operands(node, have, "whole", NO_PLACEMENT, len(rule.results))
+        return replicate_operands(node, have, "gathered", NO_PLACEMENT, len(rule.results))
     leading = _leading_operand(call, rule, {i: factor for i, (factor, _) in factors.items()})
     main_factor, base = factors[leading] if leading is not None else ("", None)
     for i, (factor, shard) in factors.items():
@@ -237,7 +220,7 @@ def through_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], n:
         keeps_sharding = leading is not None and main_factor not in flatten_dims(rule.operands[i])
         if not factor or rule.kind(factor) == "whole":
             why = f"needs all of {factor!r}" if factor and not rule.reshapes else NO_PLACEMENT
-            demands.append(Demand(node, i, "whole", shards[i], keeps_sharding, why))
+            demands.append(Demand(node, i, "gathered", shards[i], keeps_sharding, why))
         elif rule.kind(factor) == "scan" and not _has_all_positions(n, shard):
             demands.append(Demand(node, i, "scan", shards[i], keeps_sharding, SCANNED_DEMAND))
         elif rule.kind(factor) == "attend":
@@ -314,7 +297,7 @@ def _place_window(call: OpCall, rule: BoundRule, have: Sequence[Placement], base
     runs_on_shards = not isinstance(placed, str)
     other_placements = (REPLICATE, *have[1:])  # so that the first operand has no such demand
     why = "every window reads all of it"
-    other_demands = _make_demands(node, other_placements, "whole", why, keeps_sharding=runs_on_shards)
+    other_demands = make_demands(node, other_placements, "gathered", why, keeps_sharding=runs_on_shards)
     if isinstance(placed, str):
         why = f"every position needs its neighbors, and {placed}"
         demand = Demand(node, 0, "halo", have[0], why=why)

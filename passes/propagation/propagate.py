@@ -44,11 +44,11 @@ from .demanded_shards import shard_demanded
 from .node_steps import (
     SUMMAND_GRAD,
     NodeStep,
+    make_demands,
     place_as_written,
     replicate_operands,
     start_sharding,
     through_factors,
-    varying_result,
 )
 
 
@@ -75,6 +75,7 @@ def _is_mask_use(node: Node, user: Node) -> bool:
     return bool(indices) and all(i in rule.masks for i in indices)
 
 
+DIFFERENT_VALUES = "another operand differs between ranks, so every rank needs all rows of this one"
 INVARIANT = "it is replicated, so the gradient that it returns is replicated, too"
 # returns the reason why a call with operands of these placements should not run on shards, or None
 DeclineRule = Callable[[OpCall, BoundRule | None, Sequence[Placement]], str | None]
@@ -141,7 +142,7 @@ def _visit_output(plan: PlacementPlan, node: Node, outputs: str | Sequence[str])
         elif isinstance(have, Shard):
             why = gather_reason(source.meta["val"], options[source])
             if why:
-                plan.demands.append(Demand(node, i, "whole", have, why=why))
+                plan.demands.append(Demand(node, i, "gathered", have, why=why))
 
 
 def _visit(
@@ -177,16 +178,16 @@ def _visit(
         why = "the exchange was written for another placement of its operand"
         stale = [i for i, p in enumerate(have) if not has_expected_placement(call, p)]
         return NodeStep(tuple(have), transfer(call), tuple(Demand(node, i, "stale", have[i], why=why) for i in stale))
-    # A linear op that `MarkPartialSums` has marked runs on partial sums; others get partial gradients.
+    # A linear op that `MarkPartialSums` has marked runs on partial sums; its other operands get partial gradients.
     if node_info(node).combines and call is not None and is_partial_sum(call, have):
         return NodeStep(tuple(p if isinstance(p, Partial) else SUMMAND_GRAD for p in have), (Partial(),))
-    # All others run on reduced sums.
+    # All other ops run on reduced sums.
     demands = [Demand(node, i, "reduce", p) for i, p in enumerate(have) if isinstance(p, Partial)]
     have = [REPLICATE if isinstance(p, Partial) else p for p in have]
     step = _node_step(axes, node, call, rule, have, n, keep_replicated, window)
     declined = declines(call, rule, have) if declines and call and step.wants else None  # a reason, or None
     if declined is not None:
-        step = replicate_operands(node, have, "whole", declined, len(step.results))
+        step = replicate_operands(node, have, "gathered", declined, len(step.results))
     step = _mark_varying(node, rule, have, step)
     # The step runs on replicated operands: gradients and random draws must then be equal on all ranks.
     if step.wants is None and VARYING not in step.results:
@@ -202,7 +203,8 @@ def _mark_varying(node: Node, rule: BoundRule | None, have: Sequence[Placement],
     """Return the step of a node with results that differ by rank (Varying) if an operand does; else `step`.
 
     A rule may expect such operands, and then defines the results itself. A pass may have set the placement of the
-    result of a collective of the user's program (`NodeInfo.result`).
+    result of a collective of the user's program (`NodeInfo.result`). Every rank then needs all rows of the sharded
+    operands, because it combines them with other values.
 
     Args:
         node: The node.
@@ -211,10 +213,13 @@ def _mark_varying(node: Node, rule: BoundRule | None, have: Sequence[Placement],
         step: The step by its rule.
     """
     expected = (rule.operand_placements if rule is not None else None) or (REPLICATE,) * len(have)
-    if any(p == VARYING and want != VARYING for want, p in zip(expected, have)):
-        step = varying_result(node, have, VARYING, len(step.results))
-    forced_result = node_info(node).result
-    return step if forced_result is None else varying_result(node, have, forced_result, len(step.results))
+    has_varying = any(p == VARYING and want != VARYING for want, p in zip(expected, have))
+    result = node_info(node).result or (VARYING if has_varying else None)
+    if result is None:
+        return step
+    # `keeps_sharding`: the gradient of a gathered operand is partial, since the ranks compute different summands of it.
+    demands = make_demands(node, have, "varying", DIFFERENT_VALUES, keeps_sharding=True)
+    return NodeStep(None, (result,) * len(step.results), demands)
 
 
 def _item_placement(plan: PlacementPlan, node: Node, source: Node) -> Placement:

@@ -189,20 +189,16 @@ class Axes:
         The sequence is a dim, or one of the factors of a flattened dim. The result is None if the value has no
         sequence or several, or if the sequence has one row.
         """
-        positions = [  # (dim, index of the factor in the dim)
-            (d, i)
-            for d in self.sequence_dims(node)
-            for i, atom in enumerate(self.dims[node, 0][d])
-            if self.is_sequence(atom)
-        ]
+        dims = self.dims.get((node, 0), ())
+        # (dim, index of the factor in the dim) of each sequence
+        positions = [(d, i) for d, dim in enumerate(dims) for i, atom in enumerate(dim) if self.is_sequence(atom)]
         if len(positions) != 1:
             return None
         ((d, i),) = positions
-        sizes = [atom.size for atom in self.dims[node, 0][d]]
+        sizes = [atom.size for atom in dims[d]]
         if is_same_size(sizes[i], 1):
             return None
-        frame = self._frame(self.dims[node, 0][d][i])
-        return Shard(d, frame, outer=size_product(sizes[:i]), inner=size_product(sizes[i + 1 :]))
+        return Shard(d, self._frame(dims[d][i]), outer=size_product(sizes[:i]), inner=size_product(sizes[i + 1 :]))
 
     def in_chunks(self, node: Node, index: int, placement: Placement) -> Placement:
         """Return the placement of a result, with `granule` and `block` of its frame set if its sequence has chunks.

@@ -67,7 +67,6 @@ class BoundRule:
     # placements that the call defines for its operands (ops with exchanges)
     operand_placements: tuple[Placement, ...] | None = None
     result_placements: Placement | None = None  # placement that the call defines for its results
-    alias: bool = False  # the op is the identity: a rank's part of its converted operand is its part of the result
     reshapes: bool = False  # elements keep their row-major order, so the local result is a local reshape
     lenders: tuple[int, ...] = ()  # operands of which only the shape is read
     extents: Mapping[str, Size] = field(default_factory=dict)  # sizes of the factors in groups
@@ -100,10 +99,8 @@ class BoundRule:
             """Return the text of the dims of all operands or of all results."""
             return ", ".join(" ".join(dim or "1" for dim in dims) for dims in tensors)
 
-        factors_of_kind: dict[str, list[str]] = {}
-        for factor, kind in self.kinds.items():
-            factors_of_kind.setdefault(kind, []).append(factor)
-        options = [f"{kind}={' '.join(factors)}" for kind, factors in factors_of_kind.items()]
+        kinds = dict.fromkeys(self.kinds.values())  # without duplicates
+        options = [f"{kind}={' '.join(f for f, k in self.kinds.items() if k == kind)}" for kind in kinds]
         values = {name: getattr(self, name) for name in ("sizes", "pad", "masks", "lenders")}
         options += [f"{name}={value}" for name, value in values.items() if value not in (None, ())]
         flags = [name for name in ("lazy", "starts_sequence", "reshapes") if getattr(self, name)]
@@ -211,7 +208,7 @@ class BoundRule:
         rows = shard.outer * shard.frame.length * shard.inner
         if all(is_same_size(start, 0) and is_same_size(length, rows) for start, length in self.spans):
             return (shard,) * len(self.spans)  # every piece is the complete dim
-        if not is_same_size(shard.outer, 1) or not is_same_size(shard.inner, 1):
+        if not shard.is_only_factor:
             return None  # a piece of a flattened dim is no range of the sequence
         for _, length in self.spans:
             # A single row would broadcast with all rows of a rank. For a short piece, most ranks have no valid rows,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from torch.fx import GraphModule, Node
@@ -210,10 +210,8 @@ def _find_evidence(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None
                 raise SpError("SP303", cause)
             axes.sequences.update(axes.find(a.name) for a in axes.dims[node, 0][dim % len(shape)])
         return
-    chunk_sources, found = _chunk_sources(gm, axes), list[FoundDim]()
-    for kind, find_evidence in _evidence_by_kind().items():  # the strongest kind first
-        for node, atoms in find_evidence(gm, axes):
-            found += [FoundDim(node, chunk_sources.get(axes.find(a.name), a), kind) for a in atoms]
+    chunk_sources = _chunk_sources(gm, axes)
+    found = list(_found_dims(gm, axes, chunk_sources))
     if not found:
         return
     strongest = [x for x in found if x.kind == found[0].kind]
@@ -230,7 +228,7 @@ class FoundDim(NamedTuple):
 
     node: Node  # the op
     atom: Atom  # the dim; for a dim of chunks, or of rows of a chunk, the dim that was split into chunks
-    kind: str  # the kind of evidence, a key of `_evidence_by_kind`
+    kind: str  # the kind of evidence, a key of `EVIDENCE`
 
 
 class _RivalChoice:
@@ -305,7 +303,7 @@ class _RivalChoice:
         least = min(flops.values())
         about_least = [x for x in rivals if flops[x] <= (1 + LARGE_SHARE) * least]
         eligible = [x for x in rivals if x in self.preferred] or about_least
-        kinds = list(_evidence_by_kind())  # the strongest first
+        kinds = list(EVIDENCE)  # the strongest first
         best = max(eligible, key=lambda x: (-kinds.index(self.kinds[x]), self.counts[x], -x))
         for x in rivals - {best}:
             if x in eligible or not total:
@@ -346,17 +344,11 @@ def _largest_share(size: Size, n: int) -> float:
     return ceil_div(rows, n) / rows
 
 
-def _evidence_by_kind() -> dict[str, Callable[[GraphModule, Axes], Evidence]]:
-    """Return the functions that find dims of sequences, the strongest evidence first, by its name in reports.
-
-    Each yields (op, dim) for ops along whose dim the rows are combined.
-    """
-    return {
-        ATTENTION_EVIDENCE[0]: attended_dims,
-        ATTENTION_EVIDENCE[1]: _softmax_attended_dims,
-        "scans": _scanned_dims,
-        "scans with a function": _combined_dims,
-    }
+def _found_dims(gm: GraphModule, axes: Axes, chunk_sources: Mapping[int, Atom]) -> Iterator[FoundDim]:
+    """Yield the evidence for sequences, the strongest kind first; see `_chunk_sources` for the last argument."""
+    for kind, find_evidence in EVIDENCE.items():
+        for node, dim in find_evidence(gm, axes):
+            yield from (FoundDim(node, chunk_sources.get(axes.find(a.name), a), kind) for a in dim)
 
 
 def sequence_candidates(gm: GraphModule, axes: Axes) -> list[SequenceCandidate]:
@@ -369,11 +361,9 @@ def sequence_candidates(gm: GraphModule, axes: Axes) -> list[SequenceCandidate]:
     chunk_sources = _chunk_sources(gm, axes)
     # by class: positions, strongest kind of evidence, and ops
     evidence: dict[int, tuple[Size, str, set[Node]]] = {}
-    for kind, find_evidence in _evidence_by_kind().items():
-        for node, dim in find_evidence(gm, axes):
-            for atom in (chunk_sources.get(axes.find(a.name), a) for a in dim if not is_same_size(a.size, 1)):
-                _, _, nodes = evidence.setdefault(axes.find(atom.name), (atom.size, kind, set()))
-                nodes.add(node)
+    for node, atom, kind in _found_dims(gm, axes, chunk_sources):
+        if not is_same_size(atom.size, 1):
+            evidence.setdefault(axes.find(atom.name), (atom.size, kind, set()))[2].add(node)
     inputs = (node for node in gm.graph.find_nodes(op="placeholder") if not node_info(node).parameter)
     input_names = {axes.find(a.name) for node in inputs for dim in axes.dims.get((node, 0), ()) for a in dim}
     work = RowWork(gm, axes)
@@ -383,10 +373,8 @@ def sequence_candidates(gm: GraphModule, axes: Axes) -> list[SequenceCandidate]:
         share = work.flops_of_rows(classes) / work.total if work.total else 1.0
         is_chosen = name in axes.sequences
         why = "" if is_chosen else axes.lost.get(name, "the others have stronger evidence, or are named by seq_dims")
-        is_split = is_chosen  # until values are placed
-        candidates.append(
-            SequenceCandidate(size, kind, len(nodes), name in input_names, is_chosen, is_split, share, why)
-        )
+        is_input = name in input_names
+        candidates.append(SequenceCandidate(size, kind, len(nodes), is_input, is_chosen, is_chosen, share, why))
     return sorted(candidates, key=lambda c: (not c.is_chosen, -assume_large(c.size)))
 
 
@@ -422,6 +410,16 @@ def _combined_dims(gm: GraphModule, axes: Axes) -> Evidence:
             argument, dim = scanned
             for x in collect_nodes(node.args[argument]):
                 yield x, axes.dims[x, 0][dim]
+
+
+# The functions that find dims of sequences, the strongest evidence first, by its name in reports. Each yields (op, dim)
+# for ops along whose dim the rows are combined.
+EVIDENCE: dict[str, Callable[[GraphModule, Axes], Evidence]] = {
+    ATTENTION_EVIDENCE[0]: attended_dims,
+    ATTENTION_EVIDENCE[1]: _softmax_attended_dims,
+    "scans": _scanned_dims,
+    "scans with a function": _combined_dims,
+}
 
 
 def _ruled_calls(gm: GraphModule) -> Iterable[tuple[OpCall, BoundRule]]:

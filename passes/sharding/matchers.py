@@ -46,7 +46,9 @@ LITERAL_OPS = parse_overloads("lift_fresh lift_fresh_copy")  # of a number in th
 DETACH_OPS = {*LITERAL_OPS, aten.detach.default}  # gradients stop at these
 CONCAT_OPS = parse_overloads("cat concat concatenate stack hstack vstack row_stack dstack")
 PAD_OPS = parse_overloads("constant_pad_nd pad")
-NON_MOVE_OPS = re.compile("new_.*|.*_like|view[.]dtype")  # lazy, too, but they do not read the elements
+ARANGE_OPS = parse_overloads("arange arange.start arange.start_step")
+# Ops with lazy rules that move no elements: they create a tensor like another one, or read its bytes as other elements.
+NON_MOVE_OPS = re.compile("new_.*|.*_like|view[.]dtype")
 
 
 def _match_movement(node: Any) -> tuple[Node, BoundRule] | None:
@@ -58,7 +60,7 @@ def _match_movement(node: Any) -> tuple[Node, BoundRule] | None:
     """
     if not is_tensor(node) or stops_gradient(node):
         return None
-    if node.target is aten.clone.default and is_written(node):  # by an op without a functional form
+    if node.target is aten.clone.default and is_written(node):  # the clone is changed in place later
         return None
     call, rule = lookup_rule(node) or (None, None)
     if call is None or rule is None or not call.operands or not rule.lazy:
@@ -118,12 +120,18 @@ def skip_widening_cast(node: Any) -> Node | None:
     x = move_source(wide) if is_cast_op(wide) else None
     if wide is None or x is None or not _has_same_type(x, node):
         return None
-    dtype, wide_dtype = (n.meta["val"].dtype for n in (x, wide))
-    kind, wide_kind = ((d.is_floating_point, d.is_complex, d.is_signed) for d in (dtype, wide_dtype))
-    # Floats of one byte are excluded: some have exponents that a wider dtype does not represent.
+    dtype = x.meta["val"].dtype
+    return x if dtype is torch.bool or is_wider_dtype(wide.meta["val"].dtype, dtype) else None
+
+
+def is_wider_dtype(wide: torch.dtype, dtype: torch.dtype) -> bool:
+    """Return True if a dtype of the same kind has more bytes and all values of `dtype`, as float32 for bfloat16.
+
+    Floats of one byte have no wider dtype: some have exponents that other dtypes do not represent.
+    """
+    kinds = {(d.is_floating_point, d.is_complex, d.is_signed) for d in (wide, dtype)}
     min_itemsize = 2 if dtype.is_floating_point else 1
-    is_wider = kind == wide_kind and wide_dtype.itemsize > dtype.itemsize >= min_itemsize
-    return x if is_wider or dtype is torch.bool else None
+    return len(kinds) == 1 and wide.itemsize > dtype.itemsize >= min_itemsize
 
 
 def is_copy(node: Any) -> bool:
@@ -258,23 +266,17 @@ def _cancel_chain(node: Node, operand: Node, origins: dict[Node, Node]) -> Node:
         operand: Origin of its operand.
         origins: Origins of the values before it: the first values with the same elements at the same positions.
     """
-    order, source = permutation_of(node), operand  # order: the dims of `source` in the order of the node's
-    while order is not None:  # a permutation
-        if is_identity(order) and source is not operand:
+    order, is_reshape, source = permutation_of(node), keeps_order(node), operand
+    # Between `source` and the node there are only permutations, which bring its dims to `order`, or only reshapes.
+    while True:
+        if _is_identity_order(order) or (is_reshape and _has_same_shape(source, node)):
             return origins[source]
         inner_order = permutation_of(source)
-        if inner_order is None:
-            break
-        order = tuple(inner_order[d] for d in order)
+        order = tuple(inner_order[d] for d in order) if order is not None and inner_order is not None else None
+        is_reshape = is_reshape and keeps_order(source)
+        if order is None and not is_reshape:
+            return node
         source = OpCall(source).operands[0]
-    source = operand
-    while keeps_order(node):  # a reshape
-        if _has_same_shape(source, node):
-            return origins[source]
-        if not is_rearrangement(source) or not keeps_order(source):
-            break
-        source = OpCall(source).operands[0]
-    return node
 
 
 def steps_between(node: Node, source: Node) -> list[Node]:
@@ -294,16 +296,11 @@ def steps_from(node: Node) -> list[Node]:
 
     For x.mT.mT.exp() these are both transposes; for x.mT.exp() there are none.
     """
-    chain: list[Node] = []
-    num_steps, last = 0, node  # number of nodes of the chain up to the last one that equals the value
-    while len(last.users) == 1:
-        (last,) = last.users
-        if not is_rearrangement(last):
-            break
-        chain.append(last)
-        if value_origin(last) is value_origin(node):
-            num_steps = len(chain)
-    return chain[:num_steps]
+    chain = [node]
+    while len(chain[-1].users) == 1 and all(map(is_rearrangement, chain[-1].users)):
+        chain.extend(chain[-1].users)
+    equal_indices = [i for i, x in enumerate(chain) if value_origin(x) is value_origin(node)]
+    return chain[1 : equal_indices[-1] + 1]
 
 
 def value_readers(node: Node) -> list[Node]:
@@ -434,12 +431,8 @@ def match_pad(node: Node) -> PadMatch | None:
 
 def is_arange(node: Any) -> bool:
     """Return True if the node is an arange from 0 in steps of 1: 0, 1, 2, ..."""
-    if not isinstance(node, Node) or node.op != "call_function":
-        return False
-    if node.target is aten.arange.default:
-        return True
-    call = OpCall(node) if node.target in (aten.arange.start, aten.arange.start_step) else None
-    return call is not None and call["start"] == 0 and call.get("step", 1) == 1
+    call = OpCall(node) if isinstance(node, Node) and node.target in ARANGE_OPS else None
+    return call is not None and call.get("start", 0) == 0 and call.get("step", 1) == 1
 
 
 def constant_value(node: Any) -> Number | None:
@@ -459,12 +452,10 @@ def constant_value(node: Any) -> Number | None:
         fill = OpCall(node)["fill_value" if node.target in FILL_OPS else "s"]
         number = fill if isinstance(fill, Number) else constant_value(fill)
         return None if number is None else round_to_dtype(number, node.meta["val"].dtype)
-    if node.target is aten.repeat.default:
-        return constant_value(node.args[0])
     if node.target is aten.sqrt.default:
         root = constant_value(node.args[0])
         return math.sqrt(root) if root is not None and root >= 0 else None
-    source = move_source(node)
+    source = node.args[0] if node.target is aten.repeat.default else move_source(node)
     number = constant_value(source) if source is not None else None
     if number is None or source is None or _has_same_type(source, node):
         return number

@@ -12,7 +12,7 @@ import ast
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 from sp_compile.lowering.base.errors import SpError
@@ -134,7 +134,6 @@ def _read_option(text: str) -> tuple[str, Any]:
         raise SpError("SP933", f"{name}: expected a Python constant, got {value!r}.") from None
 
 
-@cache
 def _split_sides(text: str) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
     """Return the dims of each operand and of each result: "n i, i -> n" is ((("n", "i"), ("i",)), (("n",),)).
 
@@ -153,23 +152,18 @@ def _read_dims(text: str) -> Dims:
     dims: list[str] = []
     group: list[str] | None = None  # factors of the group that is being read
     for token in re.findall(r"~?\w+|\.\.\.|\S", text):
-        if token == "(":
-            if group is not None:
-                raise SpError("SP931", f"{text.strip()!r}: expected names of dims in a group, got another '('.")
+        if token == "(" and group is None:
             group = []
-        elif token == ")":
-            if not group:
-                expected = "a '(' before ')', got none" if group is None else "names of dims in a group, got '()'"
-                raise SpError("SP931", f"{text.strip()!r}: expected {expected}.")
+        elif token == ")" and group:
             dims.append(group_factors(group))
             group = None
-        elif group is not None and token in ("...", "1"):
-            raise SpError("SP931", f"{text.strip()!r}: expected names of dims in a group, got {token!r}.")
-        elif token not in ("...", "1") and not _FACTOR.fullmatch(token):
-            expected = "a letter or _, then letters, digits or _"
-            raise SpError("SP931", f"{text.strip()!r}: expected {expected} as the name of a dim, got {token!r}.")
+        elif token in ("...", "1") and group is None:
+            dims.append("" if token == "1" else token)
+        elif _FACTOR.fullmatch(token):
+            (dims if group is None else group).append(token)
         else:
-            (dims if group is None else group).append("" if token == "1" else token)
+            expected = f"{'the name of a dim' if group is None else 'names of dims in a group'}, such as b or b1"
+            raise SpError("SP931", f"{text.strip()!r}: expected {expected}, got {token!r}.")
     if group is not None:
         raise SpError("SP931", f"{text.strip()!r}: expected a ')' after '(', got none.")
     factors = flatten_dims(tuple(dims))
@@ -197,7 +191,7 @@ def _check_rule(
     operand_factors = {f for dims in operands for f in flatten_dims(dims)}
     result_factors = {f for dims in results for f in flatten_dims(dims)}
     for f, kind in kinds.items():
-        is_unsharded_result = kind == "whole" and f in result_factors  # a dim of the result only
+        is_unsharded_result = kind == "whole" and f in result_factors  # a new dim of the result, which is not sharded
         if f not in operand_factors and not is_unsharded_result:
             raise SpError("SP934", f"{kind}: expected factors of the operands, got {f!r}.")
     unclassified = sorted(operand_factors - result_factors - set(kinds))
@@ -219,12 +213,9 @@ def _solve_sizes(dims: Iterable[str], known: set[str]) -> set[str]:
     and then "(s k)" determines k.
     """
     groups = [set(dim_factors(dim)) for dim in dims if dim[:1] == "("]
-    while True:
-        unknown_of_groups = [group - known for group in groups]
-        solved = {f for unknown in unknown_of_groups if len(unknown) == 1 for f in unknown}
-        if not solved:
-            return known
+    while solved := {f for group in groups if len(group - known) == 1 for f in group - known}:
         known = known | solved
+    return known
 
 
 def _expand_ellipsis(dims: Dims, ndim: int) -> Dims:
@@ -232,10 +223,8 @@ def _expand_ellipsis(dims: Dims, ndim: int) -> Dims:
 
     Operands are aligned at the last dim when they broadcast, so equal numbers are equal dims.
     """
-    expanded: list[str] = []
-    for dim in dims:
-        expanded += [f"~{i}" for i in reversed(range(ndim))] if dim == "..." else [dim]
-    return tuple(expanded)
+    unnamed = [f"~{i}" for i in reversed(range(ndim))]
+    return tuple(name for dim in dims for name in (unnamed if dim == "..." else [dim]))
 
 
 def _factor_sizes(dims_and_shapes: Sequence[tuple[Sequence[str], Sequence[Size]]]) -> dict[str, Size]:
@@ -267,19 +256,16 @@ def _solve_groups(
         (dim_factors(dim), size) for dims, shape in dims_and_shapes for dim, size in zip(dims, shape) if dim[:1] == "("
     ]
     solved: dict[str, Size] = {f: known[f] for group, _ in groups for f in group if f in known}
-    while groups:
-        unsolved = []  # groups with several unknown factors, for the next round
-        for group, size in groups:
-            missing = [f for f in group if f not in solved]
-            product = size_product(solved[f] for f in group if f in solved)
-            if len(missing) > 1:
-                unsolved.append((group, size))
-            elif missing:
-                quotient = exact_quotient(size, product)
-                if quotient is None:
-                    return None
-                solved[missing[0]] = quotient
-            elif not is_same_size(size, product):
+    for group, size in groups:  # which grows in this loop
+        missing = [f for f in group if f not in solved]
+        product = size_product(solved[f] for f in group if f in solved)
+        if len(missing) > 1:  # the groups after it determine some of these
+            groups.append((group, size))
+        elif missing:
+            quotient = exact_quotient(size, product)
+            if quotient is None:
                 return None
-        groups = unsolved
+            solved[missing[0]] = quotient
+        elif not is_same_size(size, product):
+            return None
     return solved

@@ -11,7 +11,7 @@ These rows are finite, and no rule reads them without masking.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torch.fx import Node
 
@@ -135,9 +135,10 @@ class Shard:
     def __str__(self) -> str:
         return f"S({self.dim})"
 
-    def on_dim(self, dim: int) -> Shard:
-        """Return the same shard of a value that has the sequence in another dim."""
-        return self if dim == self.dim else replace(self, dim=dim)
+    @property
+    def is_only_factor(self) -> bool:
+        """Return True if the dim has the positions of the frame only: neither a batch before nor choices after them."""
+        return is_same_size(self.outer, 1) and is_same_size(self.inner, 1)
 
     def has_same_positions(self, other: Shard) -> bool:
         """Return True if each rank has the same rows of both values, whose sharded dims may have different indices."""
@@ -184,7 +185,7 @@ class Demand:
 
     node: Node  # node that has the requirement
     operand: int  # index of the operand
-    kind: str  # reason and key of the strategy, such as "align", "reduce", "attend", "scan", "halo" or "no rule"
+    kind: str  # reason and key of the strategy, such as "gathered", "align", "reduce" or "no rule"
     have: Placement  # current placement of the operand
     # the node remains sharded along another operand, so the gathered operand's gradient is partial
     keeps_sharding: bool = False

@@ -45,8 +45,8 @@ class ShardedWork:
     rank_flops: float = 0.0  # of one rank, with padding
     activations: float = 0.0  # bytes
     sharded_activations: float = 0.0  # bytes of the values that are sharded
-    replicated: dict[str, float] = field(default_factory=dict)  # FLOPs that every rank computes, by the user's line
-    replicated_activations: dict[str, float] = field(default_factory=dict)  # bytes that every rank has, by line
+    replicated: Counter[str] = field(default_factory=Counter)  # FLOPs that every rank computes, by the user's line
+    replicated_activations: Counter[str] = field(default_factory=Counter)  # bytes that every rank has, by line
 
     def merge(self, other: ShardedWork) -> None:
         """Add the work of another graph of the same program.
@@ -54,15 +54,8 @@ class ShardedWork:
         Args:
             other: The work, which is not changed.
         """
-        self.flops += other.flops
-        self.sharded_flops += other.sharded_flops
-        self.rank_flops += other.rank_flops
-        self.activations += other.activations
-        self.sharded_activations += other.sharded_activations
-        for line, flops in other.replicated.items():
-            self.replicated[line] = self.replicated.get(line, 0.0) + flops
-        for line, nbytes in other.replicated_activations.items():
-            self.replicated_activations[line] = self.replicated_activations.get(line, 0.0) + nbytes
+        for name, amount in vars(other).items():
+            setattr(self, name, getattr(self, name) + amount)
 
     def add_replicated(self, line: str, flops: float, nbytes: float) -> None:
         """Add work that every rank does in full.
@@ -76,9 +69,9 @@ class ShardedWork:
         self.rank_flops += flops
         self.activations += nbytes
         if flops:
-            self.replicated[line] = self.replicated.get(line, 0.0) + flops
+            self.replicated.update({line: flops})  # adds
         if nbytes:
-            self.replicated_activations[line] = self.replicated_activations.get(line, 0.0) + nbytes
+            self.replicated_activations.update({line: nbytes})
 
     def describe(self) -> str:
         """Return text for the report, such as "98% of the FLOPs and 95% of the activations are on shards; ..."."""
@@ -92,7 +85,7 @@ class ShardedWork:
 
         Only lines with at least `LARGE_SHARE` are returned, the largest first.
         """
-        by_flops = sorted(self.replicated.items(), key=lambda item: -item[1])
+        by_flops = self.replicated.most_common()
         return [(line, flops / self.flops) for line, flops in by_flops if flops >= LARGE_SHARE * self.flops]
 
     def describe_excess(self, n: int) -> list[str]:
@@ -120,7 +113,7 @@ class ShardedWork:
         ):
             share = sum(by_line.values()) / total if total else 0.0
             if share >= LARGE_SHARE:
-                lines = [f"{line} ({part / total:.0%})" for line, part in Counter(by_line).most_common(MAX_LINES)]
+                lines = [f"{line} ({part / total:.0%})" for line, part in by_line.most_common(MAX_LINES)]
                 others = len(by_line) - len(lines)
                 more = f", and {others} other lines" if others else ""
                 texts.append(f"every rank {verb} all of {share:.0%} of {noun}: {', '.join(lines)}{more}")

@@ -83,7 +83,7 @@ def place_window(sliding: SlidingRows, shard: Shard, n: int) -> Shard | str:
     frame = shard.frame
     if not frame.order.is_in_order:
         return f"its neighbors are not adjacent in the {frame.order.name} layout"
-    if not (is_same_size(shard.outer, 1) and is_same_size(shard.inner, 1)):
+    if not shard.is_only_factor:
         return "the sequence shares a dim with others"
     if sliding.rolls is not None:
         return _place_roll(sliding, shard, n)
@@ -194,24 +194,6 @@ def _has_known_rows(sliding: SlidingRows, rows: Size) -> bool:
 WindowCalls = Mapping[int, WindowCall]  # by dim of the first operand
 
 
-def _single_number(value: Any, default: Any = None) -> Any:
-    """Return the number in an argument of an op with one spatial dim: 3 for 3 or [3], the default for []."""
-    numbers = value if isinstance(value, Sequence) else [value]
-    return as_size(numbers[0]) if numbers else default
-
-
-def _along_last_dim(call: OpCall, before: Size, width: Size, stride: int) -> SlidingRows:
-    """Return the rows that a 1-dim convolution or pool reads: its windows slide over the last dim.
-
-    Args:
-        call: Call of the op.
-        before: Rows of padding.
-        width: Rows of a window.
-        stride: Step of the windows.
-    """
-    return SlidingRows(call.result_shapes()[0][call.ndim() - 1], before, width, stride)
-
-
 def _conv_windows(call: OpCall) -> WindowCalls:
     """Return the windows of a convolution along each dim of the image, by dim.
 
@@ -230,24 +212,22 @@ def _conv_windows(call: OpCall) -> WindowCalls:
         padding = [(width - 1) // 2 if call["padding"] == "same" else 0 for width in widths]
     else:
         padding = _image_numbers(call["padding"], 0, len(spatial))
-    lengths, window_calls = call.result_shapes()[0][first:], {}
-    # head, tail: the arguments of the sp:: op before and after the padding, which it takes as (before, after).
-    if len(spatial) == 1 and call.ndim() == 3:
-        head: tuple[Any, ...] = (call["weight"], call["bias"])
-        tail: tuple[Any, ...] = (stride[0], dilation[0], call["groups"])
-        sliding = SlidingRows(lengths[0], padding[0], widths[0], stride[0])
-        return {first: WindowCall(sliding, sp.conv1d.default, head, tail)}
-    if len(spatial) == 1 or (call["padding"] == "same" and any(width % 2 == 0 for width in widths)):
+    has_equal_padding = call["padding"] != "same" or all(width % 2 for width in widths)  # before and after the image
+    has_sp_form = call.ndim() == 3 if len(spatial) == 1 else has_equal_padding
+    if not has_sp_form:
         return {}
-    for i in spatial:
-        head, tail = (call["weight"], call["bias"], first + i), (stride, padding, dilation, call["groups"])
-        sliding = SlidingRows(lengths[i], padding[i], widths[i], stride[i])
-        window_calls[first + i] = WindowCall(sliding, sp.conv_along.default, head, tail)
-    return window_calls
+    lengths = call.result_shapes()[0][first:]
+    slides = [SlidingRows(*rows) for rows in zip(lengths, padding, widths, stride, strict=True)]
+    # The last two arguments of `WindowCall`: those of the sp:: op before and after the padding (before, after).
+    weights, groups = (call["weight"], call["bias"]), call["groups"]
+    if len(spatial) == 1:
+        return {first: WindowCall(slides[0], sp.conv1d.default, weights, (stride[0], dilation[0], groups))}
+    tail = (stride, padding, dilation, groups)
+    return {dim: WindowCall(x, sp.conv_along.default, (*weights, dim), tail) for dim, x in enumerate(slides, first)}
 
 
-def _image_numbers(value: Any, default: int, count: int) -> list[Any]:
-    """Return one number for each of `count` dims of an image: [2, 2] for an argument 2 or [2].
+def _image_numbers(value: Any, default: Any, count: int = 1) -> list[Any]:
+    """Return one number for each of `count` dims of an image or sequence: [2, 2] for an argument 2 or [2].
 
     The default is for [].
     """
@@ -263,9 +243,9 @@ def _avg_pool_windows(call: OpCall) -> WindowCalls:
     The sp:: op divides each sum by the same number. So the result is empty if some windows have a smaller divisor:
     those that end beyond the padding, and those that contain padding if it is not counted.
     """
-    width, before = _single_number(call["kernel_size"]), _single_number(call["padding"], 0)
-    stride = _single_number(call["stride"], width)
-    sliding = _along_last_dim(call, before, width, stride)
+    (width,), (before,) = (_image_numbers(call[name], 0) for name in ("kernel_size", "padding"))
+    (stride,) = _image_numbers(call["stride"], width)
+    sliding = SlidingRows(call.result_shapes()[0][-1], before, width, stride)
     after = sliding.num_after(call.shape()[-1])
     ends_in_padding = isinstance(after, int) and after <= before  # the call pads both ends with `before` rows
     counts_padding = before == 0 or call["count_include_pad"]
@@ -276,12 +256,12 @@ def _avg_pool_windows(call: OpCall) -> WindowCalls:
 
 def _max_pool_windows(call: OpCall) -> WindowCalls:
     """Return the windows of a max pool along its last dim; {} for integers, which have no -inf for padded rows."""
-    rows, before, dilation = (_single_number(call[name]) for name in ("kernel_size", "padding", "dilation"))
-    stride, width = _single_number(call["stride"], rows), dilation * (rows - 1) + 1
     if not call.results()[0].is_floating_point():
         return {}
-    tail = (-math.inf, width, stride, dilation)
-    return {call.ndim() - 1: WindowCall(_along_last_dim(call, before, width, stride), sp.max_pool1d.default, (), tail)}
+    (rows,), (before,), (dilation,) = (_image_numbers(call[x], None) for x in ("kernel_size", "padding", "dilation"))
+    (stride,), width = _image_numbers(call["stride"], rows), dilation * (rows - 1) + 1
+    sliding = SlidingRows(call.result_shapes()[0][-1], before, width, stride)
+    return {call.ndim() - 1: WindowCall(sliding, sp.max_pool1d.default, (), (-math.inf, width, stride, dilation))}
 
 
 def _unfold_windows(call: OpCall) -> WindowCalls:

@@ -103,14 +103,11 @@ class RepeatPasses(Passes):
         Raises:
             SpError: No part claims a demand (SP912).
         """
-        changes = 0
-        for _ in range(MAX_REWRITE_ROUNDS):
-            if not job.plan(gm).demands:
-                return changes
+        changes = rounds = 0
+        while demands := job.plan(gm).demands:
+            if rounds == MAX_REWRITE_ROUNDS:
+                cause = f"{describe_node(demands[0].node)} has a demand ({demands[0].kind}) that no strategy claims"
+                raise SpError("SP912", f"{cause}: {demands[0].why}.")
             changes += super().apply(gm, job)
-        remaining = job.plan(gm).demands
-        if remaining:
-            demand = remaining[0]
-            cause = f"{describe_node(demand.node)} has a demand ({demand.kind}) that no strategy claims: {demand.why}."
-            raise SpError("SP912", cause)
+            rounds += 1
         return changes

@@ -44,16 +44,17 @@ class GatherOperands(DemandPass):
 
     requires = DemandPass.requires | {"claimed"}  # by a better strategy
     provides = frozenset({"gathered"})
-    kinds = frozenset({"whole", "align", "no rule", "attend", "scan", "halo", "invariant"})
+    kinds = frozenset({"gathered", "align", "no rule", "attend", "scan", "halo", "invariant"})
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
         """Return None to claim all demands.
 
         Raises:
-            SpError: An operand would be gathered, and the option is fallback="error". Results are always gathered.
+            SpError: An operand would be gathered, and the option is fallback="error". Results are always gathered. A
+                demand "invariant" gathers nothing, and "pairs" gathers less than remains sharded (`GatherPairs`).
         """
-        gathers_nothing = all(demand.kind == "invariant" for demand in demands)
-        if node.op == "output" or self.job.options.fallback == "gather" or gathers_nothing:
+        is_fallback = any(demand.kind not in ("invariant", "pairs") for demand in demands)
+        if node.op == "output" or self.job.options.fallback == "gather" or not is_fallback:
             return None
         reasons = "; ".join(self._gather_reason(demand) for demand in demands)
         raise SpError("SP305", f"fallback='error': operands of {describe_node(node)} would be gathered: {reasons}.")
@@ -122,10 +123,6 @@ class GatherPairs(GatherOperands):
     requires, provides = DemandPass.requires, DemandPass.provides
     kinds = frozenset({"pairs"})
     note_kind = NoteKind.REWRITTEN
-
-    def refusal(self, node: Node, demands: list[Demand]) -> str | None:
-        """Return None to claim all demands."""
-        return None
 
 
 def demanded_operand(node: Node, index: int) -> Node:

@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.node_info import node_info, set_node_info
-from sp_compile.passes.graph.sizes import is_same_size
+from sp_compile.passes.graph.sizes import is_same_shape, is_same_size
 from sp_compile.passes.sharding.placement import Demand, Partial, Placement, Replicate, Shard
 from sp_compile.passes.sharding.window_rules import (
     SlidingRows,
@@ -48,7 +48,7 @@ class ExchangeHalos(DemandPass):
     """Exchange of halos for windows on shards, for one more row at a shard, and for shifted shards."""
 
     requires = DemandPass.requires | {"selected rows"}  # a single row is sent separately
-    kinds = frozenset({"halo", "whole", "align"})
+    kinds = frozenset({"halo", "gathered", "align"})
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
         """Return None to claim the demands of a node, or "" if no exchange with neighbors meets them."""
@@ -175,10 +175,8 @@ class ExchangeHalos(DemandPass):
         placed = place_window(SlidingRows(have.frame.length), have, self.job.ranks.n)
         if isinstance(placed, str) or have.dim != want.dim or not want.frame.order.is_in_order:
             return None
-        if not (is_same_size(want.outer, 1) and is_same_size(want.inner, 1)):  # the dim has other factors
-            return None
-        same_size = is_same_size(have.frame.size, want.frame.size)
-        return (have, want) if same_size and is_same_size(have.frame.length, want.frame.length) else None
+        sizes, wanted_sizes = ((frame.size, frame.length) for frame in (have.frame, want.frame))
+        return (have, want) if want.is_only_factor and is_same_shape(sizes, wanted_sizes) else None
 
     def _shift_operand(self, node: Node, demand: Demand) -> None:
         """Replace an operand by its rows moved to the ranks that need them, if `_match_neighbors` matches."""

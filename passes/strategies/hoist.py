@@ -63,7 +63,8 @@ RowRequest = SlicePiece | SelectedRows
 class RowWiseNode:
     """Node that computes each row of its result from one row."""
 
-    node: Node  # the node
+    call: OpCall  # call of the node
+    rule: BoundRule  # its sharding rule
     dim: int  # dim of its rows
     operands: dict[int, RowsAt]  # positions of the operands' rows, by index of the operand
 
@@ -78,12 +79,12 @@ class RowChain:
     @property
     def nodes(self) -> list[Node]:
         """Return the nodes that compute the value row by row from the inputs, the last one first."""
-        return [step.node for step in self.steps]
+        return [step.call.node for step in self.steps]
 
     def first_reader(self, x: Node) -> Node:
         """Return the first node of the chain, in graph order, that reads an input."""
-        readers = (step for step in self.steps if any(OpCall(step.node).operands[i] is x for i in step.operands))
-        return min(step.node for step in readers)
+        readers = (step for step in self.steps if any(step.call.operands[i] is x for i in step.operands))
+        return min(step.call.node for step in readers)
 
     @property
     def input_elements(self) -> int:
@@ -94,7 +95,7 @@ class RowChain:
 class HoistSlices(DemandPass):
     """Slicing of a narrower value for a demand of a short slice."""
 
-    kinds = frozenset({"whole"})
+    kinds = frozenset({"gathered"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Move short slices, for which full sequences would be gathered, before the ops that widen their rows.
@@ -163,7 +164,7 @@ class HoistSlices(DemandPass):
         results = [node] if is_tensor(node) else list(read_results(node).values())
         if all(self.axes.sequence_dims(x) for x in results):
             return not self.is_balanced
-        if source not in self.rows_read:  # cached: the rows that all slices of the value read together
+        if source not in self.rows_read:  # cached, as the number of its slices falls while they are rewritten
             cuts = [user for user in source.users if user in self.demanding and user.target in SLICE_OPS]
             lengths = [piece.length for cut in cuts for piece in _slices_read(cut).values()]
             self.rows_read[source] = sum(map(assume_large, lengths))
@@ -184,7 +185,7 @@ class HoistSlices(DemandPass):
             if step is None:
                 continue
             other_inputs = {x: rows for x, rows in chain.inputs.items() if x is not node}
-            operand_rows = {OpCall(node).operands[i]: rows for i, rows in step.operands.items()}
+            operand_rows = {step.call.operands[i]: rows for i, rows in step.operands.items()}
             # A value that is an input already is sliced once, so that both readers need the same rows of it.
             if all(_is_same_slice(other_inputs.get(x, rows), rows) for x, rows in operand_rows.items()):
                 return RowChain({**other_inputs, **operand_rows}, (*chain.steps, step))
@@ -224,7 +225,7 @@ class HoistSlices(DemandPass):
             with self.graph.inserting_before(chain.first_reader(x)):  # an input may be created after the first step
                 emitted[x] = self._slice_rows(x, rows, piece, like)
         for step in reversed(chain.steps):
-            emitted[step.node] = self._rebuild_step(step, emitted, piece)
+            emitted[step.call.node] = self._rebuild_step(step, emitted, piece)
         if piece.keeps_dim:
             return emitted[source]
         with self.graph.inserting_before(like):  # a select: the dim has one row
@@ -266,7 +267,7 @@ class HoistSlices(DemandPass):
             emitted: The new nodes of these operands, by the old ones.
             piece: The rows that are selected.
         """
-        node, (call, rule) = step.node, _lookup_known_rule(step.node)
+        call, rule, node = step.call, step.rule, step.call.node
         operands = [emitted[x] if i in step.operands else x for i, x in enumerate(call.operands)]
         if rule.window == step.dim:  # a slice of the rows: the inputs were sliced by both slices at once
             return operands[0]
@@ -305,14 +306,6 @@ def _match_index(node: Node) -> SelectedRows | None:
     return SelectedRows(source, dim, indices, node_shape(node)[dim])
 
 
-def _lookup_known_rule(node: Node) -> tuple[OpCall, BoundRule]:
-    """Return the call and the rule of a node that is known to have a rule."""
-    call, rule = lookup_rule(node) or (None, None)
-    assert call is not None
-    assert rule is not None
-    return call, rule
-
-
 def _match_row_wise(node: Node, rows: RowsAt) -> RowWiseNode | None:
     """Match a node that computes each row of its result from one row of its operands, such as linear or tanh.
 
@@ -335,12 +328,12 @@ def _match_row_wise(node: Node, rows: RowsAt) -> RowWiseNode | None:
     factor = rule.results[0][dim]
     if rule.window == dim:  # a slice of the rows
         start, _ = rule.spans[0]
-        return RowWiseNode(node, dim, {0: (dim, first + start)})
+        return RowWiseNode(call, rule, dim, {0: (dim, first + start)})
     operands = {i: (dims.index(factor), first) for i, dims in enumerate(rule.operands) if factor in dims}
     # If the rows are one of several factors of an operand's dim, they are no range of it.
     is_grouped = any(factor in flatten_dims(dims) and factor not in dims for dims in rule.operands)
     is_row_wise = factor and operands and rule.kind(factor) == "pass" and not is_grouped
-    return RowWiseNode(node, dim, operands) if is_row_wise else None
+    return RowWiseNode(call, rule, dim, operands) if is_row_wise else None
 
 
 def _late_inputs(cut: Node, source: Node, first: Node) -> list[Node] | None:

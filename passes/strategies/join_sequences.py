@@ -33,7 +33,7 @@ from sp_compile.passes.graph.node_info import node_info, set_node_info
 from sp_compile.passes.graph.sizes import Size, assume_large, ceil_div, is_same_size, normalize_position
 from sp_compile.passes.sharding.axes import Axes
 from sp_compile.passes.sharding.matchers import match_piece
-from sp_compile.passes.sharding.rule import lookup_rule
+from sp_compile.passes.sharding.rule import lookup_rule, rule_of
 from sp_compile.passes.sharding.sharded_work import LARGE_SHARE, RowWork
 from sp_compile.passes.sharding.window_rules import simplify_size
 
@@ -244,7 +244,7 @@ def _find_parts(node: Node) -> list[JoinedPart]:
 
     The result is [] if the op cannot be joined, such as for a write to an input, or with a step.
     """
-    if node_info(node).no_rule is not None:
+    if node_info(node).no_rule is not None:  # marked by an earlier pass: it needs gathered operands
         return []
     call, total = OpCall(node), node_shape(node)
     dim = call.dim()
@@ -306,16 +306,14 @@ def _is_row_shift(parts: Sequence[JoinedPart]) -> bool:
     lengths = [part.length for part in parts]
     if len(parts) != 2 or 1 not in lengths:
         return False
-    piece = match_piece(parts[1 - lengths.index(1)].value)
-    if piece is None or not piece.keeps_dim:
-        return False
-    return is_same_size(node_shape(piece.source)[piece.dim], sum(lengths))
+    piece = match_piece(parts[1 - lengths.index(1)].value)  # x[:, :-1] or x[:, 1:], if x is as long as the result
+    return piece is not None and piece.keeps_dim and is_same_size(node_shape(piece.source)[piece.dim], sum(lengths))
 
 
 def _is_computed(x: Node) -> bool:
     """Return True if an op computes the elements of a value; False for inputs, and views and copies of them."""
     while x.op == "call_function":
-        _, rule = lookup_rule(x) or (None, None)
+        rule = rule_of(x)
         if rule is None or not rule.lazy or not x.all_input_nodes:
             return True
         x = x.all_input_nodes[0]

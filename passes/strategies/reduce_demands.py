@@ -133,7 +133,7 @@ class ReduceExtremes(DemandPass):
 
     requires = DemandPass.requires
     provides = frozenset({"claimed", "reduced extremes"})
-    kinds = frozenset({"whole"})
+    kinds = frozenset({"gathered"})
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
         """Return None to claim the demand of a maximum over all dims or some, without a gradient, else ""."""

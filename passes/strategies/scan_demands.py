@@ -25,8 +25,6 @@ maxima and log-sum-exps, whose gradients would differ from those of the scan.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassResult
@@ -47,7 +45,6 @@ from sp_compile.passes.canonical.scan_forms.scan_calls import (
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.cost.scan_cost import choose_exchange, message_bytes
 from sp_compile.passes.graph.call import OpCall
-from sp_compile.passes.graph.edit import GraphEditor
 from sp_compile.passes.graph.node_info import set_node_info
 from sp_compile.passes.graph.sizes import as_sizes, is_same_size
 from sp_compile.passes.sharding.placement import Demand, PlacementPlan, Shard
@@ -84,26 +81,54 @@ class SplitNestedScans(DemandPass):
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
         """Return None to claim the demands of a node, else the reason ("" if they do not concern this pass)."""
-        return "" if is_only_sequence(scan_shard(self.plan, node)) else _unsupported_reason(node)
+        return "" if scan_shard(self.plan, node).is_only_factor else _unsupported_reason(node)
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         """Replace a scan along a flattened dim, such as (batch, sequence), by scans along both factors."""
         shard = scan_shard(self.plan, node)
         flat_scan = to_sp_scan(self, node)
         with self.graph.inserting_before(flat_scan):
-            result = _TwoLevelScan(self, flat_scan).run(shard)
+            result = self._scan_both_factors(flat_scan, shard)
         self.replace(flat_scan, result)
         self.note(result, f"a scan of {shard.frame.length} positions within a dim of {shard}")
+
+    def _scan_both_factors(self, node: Node, shard: Shard) -> Node:
+        """Emit a scan along the inner factor of a dim, one of its totals along the outer factor, and their combination.
+
+        For cumsum of a dim (B, S), y = cumsum(x, S) scans each sequence, and the totals of the sequences before each
+        one, an exclusive scan of y[:, -1] along B, are added.
+
+        Args:
+            node: An `sp.scan` along the dim.
+            shard: The placement of its operand, whose dim is outer * sequence * inner.
+
+        Returns:
+            The node of the combination.
+        """
+        call, value = OpCall(node), node.meta["val"]
+        dim, op, exclusive, reverse = call.dim(), call["op"], call["exclusive"], call["reverse"]
+        # Unflatten the dim: (batch, sequence), or (batch * sequence, choices) if each position has several elements.
+        length, has_choices = shard.frame.length, not is_same_size(shard.inner, 1)
+        factors = (shard.outer * length, shard.inner) if has_choices else (shard.outer, length)
+        shape = as_sizes(value.shape)
+        # The sum of the two scans is in the dtype of accumulation, so that it is rounded only once, as for one scan.
+        dtype = call["accumulate"] if op in ("sum", "prod") else None
+        x = self.cast(call.operands[0], dtype or accumulate_dtype(op, value.dtype, value.device), node)
+        x = self.reshape(x, (*shape[:dim], *factors, *shape[dim + 1 :]), node)
+        inner_scan = emit_scan(self, x, dim + 1, op, x.meta["val"], node, exclusive, reverse)
+        inclusive = self.compute(COMBINE_OPS[op], (inner_scan, x), node) if exclusive else inner_scan
+        totals = self.compute(aten.select.int, (inclusive, dim + 1, 0 if reverse else -1), node)
+        # For each row of `dim`, the total of all rows before it (after it, for a reversed scan).
+        before = emit_scan(self, totals, dim, op, totals.meta["val"], node, exclusive=True, reverse=reverse)
+        set_node_info(inner_scan if has_choices else before, is_aside=True)  # the one that is not along the sequence
+        before = self.compute(aten.unsqueeze.default, (before, dim + 1), node)
+        result = self.compute(COMBINE_OPS[op], (before, inner_scan), node)
+        return self.cast(self.reshape(result, shape, node), value.dtype, node)
 
 
 def scan_shard(plan: PlacementPlan, node: Node) -> Shard:
     """Return the placement of the operand of a scan that runs on shards."""
     return next(want for want in plan.wants[node] if isinstance(want, Shard))
-
-
-def is_only_sequence(shard: Shard) -> bool:
-    """Return True if the sharded dim consists of the sequence only, without a batch or choices of tokens."""
-    return is_same_size(shard.outer, 1) and is_same_size(shard.inner, 1)
 
 
 def _unsupported_reason(node: Node) -> str | None:
@@ -121,64 +146,6 @@ def _unsupported_reason(node: Node) -> str | None:
     if op not in COMBINE_OPS or (op in ("max", "min") and value.is_floating_point()):
         return f"its dim contains more than the sequence, and a {op} of two scans has another gradient"
     return None
-
-
-class _TwoLevelScan:
-    """Scan along a flattened dim of two factors as a scan along the inner one, and one of its totals along the outer.
-
-    For cumsum of a dim (B, S), y = cumsum(x, S) scans each sequence, and the totals of the sequences before each one,
-    an exclusive scan of y[:, -1] along B, are added.
-
-    Args:
-        editor: Emits the nodes, before the scan.
-        node: An `sp.scan` along the dim.
-    """
-
-    def __init__(self, editor: GraphEditor, node: Node) -> None:
-        """Read the arguments of the scan, and determine the dtype of accumulation of both scans."""
-        call = OpCall(node)
-        self.editor, self.node, self.value = editor, node, node.meta["val"]
-        self.x, self.dim, self.op = call.operands[0], call.dim(), call["op"]
-        self.exclusive, self.reverse = call["exclusive"], call["reverse"]
-        # The sum of the two scans is in this dtype, so that it is rounded only once, as the result of one scan.
-        dtype = call["accumulate"] if self.op in ("sum", "prod") else None
-        self.accumulate = dtype or accumulate_dtype(self.op, self.value.dtype, self.value.device)
-
-    def run(self, shard: Shard) -> Node:
-        """Emit the two scans and their combination, and return the node of the result.
-
-        Args:
-            shard: The placement of the operand, whose dim is outer * sequence * inner.
-        """
-        # Unflatten the dim: (batch, sequence), or (batch * sequence, choices) if each position has several elements.
-        dim, length, has_choices = self.dim, shard.frame.length, not is_same_size(shard.inner, 1)
-        factors = (shard.outer * length, shard.inner) if has_choices else (shard.outer, length)
-        shape = as_sizes(self.value.shape)
-        x = self.editor.cast(self.x, self.accumulate, self.node)
-        x = self.editor.reshape(x, (*shape[:dim], *factors, *shape[dim + 1 :]), self.node)
-        inner_scan, totals_before = self.two_levels(x, dim)
-        set_node_info(inner_scan if has_choices else totals_before, is_aside=True)  # the one not along the sequence
-        totals_before = self.call(aten.unsqueeze.default, totals_before, dim + 1)
-        result = self.call(COMBINE_OPS[self.op], totals_before, inner_scan)
-        return self.editor.cast(self.editor.reshape(result, shape, self.node), self.value.dtype, self.node)
-
-    def two_levels(self, x: Node, dim: int) -> tuple[Node, Node]:
-        """Emit the scan of x along dim + 1, and the exclusive scan of its totals along dim; return both.
-
-        The second one has, for each row of `dim`, the total of all rows before it (after it, for a reversed scan).
-        """
-        inner_scan = self.scan(x, dim + 1, self.exclusive)
-        inclusive = self.call(COMBINE_OPS[self.op], inner_scan, x) if self.exclusive else inner_scan
-        totals = self.call(aten.select.int, inclusive, dim + 1, 0 if self.reverse else -1)
-        return inner_scan, self.scan(totals, dim, exclusive=True)
-
-    def scan(self, x: Node, dim: int, exclusive: bool) -> Node:
-        """Emit a scan of x along one dim, with the op and the direction of the original scan."""
-        return emit_scan(self.editor, x, dim, self.op, x.meta["val"], self.node, exclusive, self.reverse)
-
-    def call(self, target: Any, *args: Any) -> Node:
-        """Emit a call of an op at the position of the original scan, and return its node."""
-        return self.editor.compute(target, args, self.node)
 
 
 class ShardScans(DemandPass):
@@ -205,7 +172,7 @@ class ShardScans(DemandPass):
         shard = scan_shard(self.plan, node)
         if shard.frame.order.is_balanced:
             return f"the rows before each row are on other ranks in the {shard.frame.order.name} layout"
-        return None if is_only_sequence(shard) else ""
+        return None if shard.is_only_factor else ""
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         """Set the frame of a scan, so that it runs on shards, and the exchange by which ranks send their carries.

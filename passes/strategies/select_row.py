@@ -26,7 +26,7 @@ class SelectRow(DemandPass):
     """Selection of one row along the sharded dim, by select or slice."""
 
     provides = frozenset({"claimed", "selected rows"})
-    kinds = frozenset({"whole"})
+    kinds = frozenset({"gathered"})
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
         """Return None to claim the demands of a node that selects one row and is no bool, else ""."""

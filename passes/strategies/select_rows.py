@@ -35,7 +35,7 @@ class SelectRows(DemandPass):
     """Selection of few adjacent rows along the sharded dim."""
 
     requires = DemandPass.requires | {"selected rows"}
-    kinds = frozenset({"whole"})
+    kinds = frozenset({"gathered"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Replace slices of few rows of a sharded sequence, and return their number."""
@@ -48,7 +48,7 @@ class SelectRows(DemandPass):
         if span is None or not isinstance(have, Shard) or node.meta["val"].dtype == torch.bool:
             return ""
         _, length = span
-        is_simple = is_same_size(have.outer, 1) and is_same_size(have.inner, 1) and not have.frame.order.is_balanced
+        is_simple = have.is_only_factor and not have.frame.order.is_balanced
         # A slice whose rows have a frame of their own (`is_apart`) may have any number of rows.
         is_short = node_info(node).is_apart or 2 * assume_large(length) <= assume_large(have.frame.size)
         return None if is_simple and is_short and have.dim == OpCall(node).dim() else ""

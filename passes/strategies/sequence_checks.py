@@ -10,8 +10,6 @@ collectives have the same rows of the sequence on all their ranks.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import torch
 from torch.fx import GraphModule, Node
 
@@ -19,7 +17,7 @@ from sp_compile.lowering.base.errors import SpError, describe_node, node_line
 from sp_compile.lowering.torch_compat import argument_name, known_process_group, size_hint
 from sp_compile.passes.base import Pass
 from sp_compile.passes.context import Note, NoteKind, PassContext, Refusal, RefusalKind
-from sp_compile.passes.cost.group_names import is_collective, named_groups
+from sp_compile.passes.cost.group_names import named_groups
 from sp_compile.passes.graph.call import is_tensor
 from sp_compile.passes.graph.node_info import node_info, set_node_info
 from sp_compile.passes.graph.sizes import divides, is_same_size
@@ -50,9 +48,12 @@ class MarkUserCollectives(Pass):
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Mark collectives between ranks with different rows of the sequence; return 0, as no op is changed."""
-        if job.aligned is not None:  # the groups whose ranks have the same rows
-            mark_group_exchanges(gm, job.aligned)
-            job.invalidate()
+        if job.aligned is None:  # the groups whose ranks have the same rows; None for all
+            return 0
+        for node in gm.graph.nodes:
+            if any(known_process_group(group) and group not in job.aligned for group in named_groups(node)):
+                set_node_info(node, no_rule="it exchanges with ranks that have other rows of the sequence")
+        job.invalidate()
         return 0
 
 
@@ -178,22 +179,21 @@ class PlaceOutputs(Pass):
         plan = job.plan(gm)
         _check_local_outputs(gm, plan, job)
         for node, options in output_options(gm.graph.output_node(), job.outputs).items():
-            why = _gathered_reason(node, plan, options)
+            if node.target is not torch.ops.sp.unshard.default:
+                continue
+            source = node.all_input_nodes[0]  # gathered, if it is sharded
+            why = gather_reason(source.meta["val"], options) if isinstance(plan.of(source), Shard) else ""
             if why not in ("", GATHER_REASON):
-                source = node.all_input_nodes[0]
                 self.note(source, why, source.name, NoteKind.UNSHARDED)
         job.constraints = _plan_constraints(gm, job.axes(gm), plan, job.ranks.n)
         job.candidates = _mark_split(job.candidates, gm, plan)
         job.work = count_work(gm, plan, differentiable_nodes(gm), job.times, job.ranks.n)
-        if job.ranks.n > 1 and job.work.sharded_flops:
-            self._note_replicated_work(job)
-        return 0
-
-    def _note_replicated_work(self, job: PassContext) -> None:
-        """Add a note for each line of the program that computes a large part of all FLOPs on every rank."""
-        for line, share in job.work.large_replicated_lines():
+        has_shards = job.ranks.n > 1 and job.work.sharded_flops
+        # Lines of the program that compute a large part of all FLOPs on every rank.
+        for line, share in job.work.large_replicated_lines() if has_shards else ():
             text = f"every rank computes all of it: {share:.0%} of the FLOPs"
             self.notes.append(Note(NoteKind.REPLICATED_WORK, self.name, text, where=line))
+        return 0
 
 
 def _fix_short_lengths(gm: GraphModule, axes: Axes, n: int) -> bool:
@@ -209,20 +209,6 @@ def _fix_short_lengths(gm: GraphModule, axes: Axes, n: int) -> bool:
                 int(extent)  # a guard: another length is recompiled
                 fixed = True
     return fixed
-
-
-def _gathered_reason(node: Node, plan: PlacementPlan, options: list[str]) -> str:
-    """Return the reason, for the report, why an output is gathered; "" if it is not the gather of a sharded value.
-
-    Args:
-        node: The output.
-        plan: The placements.
-        options: The values of the option `outputs` for it.
-    """
-    if node.target is not torch.ops.sp.unshard.default:
-        return ""
-    (source,) = node.all_input_nodes[:1]
-    return gather_reason(source.meta["val"], options) if isinstance(plan.of(source), Shard) else ""
 
 
 def _check_local_outputs(gm: GraphModule, plan: PlacementPlan, job: PassContext) -> None:
@@ -247,8 +233,7 @@ def _guard_divisible(node: Node, have: Shard, n: int) -> bool:
     """
     length = node.meta["val"].shape[have.dim]
     is_full_sequence = is_same_size(have.frame.start, 0) and is_same_size(have.frame.length, have.frame.size)
-    is_full_dim = is_same_size(have.outer, 1) and is_same_size(have.inner, 1)
-    return isinstance(length, torch.SymInt) and is_full_sequence and is_full_dim and bool(length % n == 0)
+    return isinstance(length, torch.SymInt) and is_full_sequence and have.is_only_factor and bool(length % n == 0)
 
 
 def _mark_split(candidates: list[SequenceCandidate], gm: GraphModule, plan: PlacementPlan) -> list[SequenceCandidate]:
@@ -274,16 +259,3 @@ def _plan_constraints(gm: GraphModule, axes: Axes, plan: PlacementPlan, n: int) 
         elif isinstance(have, Shard):
             constraints[f"{n} ranks divide the {have.frame.size} heads (dim {have.dim})"] = None
     return list(constraints)
-
-
-def mark_group_exchanges(gm: GraphModule, aligned: Collection[str]) -> None:
-    """Mark the program's collectives between ranks with different rows of the sequence: they need gathered operands.
-
-    Args:
-        gm: The graph; edited in place.
-        aligned: The groups whose ranks have the same rows of the sequence.
-    """
-    for node in gm.graph.nodes:
-        groups = named_groups(node) if is_collective(node) else set()
-        if any(known_process_group(group) and group not in aligned for group in groups):
-            set_node_info(node, no_rule="it exchanges with ranks that have other rows of the sequence")

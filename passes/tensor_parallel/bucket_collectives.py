@@ -66,12 +66,8 @@ def _find_moves_and_readers(node: Node) -> tuple[set[Node], set[Node]]:
 
     Both sets are empty if another op reads the value: a bucket, directly before the reader, would be too late for it.
     """
-
-    def moving_users(n: Node) -> list[Node]:
-        """Return the users that only move or cast the value."""
-        return [user for user in n.users if not _is_bucket_reader(user) and is_move_op(user)]
-
-    derived = reachable_set([node], moving_users)  # with the node itself
+    # The node itself, and all values that only move or cast it.
+    derived = reachable_set([node], lambda n: (x for x in n.users if not _is_bucket_reader(x) and is_move_op(x)))
     readers = {user for n in derived for user in n.users} - derived
     if not all(map(_is_bucket_reader, readers)):
         return set(), set()

@@ -136,9 +136,5 @@ def common_inputs(plan: PlacementPlan) -> set[str]:
     on_shards = [node for node, wants in plan.wants.items() if any(isinstance(want, Shard) for want in wants)]
     calls = [ruled_call.call for ruled_call in map(lookup_rule, on_shards) if ruled_call is not None]
     replicated = [x for call in calls for x in call.operands if isinstance(plan.of(x), Replicate)]
-
-    def operands_of(node: Node) -> Sequence[Node]:
-        """Return the operands of a node that is not an exchange."""
-        return () if is_exchange(node) else node.all_input_nodes
-
-    return {node.name for node in reachable_set(replicated, operands_of) if node.op in ("placeholder", "get_attr")}
+    ancestors = reachable_set(replicated, lambda node: () if is_exchange(node) else node.all_input_nodes)
+    return {node.name for node in ancestors if node.op in ("placeholder", "get_attr")}

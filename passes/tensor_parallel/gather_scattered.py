@@ -30,10 +30,6 @@ class GatherScattered(GatherOperands):
     kinds = GatherOperands.kinds | {"varying"}
     job: ScatterContext
 
-    def refusal(self, node: Node, demands: list[Demand]) -> str | None:
-        """Return None: every demand of these kinds is discharged."""
-        return None
-
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         """Gather the sharded operands of the demands."""
         for demand in demands:

@@ -78,13 +78,12 @@ def _drop_full(editor: GraphEditor, node: Node) -> None:
         ones = editor.emit(aten.ones.default, (editor.sizes.list(as_sizes(value.shape)),), value, node, kwargs)
         args, options = call.with_operands([ones])
         dropped = editor.emit(node.target, args, node.meta["val"], node, options)
-        if is_tensor(node):
-            editor.replace(node, editor.emit(aten.mul.Tensor, (x, dropped), value, node))
-            return
-        values = node.meta["val"]
-        factor, mask = (editor.emit(operator.getitem, (dropped, i), values[i], node) for i in range(2))
+        factor, *masks = [dropped]
+        if not is_tensor(node):
+            results = enumerate(node.meta["val"])
+            factor, *masks = (editor.emit(operator.getitem, (dropped, i), result, node) for i, result in results)
         scaled = editor.emit(aten.mul.Tensor, (x, factor), value, node)
-    editor.replace(node, (scaled, mask))
+    editor.replace(node, (scaled, *masks) if masks else scaled)
 
 
 class DropOverwrites(Pass):

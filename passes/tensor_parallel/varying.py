@@ -10,7 +10,7 @@ values and its gradient are known to be equal on all ranks, since an optimizer s
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -97,12 +97,10 @@ def decline_product(call: OpCall, rule: BoundRule | None, have: Sequence[Placeme
     operand_elements = sum(num_elements(call.operands[i].meta["val"]) for i in shards)
     result_elements = sum(map(num_elements, call.results()))
     sharded_factors = [rule.local_part(rule.operands[i], p)[0] for i, p in shards.items()]
-    # A vanishing factor is in no result: the product sums over the sharded dim.
-    if any(factor in rule.vanishing for factor in sharded_factors):
-        result_elements, exchange = 2 * result_elements, "sum"
-    else:
-        exchange = "gather"
-    if result_elements > operand_elements:
+    # A vanishing factor is in no result: the product sums over the sharded dim. An all-reduce sends its bytes twice.
+    is_summed = any(factor in rule.vanishing for factor in sharded_factors)
+    exchange, times = ("sum", 2) if is_summed else ("gather", 1)
+    if times * result_elements > operand_elements:
         return f"its operands are smaller to gather than its result would be to {exchange}"
     return None
 
@@ -193,7 +191,7 @@ def mark_varying_scalars(gm: GraphModule, facts: InputFacts) -> None:
                 set_node_info(node.args[0], result=VARYING)  # each rank reads another one of its results
 
 
-def varying_inputs(gm: GraphModule, axes: Axes, summed: Iterable[Node], facts: InputFacts) -> set[Node]:
+def varying_inputs(gm: GraphModule, axes: Axes, summed: Sequence[Node], facts: InputFacts) -> set[Node]:
     """Return the inputs whose values differ by rank, or will differ after a training step.
 
     Weights, matrices that multiply tokens, are assumed to be shards, unless it is known that they and their gradients
@@ -205,15 +203,14 @@ def varying_inputs(gm: GraphModule, axes: Axes, summed: Iterable[Node], facts: I
         summed: The program's all_reduces over the group.
         facts: Facts about the inputs.
     """
-    reductions = list(summed)
     inputs = {n.name: n for n in gm.graph.nodes if n.op in ("placeholder", "get_attr") and is_tensor(n)}
     known = {inputs[name] for name in facts.differing if name in inputs}
-    token_axes = {axes.find(atom.name) for node in reductions for dim in axes.dims[node, 0][:-1] for atom in dim}
+    token_axes = {axes.find(atom.name) for node in summed for dim in axes.dims[node, 0][:-1] for atom in dim}
     weights = set(_weight_inputs(gm, axes, token_axes))
     sharded = known | {weight for weight in weights if not _remains_equal(weight, facts)}
     varying = _close_over_training(gm, axes, sharded, inputs, facts)
     varying_nodes = find_varying_nodes(gm, axes, varying)
-    if any(node.args[0] in varying_nodes for node in reductions):
+    if any(node.args[0] in varying_nodes for node in summed):
         return varying
     # No all_reduce adds values that differ, although the program sums them: the shards of weights are equal by chance
     # (as zeros are), or were not compared. Then the weights from which collectives are computed must be shards.
@@ -289,7 +286,7 @@ def _weight_inputs(gm: GraphModule, axes: Axes, token_axes: set[int]) -> Iterato
         call, rule = lookup_rule(node) or (None, None)
         if call is None or rule is None or not rule.is_contraction:
             continue
-        for source in map(before_moves, call.operands):
+        for source in (skip_ops(x, is_move_op) for x in call.operands):  # the value of which x is a view or cast
             if source.op in ("placeholder", "get_attr") and source.meta["val"].ndim > 1:
                 matrix_axes = {axes.find(atom.name) for dim in axes.dims[source, 0] for atom in dim}
                 if not matrix_axes & token_axes:
@@ -302,8 +299,3 @@ def is_move_op(node: Node) -> bool:
     if call is None or rule is None:
         return False
     return len(call.operands) == 1 and rule.lazy and not rule.spans
-
-
-def before_moves(node: Node) -> Node:
-    """Return the value of which this one is a view, permutation or cast; the value itself if it is none."""
-    return skip_ops(node, is_move_op)

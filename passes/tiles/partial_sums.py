@@ -18,8 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.lowering.torch_compat import OpOverload, schema_of
-from sp_compile.passes.graph.call import OpCall
+from sp_compile.passes.graph.call import OpCall, op_name
 from sp_compile.passes.graph.edit import GraphEditor
 from sp_compile.passes.graph.strides import is_identity
 from sp_compile.passes.sharding.matchers import constant_value, is_cast_op, move_source, permutation_of
@@ -102,7 +101,7 @@ def _match_grouped_product(gm: GraphModule, x: Node) -> tuple[Node, Node, Node] 
     On a GPU, torch's own grouped product remains: an addition by group would have to read the group ends on the CPU.
     """
     # Result 1 of this op of transformers is the gradient of the matrices.
-    if x.target is operator.getitem and x.args[1] == 1 and _packet_name(x.args[0]) == GROUPED_BACKWARD:
+    if x.target is operator.getitem and x.args[1] == 1 and op_name(x.args[0]) == GROUPED_BACKWARD:
         rows, _, ends, grad = x.args[0].args
         return rows, grad, ends
     if x.target is not aten._grouped_mm.default or x.meta["val"].device.type != "cpu":
@@ -119,7 +118,7 @@ def _drop_unused_matrices(gm: GraphModule) -> None:
     """
     editor = GraphEditor().edit(gm.graph)
     for node in list(gm.graph.nodes):
-        if _packet_name(node) == GROUPED_BACKWARD and {user.args[1] for user in node.users} == {0}:
+        if op_name(node) == GROUPED_BACKWARD and {user.args[1] for user in node.users} == {0}:
             _, matrices, ends, grad = node.args
             with gm.graph.inserting_before(node):
                 transposed = editor.compute(aten.transpose.int, (matrices, 1, 2), node)
@@ -139,11 +138,6 @@ def _scattered_rows(x: Node) -> SumForm | None:
     if constant_value(target) != 0 or len(indices) != 1 or indices[0].meta["val"].dtype != torch.int64:
         return None
     return "rows", [values, indices[0]]
-
-
-def _packet_name(node: Node) -> str:
-    """Return the name of the node's op without its overload, or "" if it calls no op."""
-    return str(schema_of(node.target).name) if isinstance(node.target, OpOverload) else ""
 
 
 def _transpose(gm: GraphModule, x: Node) -> Node:

@@ -164,7 +164,7 @@ class RunInTiles(Pass):
         shard = view.rows(x)
         assert shard is not None
         node = self._emit_flags(view, x, like) if x in view.flags else view.to_local[x]
-        return self.reshape(node, split_row_dim(as_sizes(x.meta["val"].shape), shard, shard.frame.size), like)
+        return self.reshape(node, split_row_dim(view, x, shard.frame.size), like)
 
     def _merge_rows(self, view: TokenView, x: Node, tiled: Node, index: int) -> Node:
         """Return result number `index` of the sp::tiled call, reshaped to the shape of the node x that it replaces."""

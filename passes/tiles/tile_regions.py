@@ -80,11 +80,6 @@ def count_rows(view: TokenView, region: TileRegion) -> int:
     return size_hint(value.shape[shard.dim]) // math.prod(other_factors)
 
 
-def find_seeds(view: TokenView) -> list[Node]:
-    """Return the seeds, at which regions start: matrix products with wider rows than their operands, as for logits."""
-    return [n for n in view.gm.graph.nodes if view.is_inside(n) and view.rows(n) and _is_widening(view, n)]
-
-
 def _is_widening(view: TokenView, node: Node) -> bool:
     """Return True if the node can be a seed: it makes rows at least MIN_WIDENING times as wide.
 
@@ -137,7 +132,8 @@ def find_regions(view: TokenView) -> Iterator[TileRegion]:
     """
     groups: dict[Node, set[Node]] = {}  # first seed of a region -> nodes of the region
     sorts = sort_groups(view)
-    for seed in find_seeds(view):
+    seeds = [n for n in view.gm.graph.nodes if view.is_inside(n) and view.rows(n) and _is_widening(view, n)]
+    for seed in seeds:
         if any(seed in nodes for nodes in groups.values()):
             continue
         grown = _grow(view, seed, sorts)

@@ -7,15 +7,14 @@ A region (`tile_regions.py`) has operands with rows and replicated ones, which a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import sympy
 from torch.fx import Node
 
-from sp_compile.passes.graph.call import is_tensor
-from sp_compile.passes.graph.sizes import Size, as_sizes, is_same_size
-from sp_compile.passes.sharding.placement import Shard
+from sp_compile.passes.graph.call import is_tensor, node_shape
+from sp_compile.passes.graph.sizes import is_same_size
 
 from .tile_regions import TileRegion
 from .tile_view import TokenView
@@ -24,32 +23,31 @@ from .tile_view import TokenView
 SymbolPlaces = dict[sympy.Symbol, tuple[int, int]]
 
 
-def row_dim(shard: Shard) -> int:
-    """Return the dim of the rows in the shape that `split_row_dim` returns.
+def row_dim(view: TokenView, x: Node) -> int:
+    """Return the dim of the rows in the shape that `split_row_dim` returns for a value with rows.
 
     It follows the dim of the factors before the rows, which exists if their size is not 1.
     """
+    shard = view.rows(x)
+    assert shard is not None
     return shard.dim if is_same_size(shard.outer, 1) else shard.dim + 1
 
 
-def split_row_dim(shape: Sequence[Any], shard: Shard, rows: Any) -> list[Any]:
-    """Return the shape with the rows in a separate dim, which a loop over tiles can slice.
+def split_row_dim(view: TokenView, x: Node, rows: Any) -> list[Any]:
+    """Return the shape of a value with its rows in a separate dim, which a loop over tiles can slice.
 
-    A shape [B * S, D] whose rows are S becomes [B, rows, D].
+    A shape [B * S, D] whose rows are S becomes [B, rows, D]. The shape of a value without rows is unchanged.
 
     Args:
-        shape: The shape of the value.
-        shard: The placement of its rows: the size of their dim is outer * rows * inner.
+        view: The token view.
+        x: The node of the value.
         rows: The size of the new dim: the number of rows of a tile or of all tiles, or 1.
     """
+    shard, shape = view.rows(x), list(node_shape(x))
+    if shard is None:
+        return shape
     before, after = ([] if is_same_size(factor, 1) else [factor] for factor in (shard.outer, shard.inner))
     return [*shape[: shard.dim], *before, rows, *after, *shape[shard.dim + 1 :]]
-
-
-def sizes_without_rows(view: TokenView, x: Node) -> list[Size]:
-    """Return the shape of a value with its rows in a dim of size 1, so that only sizes that all tiles share remain."""
-    shard, shape = view.rows(x), list(as_sizes(x.meta["val"].shape))
-    return shape if shard is None else split_row_dim(shape, shard, 1)
 
 
 def symbol_places(view: TokenView, region: TileRegion) -> SymbolPlaces | None:
@@ -60,7 +58,7 @@ def symbol_places(view: TokenView, region: TileRegion) -> SymbolPlaces | None:
     """
     places: SymbolPlaces = {}
     for i, x in enumerate((*region.rows, *region.replicated)):
-        for d, extent in enumerate(sizes_without_rows(view, x)):
+        for d, extent in enumerate(split_row_dim(view, x, 1)):  # sizes that all tiles share
             if isinstance(extent, sympy.Symbol):
                 places.setdefault(extent, (i, d))
     symbols = set(_free_symbols(view, region))
@@ -72,7 +70,7 @@ def symbol_places(view: TokenView, region: TileRegion) -> SymbolPlaces | None:
 def _free_symbols(view: TokenView, region: TileRegion) -> Iterator[sympy.Symbol]:
     """Yield the symbols in the sizes of all tensors of a region, except for the number of rows."""
     for x in filter(is_tensor, (*region.nodes, *region.rows, *region.replicated)):
-        for extent in sizes_without_rows(view, x):
+        for extent in split_row_dim(view, x, 1):
             if not isinstance(extent, int):
                 yield from extent.free_symbols
 

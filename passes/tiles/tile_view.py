@@ -41,9 +41,7 @@ sp, aten = torch.ops.sp, torch.ops.aten
 MASKING_OPS = (sp.mask.default, sp.window.default)
 CUTTING_OPS = (sp.shard.default, *MASKING_OPS)
 DIVISION_OPS = parse_overloads("div.Scalar div.Tensor")
-POWER_OPS = parse_overloads("pow.Tensor_Scalar")
 CHOICE_OPS = parse_overloads("where.ScalarOther where.self")
-EXPONENTIAL_OPS = parse_overloads("exp")
 # ops whose exponentials do not overflow if they return log-probabilities; those of scaled logits may
 LOGARITHM_OPS = parse_overloads("log_softmax.int sub.Tensor")
 # ops that are, like smooth ones, finite with finite derivatives on rows computed from a row of ones
@@ -168,10 +166,10 @@ def _is_finite(node: Node, finite_nodes: Set[Node], ones: Set[Node]) -> bool:
     call = OpCall(node)
     if node.target in DIVISION_OPS:  # by a constant other than 0
         return isinstance(call["other"], (int, float)) and call["other"] != 0
-    if node.target in POWER_OPS:
+    if node.target is aten.pow.Tensor_Scalar:
         exponent = call["exponent"]
         return isinstance(exponent, (int, float)) and exponent >= 1 and exponent % 1 == 0
-    if node.target in EXPONENTIAL_OPS:  # of 1, or of a log-probability, neither of which overflows
+    if node.target is aten.exp.default:  # of 1, or of a log-probability, neither of which overflows
         return any(x in ones or (x in finite_nodes and x.target in LOGARITHM_OPS) for x in node.all_input_nodes)
     if node.target in CHOICE_OPS:
         choices = call["self"], call["other"]
@@ -204,7 +202,7 @@ def _framed_placement(node: Node) -> Placement:
     As in `local_shard`, the rows of this rank are the complete sequence. REPLICATE if they are no factor of the dim.
     """
     call = OpCall(node)
-    dim, (frame, outer) = call.dim(), call_frame(call)
+    dim, frame, outer = call.dim(), call_frame(call), as_size(call["frame"][0])
     rows = frame.local_length(call["n"])  # if symbolic, the expression that is a factor in the shape
     inner = exact_quotient(as_sizes(node.meta["val"].shape)[dim], size_product((outer, rows)))
     return Shard(dim, Frame.full(rows), outer, inner) if inner is not None else REPLICATE

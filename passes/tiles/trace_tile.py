@@ -42,12 +42,13 @@ from sp_compile.lowering.tiles.tile_program import (
     resolve_shape,
 )
 from sp_compile.lowering.torch_compat import FakeTensorMode, enable_python_dispatcher, make_symbolic_mode
+from sp_compile.passes.graph.call import OpCall, node_shape
 from sp_compile.passes.graph.fakes import trace_function
 from sp_compile.passes.graph.modes import disable_autocast, disable_autocast_cache, restore_autocast
 from sp_compile.passes.graph.node_info import node_info
 from sp_compile.passes.graph.sizes import as_sizes, is_same_size, read_sizes_from_inputs, size_product
 from sp_compile.passes.graph.strides import is_identity, order_of_strides
-from sp_compile.passes.sharding.rule import lookup_rule
+from sp_compile.passes.sharding.rule import rule_of
 
 from .partial_sums import return_summands
 from .tile_regions import TileRegion, count_rows
@@ -84,20 +85,16 @@ class TileFunction:
 
     def inputs(self) -> list[Tensor]:
         """Return fake operands to trace the tile with: those with rows, then replicated ones."""
-        rows = []
-        for x in self.region.rows:
-            shard, value = self.view.rows(x), x.meta["val"]
-            assert shard is not None
-            shape = split_row_dim(as_sizes(value.shape), shard, self.length)
-            rows.append(torch.empty(resolve_shape(shape, self.sizes), dtype=value.dtype, device=value.device))
-        return rows + [self._fake_like(x.meta["val"]) for x in self.region.replicated]
+        return [self._fake_operand(x) for x in (*self.region.rows, *self.region.replicated)]
 
-    def _fake_like(self, x: Tensor) -> Tensor:
-        """Return an empty tensor like x for the trace, with the strides of x unless a size is symbolic."""
-        shape, strides = as_sizes(x.shape), as_sizes(x.stride())
-        if all(isinstance(extent, int) for extent in (*shape, *strides)):
-            return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
-        return torch.empty(resolve_shape(shape, self.sizes), dtype=x.dtype, device=x.device)
+    def _fake_operand(self, x: Node) -> Tensor:
+        """Return an empty tensor for an operand; a replicated one has its strides, unless a size is symbolic."""
+        value, strides = x.meta["val"], as_sizes(x.meta["val"].stride())
+        shape = resolve_shape(split_row_dim(self.view, x, self.length), self.sizes)
+        is_static = all(isinstance(extent, int) for extent in (*as_sizes(value.shape), *strides))
+        if is_static and self.view.rows(x) is None:
+            return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
+        return torch.empty(shape, dtype=value.dtype, device=value.device)
 
     def results(self, *operands: Tensor) -> list[Tensor]:
         """Run the region on one tile and return its results.
@@ -106,10 +103,8 @@ class TileFunction:
         nodes of the region see the shapes of the model, such as merged (batch x rows).
         """
         values: dict[Node, Any] = dict(zip((*self.region.rows, *self.region.replicated), operands, strict=True))
-        shard = self.view.rows(self.region.rows[0])
-        assert shard is not None
         # Sizes are read from the operands, so that the trace records their source.
-        length = operands[0].shape[row_dim(shard)]
+        length = operands[0].shape[row_dim(self.view, self.region.rows[0])]
         sizes = {symbol: operands[i].shape[d] for symbol, (i, d) in self.places.items()}
         values.update({x: values[x].reshape(self.shape(x, length, sizes)) for x in self.region.rows})
         for node in self.region.nodes:
@@ -127,10 +122,9 @@ class TileFunction:
             length: The number of rows of the tile.
             sizes: The values of the symbolic sizes.
         """
-        shard = self.view.rows(x)
-        if shard is None:
+        if self.view.rows(x) is None:
             return value
-        return value.reshape(resolve_shape(split_row_dim(as_sizes(x.meta["val"].shape), shard, length), sizes))
+        return value.reshape(resolve_shape(split_row_dim(self.view, x, length), sizes))
 
     def _call(self, node: Node, values: dict[Node, Any], length: Any, sizes: Extents) -> Any:
         """Run a node of the region on the values of its operands, with the sizes of a tile as size arguments.
@@ -143,9 +137,7 @@ class TileFunction:
         """
         if node.target is operator.getitem:
             return values[node.args[0]][node.args[1]]
-        ruled_call = lookup_rule(node)
-        assert ruled_call is not None
-        call, rule = ruled_call  # the sharding rule states which argument is the shape of the result
+        call, rule = OpCall(node), rule_of(node)  # the sharding rule states which argument is the shape of the result
         assert rule is not None
         operands = [values[x] for x in call.operands]
         if rule.reshapes:
@@ -176,7 +168,7 @@ def tile_program(view: TokenView, region: TileRegion, tiles: int) -> TileProgram
         trained = tuple(i for i, x in enumerate(operands) if _can_require_grad(x))
         differentiable, trained = _find_differentiable(next(iter(functions.values())), trained)
         losses = [region.results[i] for i in differentiable]
-        at_once = len(losses) == 1 and view.is_sum(losses[0]) and _is_scalar(losses[0])
+        at_once = len(losses) == 1 and view.is_sum(losses[0]) and is_same_size(size_product(node_shape(losses[0])), 1)
         # The gradient of an operand without rows, such as a weight, is a sum over the tiles. A tile may return it as
         # the operands of a product (summands), which the loop adds to an accumulator; the form is then "product".
         sums = [view.rows(operands[i]) is None for i in trained]
@@ -188,7 +180,7 @@ def tile_program(view: TokenView, region: TileRegion, tiles: int) -> TileProgram
     if at_once:  # a sum over many tokens may exceed the range of float16
         gradients = [replace(x, dtype=torch.float32) if x.dtype == torch.float16 else x for x in gradients]
     added_gradients = tuple(replace(x, adds=form) for x, form in zip(gradients, forms, strict=True))
-    row_dims = tuple(row_dim(shard) for shard in map(view.rows, region.rows) if shard is not None)
+    row_dims = tuple(row_dim(view, x) for x in region.rows)
     named_places = tuple(zip(names.values(), places.values()))
     fields = (row_dims, results, differentiable, trained, added_gradients, at_once, named_places)
     code = fields, {n: _body_code(body) for n, body in bodies.items()}
@@ -215,11 +207,6 @@ def _tile_functions(
         if has_symbolic_length(view, region):
             lengths = {ANY_LENGTH: symbolic_length}
     return mode, {n: TileFunction(view, region, places, rows, sizes) for n, rows in lengths.items()}
-
-
-def _is_scalar(x: Node) -> bool:
-    """Return True if the value has one element."""
-    return is_same_size(size_product(as_sizes(x.meta["val"].shape)), 1)
 
 
 def redraws_in_backward(program: TileProgram) -> bool:
@@ -251,12 +238,10 @@ def _trace_value(view: TokenView, x: Node, names: Mapping[Any, Any]) -> TileValu
         x: The result, or the operand of the gradient.
         names: The names of the symbolic sizes in the program.
     """
-    shard, value = view.rows(x), x.meta["val"]
-    shape = as_sizes(value.shape)
-    split_shape = shape if shard is None else split_row_dim(shape, shard, ROWS)
+    value, split_shape = x.meta["val"], split_row_dim(view, x, ROWS)
     named_shape = tuple(extent if isinstance(extent, int) else extent.subs(names) for extent in split_shape)
-    if shard is not None:
-        return TileValue(named_shape, value.dtype, dim=row_dim(shard))
+    if view.rows(x) is not None:
+        return TileValue(named_shape, value.dtype, dim=row_dim(view, x))
     order = order_of_strides(as_sizes(value.stride()))
     return TileValue(named_shape, value.dtype, dim=None, order=() if is_identity(order) else tuple(order))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.scan import affine_scan as ops
 
-from .rank_call import broadcasts_to, check_dtypes, check_flags, check_float_operands, check_tensors, op_or_body
+from .rank_call import broadcasts_to, check_flags, op_or_body
 from .scan_call import ShardCall, describe_operands
 
 sp = torch.ops.sp
@@ -61,14 +61,8 @@ class AffineCall(ShardCall):
         Returns:
             SP454, SP502, SP504 to SP507, SP512, SP513, and SP526.
         """
-        yield from check_tensors(m=self.m, b=self.b)
-        if self.initial is not None:
-            yield from check_tensors(initial=self.initial)
-        yield from check_dtypes(accumulate_dtype=self.accumulate)
-        yield from check_flags(exclusive=self.exclusive, reverse=self.reverse)
-        yield from check_float_operands(m=self.m, b=self.b, initial=self.initial)
-        if self.accumulate is not None and not self.accumulate.is_floating_point:
-            yield SpError("SP526", f"accumulate_dtype: expected a floating-point dtype, got {self.accumulate}.")
+        yield from self.wrong_recurrence(self.initial, m=self.m, b=self.b)
+        yield from check_flags(exclusive=self.exclusive)
         yield from self._wrong_shapes()
         if self.shards is not None and self.b.ndim >= -ROWS_FROM_END:
             yield from self.shards.errors(self.b.shape, self.dim)

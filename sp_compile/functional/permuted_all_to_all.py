@@ -219,7 +219,9 @@ def declare_symmetric_memory(size: int, group: Mesh = None, device: torch.device
         SpError: On every rank, if a size is not a positive int (SP507), or if the sizes differ (SP508).
     """
     ranks = ranks_of(group)
-    device = _group_device(device)
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device(device)
     is_positive = isinstance(size, int) and size > 0
     problem = None if is_positive else SpError("SP507", f"size: expected a positive int, got {size!r}.", SIZE_FIX)
     compared_ranks = ranks if ranks.n > 1 else None  # None: only this rank is checked
@@ -232,15 +234,6 @@ def declare_symmetric_memory(size: int, group: Mesh = None, device: torch.device
     if buffer is not None and has_buffers:
         BUFFERS[ranks.group] = buffer
     return has_buffers
-
-
-def _group_device(device: torch.device | None) -> torch.device:
-    """Return the device of a symmetric buffer: the passed one, else the current CUDA device, else the CPU."""
-    if device is not None:
-        return torch.device(device)
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def _make_buffer(size: int, ranks: Ranks, device: torch.device) -> SymmetricBuffer | None:

@@ -6,14 +6,14 @@ Invalid calls are detected before the first exchange. The error is sent to the o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.base.errors import SpError, did_you_mean
+from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.frames import LAYOUTS
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.torch_compat import is_functorch_tensor
@@ -88,18 +88,6 @@ class RankCall(ABC):
             The ranks, of which this process is one.
         """
 
-    @property
-    def compared_group(self) -> Ranks | None:
-        """Return the ranks whose calls are compared, or None.
-
-        Returns:
-            `group`, if `check` is True, it has more than one rank and the call runs eagerly.
-        """
-        group = self.group
-        if not self.check or self.is_traced() or group is None or group.n == 1:
-            return None
-        return group
-
     def is_traced(self) -> bool:
         """Return True if the call is traced into a program.
 
@@ -117,7 +105,10 @@ class RankCall(ABC):
         Raises:
             SpError: The call is invalid on a rank, or the calls differ (SP508).
         """
-        require_on_all(self.name, next(self.errors(), None), self.description, self.compared_group, self.same)
+        group = self.group
+        is_compared = self.check and not self.is_traced() and group is not None and group.n > 1
+        problem = next(self.errors(), None)
+        require_on_all(self.name, problem, self.description, group if is_compared else None, self.same)
 
 
 def shard_frame(rows: int, n: int, length: int | None, layout: str) -> list[int]:
@@ -276,17 +267,3 @@ def check_dim(shape: Sequence[int], dim: int, name: str = "dim") -> Iterator[SpE
     elif not -ndim <= dim < ndim:
         limits = f"{-ndim} to {ndim - 1} for a tensor of shape {list(shape)}"
         yield SpError("SP503", f"{name}: expected {limits}, got {dim}.")
-
-
-def unknown_name(kind: str, name: str, known: Iterable[str]) -> SpError:
-    """Return the error for an unknown name, with a hint at a similar one.
-
-    Args:
-        kind: The argument, such as "op".
-        name: The unknown name.
-        known: The known names.
-
-    Returns:
-        An error SP501.
-    """
-    return SpError("SP501", f"{kind}: expected one of {', '.join(known)}, got {name!r}{did_you_mean(name, known)}.")

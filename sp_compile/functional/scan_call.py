@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.base.errors import SpError, did_you_mean
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.scan import scan_ops as ops
 from sp_compile.lowering.scan.monoids import MONOIDS, accumulate_dtype, is_scannable, result_dtype
@@ -29,7 +29,6 @@ from .rank_call import (
     check_tensors,
     needs_gradient,
     op_or_body,
-    unknown_name,
 )
 from .scan_shards import ScanShardOptions
 
@@ -81,6 +80,25 @@ class ShardCall(RankCall):
         row_elements = x.numel() // max(rows, 1)
         return self.shards.arguments(rows, row_elements * element_bytes, x.device)
 
+    def wrong_recurrence(self, initial: Tensor | None, **operands: Tensor) -> Iterator[SpError]:
+        """Yield errors for wrong types and dtypes of the operands and options of a recurrence.
+
+        Args:
+            initial: The state before the first step, or None.
+            **operands: The other operands by name.
+
+        Returns:
+            SP502, SP505, SP506 and SP526.
+        """
+        yield from check_tensors(**operands)
+        if initial is not None:
+            yield from check_tensors(initial=initial)
+        yield from check_dtypes(accumulate_dtype=self.accumulate)
+        yield from check_flags(reverse=self.reverse)
+        yield from check_float_operands(**operands, initial=initial)
+        if self.accumulate is not None and not self.accumulate.is_floating_point:
+            yield SpError("SP526", f"accumulate_dtype: expected a floating-point dtype, got {self.accumulate}.")
+
 
 @dataclass(frozen=True)
 class ScanCall(ShardCall):
@@ -101,15 +119,6 @@ class ScanCall(ShardCall):
             `dtype`, or the default for the operation and the dtype of x.
         """
         return self.dtype or result_dtype(self.op, self.x.dtype)
-
-    @property
-    def length(self) -> int:
-        """Return the length of the scanned dim of x.
-
-        Returns:
-            The rows of this rank; 1 for a tensor without dims.
-        """
-        return self.shard_rows(self.x)
 
     def run(self) -> Tensor:
         """Validate the call and run the scan.
@@ -186,7 +195,8 @@ class ScanCall(ShardCall):
         """
         yield from self._wrong_kinds()
         if self.op not in MONOIDS:
-            yield unknown_name("op", self.op, MONOIDS)
+            hint = did_you_mean(self.op, MONOIDS)
+            yield SpError("SP501", f"op: expected one of {', '.join(MONOIDS)}, got {self.op!r}{hint}.")
         yield from check_dim(self.x.shape, self.dim)
         if self.indices and not MONOIDS[self.op].has_index:
             yield SpError("SP521", f"indices=True is not supported with op={self.op!r}.")
@@ -240,19 +250,20 @@ class ScanCall(ShardCall):
 
     def _wrong_shape_of(self, ids: Tensor) -> Iterator[SpError]:
         """Yield an error unless ids have one id per scanned position, or broadcast to x along its other dims."""
-        x, shape = self.x, [1] * (self.x.ndim - ids.ndim) + list(ids.shape)  # with leading dims of size 1
+        x, length = self.x, self.shard_rows(self.x)
+        shape = [1] * (x.ndim - ids.ndim) + list(ids.shape)  # of the ids, with leading dims of size 1
         if ids.ndim <= 1:
-            fits = ids.numel() == self.length and ids.ndim <= x.ndim
+            fits = ids.numel() == length and ids.ndim <= x.ndim
         else:
             fits = len(shape) == x.ndim and all(size in (1, size_of_x) for size, size_of_x in zip(shape, x.shape))
-            fits = fits and shape[self.dim] == self.length
+            fits = fits and shape[self.dim] == length
         if not fits:
             # Ids of shape (B, S) for x of shape (B, S, D) lack only trailing dims of size 1.
             are_leading_dims = list(ids.shape) == list(x.shape[: ids.ndim]) and self.dim % x.ndim < ids.ndim < x.ndim
             fix = f"View them as {[*ids.shape, *[1] * (x.ndim - ids.ndim)]}." if are_leading_dims else None
             yield SpError(
                 "SP504",
-                f"segment_ids: expected shape [{self.length}], one id for each position of dim {self.dim}, or a "
+                f"segment_ids: expected shape [{length}], one id for each position of dim {self.dim}, or a "
                 f"shape that broadcasts to x {list(x.shape)}, got {list(ids.shape)}.",
                 fix,
             )
@@ -335,29 +346,18 @@ class LinearCall(ShardCall):
         Returns:
             SP454, SP502 to SP507, SP512, SP513, and SP526.
         """
-        yield from self._wrong_kinds()
         a, b = self.a, self.b
-        yield from check_float_operands(a=a, b=b, initial=self.initial)
+        yield from self.wrong_recurrence(self.initial, a=a, b=b)
         sizes = zip(reversed(a.shape), reversed(b.shape))  # of each common dim, the last one first
         if any(size_a != size_b and 1 not in (size_a, size_b) for size_a, size_b in sizes):
             got = f"{list(a.shape)} and {list(b.shape)}"
             yield SpError("SP504", f"a, b: expected shapes that broadcast, got {got}.")
-        if self.accumulate is not None and not self.accumulate.is_floating_point:
-            yield SpError("SP526", f"accumulate_dtype: expected a floating-point dtype, got {self.accumulate}.")
         shape = torch.broadcast_shapes(a.shape, b.shape)
         yield from check_dim(shape, self.dim)
         if self.initial is not None:
             yield from self._wrong_initial(self.initial, self._shape_of_initial(shape) if shape else [])
         if self.shards is not None:
             yield from self.shards.errors(shape, self.dim)
-
-    def _wrong_kinds(self) -> Iterator[SpError]:
-        """Yield errors for wrong Python types, on which the other checks would raise."""
-        yield from check_tensors(a=self.a, b=self.b)
-        if self.initial is not None:
-            yield from check_tensors(initial=self.initial)
-        yield from check_dtypes(accumulate_dtype=self.accumulate)
-        yield from check_flags(reverse=self.reverse)
 
     def _wrong_initial(self, initial: Tensor, expected: Sequence[int]) -> Iterator[SpError]:
         """Yield an error if the initial state does not broadcast to the expected shape."""

@@ -127,7 +127,7 @@ class SequenceParallelAccelerator(Accelerator):
         self.state.dynamo_plugin = TorchDynamoPlugin(backend="no")  # else accelerate would compile the model with DDP
         self._check_processes()
         sizes = axis_sizes(config, self.num_processes, fsdp_plugin is not None)
-        self.replicas, self.sp_size = sizes.batches, sizes.sequence
+        self.replicas, self.sp_size = sizes.replicate * sizes.shard, sizes.sequence
         self.mesh: DeviceMesh | None = None
         if self.num_processes > 1:
             self._check_settings(fsdp_plugin)
@@ -387,8 +387,7 @@ class SequenceParallelAccelerator(Accelerator):
         """Gather over the replicas, as `Accelerator.gather_for_metrics`, without duplicates of the last batch.
 
         Args:
-            input_data: Tensors, as for `gather`, or lists of objects. Numbers and strings are sent as JSON. Other
-                objects are pickled, as by accelerate.
+            input_data: Tensors, as for `gather`, or lists of objects, which are pickled, as by accelerate.
             use_gather_object: If True, gather tensors as objects, too.
 
         Returns:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from sp_compile.lowering.attention.kernel_args import KernelArgs, KernelKey
 from sp_compile.lowering.attention.kernels import kernel_for
@@ -76,24 +76,13 @@ class CachedRows(Tensor):
         raise SpError("SP843", f"{name} is called on cached keys or values, of which this rank has only a part.")
 
 
-class PromptLayer(CacheLayerMixin):
+class PromptLayer(DynamicLayer):
     """Layer of the cache of a prompt, which torch.compile traces: it stores the keys and values as they are."""
-
-    is_croppable = False
 
     def __init__(self, is_sliding: bool) -> None:
         """Create an empty layer, in place of one with a window if `is_sliding`."""
         super().__init__()
         self.is_sliding = is_sliding
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Store the keys and values.
-
-        Args:
-            key_states: (B, H, Q, D), new keys.
-            value_states: (B, H, Q, E), new values.
-        """
-        self.keys, self.values, self.is_initialized = key_states, value_states, True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store the keys and values of the prompt, and return them.
@@ -110,32 +99,13 @@ class PromptLayer(CacheLayerMixin):
         self.keys, self.values, self.is_initialized = key_states, value_states, True
         return key_states, value_states
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of keys and the first position, for masks.
-
-        Args:
-            query_length: The number of queries.
-
-        Returns:
-            The two numbers.
-        """
-        return query_length, 0
-
     def get_seq_length(self) -> int:
-        """Return 0, the number of positions before the prompt.
+        """Return 0, the number of positions before the prompt, also after `update`.
 
         Returns:
             0.
         """
         return 0
-
-    def get_max_length(self) -> int:
-        """Return -1: the prompt may have any length.
-
-        Returns:
-            -1.
-        """
-        return -1
 
 
 class _GuardedRows:
@@ -155,7 +125,9 @@ class _GuardedRows:
 class RowsLayer(CacheLayerMixin):
     """Layer of a cache that stores the keys and values of some positions on each rank.
 
-    A layer with a window stores those that later queries attend to, the last `window - 1`: the rank's are every n-th.
+    Of a prompt each rank stores the rows that it has computed. New positions, and all of a layer with a window, go to
+    the n ranks in turn: position p to rank p % n. A layer with a window stores the positions that later queries attend
+    to, the last `window - 1`.
     """
 
     is_croppable = True

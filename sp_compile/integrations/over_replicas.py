@@ -69,26 +69,16 @@ def gather_over_replicas(data: Any, group: dist.ProcessGroup, as_objects: bool =
         RuntimeError: A collective fails.
     """
     ranks, tensors = ranks_of(group), None if as_objects else collect_tensors(data)
-    # Exchange the kind of the data: "values" (sent with it, as JSON), "objects", or the dtypes and shapes of tensors.
-    is_json = not tensors and _is_json(data)
-    if is_json:
-        own_kind = "values"
-    elif tensors is None:
-        own_kind = "objects"
-    else:
-        own_kind = "tensors " + ", ".join(f"{x.dtype} {[*x.shape]}" for x in tensors)
-    message = own_kind, data if is_json else None
-    messages = all_gather_object(ranks, GATHER_METHODS.verb, GATHER_METHODS.subject, message)
-    kinds = [kind for kind, _ in messages]
-    if {*kinds} == {"values"}:
-        return [x for _, values in messages for x in values]
-    if len({*kinds}) > 1 and not {*kinds} <= {"values", "objects"}:  # values and objects are gathered as objects
+    # Exchange the kind of the data: "values" of any type, or the dtypes and shapes of tensors.
+    own_kind = "tensors " + ", ".join(f"{x.dtype} {[*x.shape]}" for x in tensors) if tensors else "values"
+    kinds = all_gather_object(ranks, GATHER_METHODS.verb, GATHER_METHODS.subject, own_kind)
+    if len({*kinds}) > 1:
         raise SpError(
             "SP829", format_mismatch("gather_for_metrics: the replicas pass values of different types or shapes", kinds)
         )
     channel, start = channel_of(ranks), time.monotonic()
     try:
-        if tensors is not None and "objects" not in kinds:
+        if tensors:
             return recursively_apply(lambda x: _all_gather(x, group), data, error_on_other_type=True)
         by_rank: list[Any] = [None] * ranks.n
         dist.all_gather_object(by_rank, data, group)
@@ -122,12 +112,3 @@ def collect_tensors(data: Any) -> list[torch.Tensor] | None:
     except TypeError:
         return None
     return tensors
-
-
-def _is_json(data: Any) -> bool:
-    """Return True if JSON preserves the value and its types, so that it is sent in a message."""
-    if type(data) in (list, tuple):
-        return all(map(_is_json, data))
-    if type(data) is dict:
-        return all(_is_json(key) and _is_json(value) for key, value in data.items())
-    return data is None or type(data) in (bool, int, float, str)

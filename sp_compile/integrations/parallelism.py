@@ -29,15 +29,6 @@ class AxisSizes(NamedTuple):
     shard: int  # ranks with other shards of the weights, and other batches
     sequence: int  # ranks that share sequences; with FSDP they have other shards of the weights
 
-    @property
-    def batches(self) -> int:
-        """Return the number of different batches of a step.
-
-        Returns:
-            The product of the sizes except that of a sequence.
-        """
-        return self.replicate * self.shard
-
 
 def config_of_environment() -> ParallelismConfig | None:
     """Return the sizes of the config file or the options of `accelerate launch`.

@@ -75,14 +75,13 @@ def shard_cache(model: nn.Module, mesh: DeviceMesh | None = None, **options: Any
     for name in ("inputs", "outputs"):
         given = options.get(name)
         if LOCAL in (given.values() if isinstance(given, Mapping) else [given]):
-            raise SpError("SP845", f"{name}: expected prompts and results of all positions on every rank, got {given!r}.")
+            raise SpError(
+                "SP845", f"{name}: expected prompts and results of all positions on every rank, got {given!r}."
+            )
     options = {"mesh": mesh, "outputs": "lazy", **options}
     ranks = SPConfig.of(options).ranks()
-    if not ranks.has_other_processes:
-        yield model
-        return
-    generating = _find_generating(model)
-    if generating in _sharing_models:  # a context in another one
+    generating = _find_generating(model) if ranks.has_other_processes else None
+    if generating is None or generating in _sharing_models:  # a single rank, or a context in another one
         yield model
         return
     sharing = CacheSharing(generating, ranks, options)
@@ -108,7 +107,8 @@ def _find_generating(model: nn.Module) -> Any:
     found: Any = next((module for module in model.modules() if isinstance(module, GenerationMixin)), None)
     name = type(model if found is None else found).__name__
     if found is None:
-        raise SpError("SP841", f"model: expected a model of transformers with generate(), got {name}.")
+        fix = "Pass a model with generate(), such as AutoModelForCausalLM.from_pretrained(...)."
+        raise SpError("SP841", f"model: expected a model of transformers with generate(), got {name}.", fix)
     if found.config.is_encoder_decoder:
         raise SpError("SP841", f"model: expected a decoder, got {name}, whose cross attention has a cache of its own.")
     if not has_attention_interface(found):
@@ -175,14 +175,15 @@ class CacheSharing:
             The function, with the arguments of the forward.
         """
         signature = inspect.signature(forward)
-        others = next((p.name for p in signature.parameters.values() if p.kind == p.VAR_KEYWORD), "")
+        # The name of the parameter **kwargs of the forward; "" if it has none.
+        kwargs_name = next((p.name for p in signature.parameters.values() if p.kind == p.VAR_KEYWORD), "")
 
         @torch.compiler.disable
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
             """Return the model's result; without a cache, as in `generate(use_cache=False)`, it runs as it is."""
             arguments = dict(signature.bind_partial(*args, **kwargs).arguments)
-            arguments |= arguments.pop(others, {})
+            arguments |= arguments.pop(kwargs_name, {})
             name = next((name for name in CACHE_NAMES if arguments.get(name) is not None), None)
             return forward(*args, **kwargs) if name is None else self._run(forward, arguments, name)
 
@@ -231,7 +232,7 @@ class CacheSharing:
         """Run a step of one token with a cache of its own, so that unsupported attention raises before any work."""
         cache = self._new_cache()
         cache.layers = self._rows_layers(cache)
-        name = TOKEN_NAMES[tokens.is_floating_point()]
+        name = TOKEN_NAMES[tokens.is_floating_point()]  # the second one for embeddings
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             self._step(forward, {name: tokens[:1, :1], cache_name: cache, "use_cache": True})
         _tried.add(self.model)

@@ -6,7 +6,8 @@
     optimizer = torch.optim.AdamW(model.parameters())
     loss = model(input_ids=ids, labels=ids).loss          # ids from a loader with sp_compile.data.SequenceSampler
 
-`compile_under_fsdp` compiles a model to which `fully_shard` was applied by other code.
+`compile_under_fsdp` compiles a model to which `fully_shard` was applied by other code. A unit is a module to which
+`fully_shard` is applied: FSDP gathers its weights before it runs.
 """
 
 from __future__ import annotations
@@ -158,8 +159,8 @@ def _shard_weights(model: nn.Module, names: list[str], arguments: Mapping[str, A
         if unit not in shared:
             fully_shard(unit, **arguments)
     fully_shard(model, **arguments)
-    left = [name for name, unit in zip(names, units[-len(names) :]) if unit in shared]
-    if left and process_rank() <= 0:
+    left = [name for name in names if model.get_submodule(name) in shared]
+    if left and process_rank() == 0:
         log.warning(SHARED_WEIGHTS, len(left), len(names), type(model).__name__, left[0])
 
 
@@ -186,8 +187,8 @@ def _device_to_train_on(model: nn.Module) -> str:
 def _disable_cache(model: nn.Module) -> None:
     """Set `use_cache = False` in the configurations of a model of transformers: a cache has a state in each layer."""
     for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None and getattr(config, "use_cache", False):
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):
             config.use_cache = False
 
 

@@ -5,8 +5,7 @@ A model with many equal layers is lowered with a few of them (`few_layers.py`), 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable
 from typing import Any, Unpack
 
 import torch
@@ -14,14 +13,12 @@ import torch
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.options import ReportOptions
 from sp_compile.lowering.base.progress import show_progress
-from sp_compile.passes.capture.user_program import CapturedGraphs
 from sp_compile.passes.context import Note, NoteKind
-from sp_compile.passes.cost.decision import Decision
 from sp_compile.passes.cost.few_layers import FewLayers, LayerList
 from sp_compile.passes.cost.weight_memory import ModelBytes, state_per_weight
 from sp_compile.passes.report import Report
 
-from .dry_run import DryRun, DryRunConfigs, DryRunResult
+from .dry_run import DryRun, DryRunResult
 
 MIN_SKIPPED_LAYERS = 8  # minimum number of omitted layers for which a few layers of a model are lowered instead of all
 
@@ -74,68 +71,9 @@ def explain(
     run.per_weight = state_per_weight(optimizer) if memory else None
     is_on_meta = isinstance(model, torch.nn.Module) and any(p.is_meta for p in model.parameters())
     with show_progress("explain"):
-        (result,) = _run_layers(run, similar_layers(model) if memory and is_on_meta else None)
+        (result,) = run_layers(run, similar_layers(model) if memory and is_on_meta else None)
     result.report.show_passes = passes
     return result.report
-
-
-def explain_configs(
-    model: Callable[..., Any],
-    args: Sequence[Any],
-    configs: DryRunConfigs,
-    per_weight: float,
-    layers: LayerList | None,
-    captured: CapturedGraphs | None = None,
-) -> list[DryRunResult]:
-    """Run `explain(memory=True)` in several configurations, for a plan. The model is traced once.
-
-    Args:
-        model: The model.
-        args: Its arguments.
-        configs: The configurations.
-        per_weight: Bytes of the optimizer's state for a byte of parameters.
-        layers: Layers of which a few represent all, from `similar_layers`; None to lower all layers.
-        captured: The graphs of earlier dry runs of the model, which are not traced again; new ones are added.
-
-    Returns:
-        A result for each configuration; its `problem` is the reason if it is not possible.
-
-    Raises:
-        SpError: No configuration is possible.
-    """
-    options: dict[str, Any] = {"per_weight": per_weight, "keeps_steps": True, "captured": captured}
-    run = DryRun("plan", model, args, configs, DRY_RUN_OPTIONS, **options)
-    return _run_layers(run, layers)
-
-
-def find_attentions(
-    model: Callable[..., Any],
-    args: Sequence[Any],
-    config: tuple[int, Mapping[str, Any]],
-    layers: LayerList | None,
-    captured: CapturedGraphs | None = None,
-) -> list[Decision]:
-    """Return the attentions of a model, from whose shapes a plan derives the strategies to examine.
-
-    Args:
-        model: The model.
-        args: Its arguments.
-        config: The number of ranks and the options.
-        layers: As for `explain_configs`.
-        captured: As for `explain_configs`.
-
-    Returns:
-        A decision for the attentions of each shape, with their number.
-
-    Raises:
-        SpError: The backend would raise.
-    """
-    run = DryRun("plan", model, args, [config], DRY_RUN_OPTIONS, captured=captured)
-    if layers is not None:
-        run.repeats = FewLayers(layers.order, ModelBytes.of(model))
-    with layers.only(layers.reduced_positions) if layers is not None else nullcontext():
-        (result,) = run.run()
-    return result.report.attention
 
 
 def similar_layers(model: Any) -> LayerList | None:
@@ -152,10 +90,8 @@ def similar_layers(model: Any) -> LayerList | None:
     return layers if num_skipped >= MIN_SKIPPED_LAYERS else None
 
 
-def _run_layers(run: DryRun, layers: LayerList | None) -> list[DryRunResult]:
-    """Run a dry run that predicts memory with a few of the model's layers, and extend its reports to all layers.
-
-    If the traced graphs do not name all of these layers, their part cannot be repeated, so all layers are lowered.
+def run_few_layers(run: DryRun, layers: LayerList | None) -> list[DryRunResult]:
+    """Run a dry run with a few of the model's layers; its reports have only these.
 
     Args:
         run: The dry run.
@@ -166,16 +102,33 @@ def _run_layers(run: DryRun, layers: LayerList | None) -> list[DryRunResult]:
     """
     if layers is None:
         return run.run()
-    repeats = FewLayers(layers.order, ModelBytes.of(run.model))  # `repeats.times`: layers that each one represents
-    run.repeats = repeats
+    run.repeats = FewLayers(layers.order, ModelBytes.of(run.model))
     with layers.only(layers.reduced_positions):
-        results = run.run()
+        return run.run()
+
+
+def run_layers(run: DryRun, layers: LayerList | None) -> list[DryRunResult]:
+    """Run a dry run that predicts memory with a few of the model's layers, and extend its reports to all layers.
+
+    If the traced graphs do not name all of these layers, their part cannot be repeated, so all layers are lowered.
+
+    Args:
+        run: The dry run.
+        layers: As for `run_few_layers`.
+
+    Returns:
+        A result for each configuration.
+    """
+    results, repeats = run_few_layers(run, layers), run.repeats
+    if layers is None or repeats is None:
+        return results
     num_lowered, num_kinds = len(layers.reduced_positions), max(layers.kinds) + 1
     text = f"{num_lowered} layers were lowered, and represent {len(layers.kinds)} of {num_kinds} kind"
     text += "s" if num_kinds > 1 else ""
     for report in (result.report for result in results if result.problem is None):
         assert report.step is not None
         traced_layers = {moment.layer for graph in report.step.graphs for moment in graph.forward.moments}
+        # `times` is the number of layers that each lowered one represents, by its path.
         if not repeats.times.keys() <= traced_layers:
             run.repeats, run.results = None, []
             return run.run()

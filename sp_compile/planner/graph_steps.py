@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch.fx import GraphModule
-
 from sp_compile.lowering.base.options import SPConfig
 from sp_compile.lowering.torch_compat import memory_budget, partition_joint_graph
 from sp_compile.passes.context import PassContext
@@ -40,12 +38,20 @@ def graph_step(lowered: RankProgram, options: SPConfig, offloads: bool) -> Graph
         The step as the options offload it. With `offloads`, the step with nothing on the host, and as its `hosted` that
         with all offloadable values there.
     """
-    if offloads:  # offload all values, but between the two walks below; the partition runs the other passes
+    # `requested` are all passes over the two graphs, `passes` those that the partition runs. With `offloads` these omit
+    # the offload of all values, which is run between two walks of the graphs.
+    if offloads:
         requested = lowered.partitioned_passes(replace(options, offload=1.0))
         passes = requested and PartitionedPasses(replace(requested.job, options=replace(options, offload="never")))
     else:
         requested = passes = lowered.partitioned_passes(options)
-    forward, backward = _partition_graph(lowered, options.uses_inductor, passes)
+    # Partition a copy into forward and backward, as the compiler of the program does.
+    local = copy_graph(lowered.graph)
+    fuse_on_meta(local)  # attention as the kernels that a GPU runs
+    joint = lowered.joint if lowered.options.has_joint_passes else None
+    with memory_budget(lowered.options.activation_memory_budget), apply_checkpoint_policies(local):
+        forward, backward = partition_joint_graph(local, lowered.inputs, joint, options.uses_inductor, passes)
+    lowered.report.merge(lowered.joint.report)
 
     def walk_graphs() -> GraphStep:
         """Return the memory of both graphs as they are: before or after offloading."""
@@ -88,30 +94,11 @@ def unroll_step(
     weights, is_sharded = repeats.weights, options.state == "sharded"
 
     def fits(graph_step: GraphStep) -> bool:
-        """Return True if the values of a step and the model's state fit in the memory of the device."""
+        """Return True if the values of a step and the model's state fit in the memory of the device.
+
+        As in `OffloadValues`, the state of the optimizer counts only if it is sharded; else it is unknown.
+        """
         memory = StepMemory(weights, ADAMW_STATE if is_sharded else 0.0, [graph_step])
         return (memory.fsdp(n) if is_sharded else memory.peak) <= machine.memory
 
     return unroll.step(unroll.min_offload(fits) if options.offload == "auto" else unroll.share(float(options.offload)))
-
-
-def _partition_graph(
-    lowered: RankProgram, fused: bool, passes: PartitionedPasses | None
-) -> tuple[GraphModule, GraphModule | None]:
-    """Return the forward and the backward graph of a program, partitioned as its compiler does; None without gradients.
-
-    The program itself is not changed, and the report of the passes over its joint graph is merged into that of the
-    program.
-
-    Args:
-        lowered: The program of one rank.
-        fused: True if Inductor, which fuses kernels, would compile the graphs.
-        passes: Passes over the two graphs; None for none.
-    """
-    local, options = copy_graph(lowered.graph), lowered.options
-    fuse_on_meta(local)  # attention as the kernels that a GPU runs
-    joint = lowered.joint if options.has_joint_passes else None
-    with memory_budget(options.activation_memory_budget), apply_checkpoint_policies(local):
-        graphs = partition_joint_graph(local, lowered.inputs, joint, fused, passes)
-    lowered.report.merge(lowered.joint.report)
-    return graphs

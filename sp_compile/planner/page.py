@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jinja2
@@ -20,6 +21,7 @@ import jinja2
 from sp_compile.passes.cost.step_memory import format_bytes
 
 from .byte_sizes import SizeUnit
+from .plan import COLUMNS
 from .ranges import format_byte_range, format_range
 
 CHART_WIDTH, CHART_HEIGHT = 960, 220  # size of the memory chart in pixels
@@ -103,12 +105,11 @@ def _plan_values(plan: Mapping[str, Any]) -> dict[str, Any]:
             fastest.setdefault(variants[i]["ranks"], i)
     rows, marks = [], []
     for i, variant in enumerate(variants):
-        row = [variant["ranks"], variant["attention"], variant["layout"]]
-        row += ["each layer" if variant["checkpoint"] else "as written"]
-        row += [f"auto: {variant['most_tiles'] or 'none'}" if variant["tiles"] == "auto" else variant["tiles"]]
-        row += [f"{variant['offload']:.0%}: {unit(variant['host_bytes'])}" if variant["offload"] else "never"]
+        cells = {heading: show(SimpleNamespace(**variant)) for heading, show in COLUMNS.items()}  # as in `str(plan)`
+        if variant["offload"]:
+            cells["offload"] += f": {unit(variant['host_bytes'])}"
         memory = format_byte_range(variant["memory_bytes_range"], unit)
-        row += [variant["state"], f"{'' if variant['measured'] else '~'}{memory}", variant["phase"]]
+        row = [*cells.values(), f"{'' if variant['measured'] else '~'}{memory}", variant["phase"]]
         row += [format_range(variant[f"{name}_range"]) for name in ("seconds", "tokens_per_second")]
         rows.append(row)
         if i in fastest.values():

@@ -30,8 +30,9 @@ from sp_compile.passes.cost.weight_memory import ModelBytes, state_per_weight
 
 from .byte_sizes import SizeUnit, parse_bytes, parse_unit
 from .dry_run import split_kwargs
-from .planned_steps import OFFLOAD_SHARES, PlanConfig, PlannedStep, StepPlanner, merge_options
+from .planned_steps import OFFLOAD_SHARES, PlannedStep, StepPlanner
 from .ranges import Ranges, format_byte_range, format_range
+from .variants import PlanConfig, Variant
 
 # number of tiles of token-wise work that is tried if "auto", the number that the memory requires, is not enough
 TILE_COUNTS = 16
@@ -41,71 +42,6 @@ EQUAL_RATIO = 1.01  # ratio of seconds up to which two variants count as equally
 MAX_PLAN_ROWS = 8  # maximum rows of the table for each number of ranks
 # options that `plan` rejects, and the reasons
 REFUSED_PROGRAM = dict.fromkeys(("mesh", "mesh_dim"), "compares numbers of ranks and does not support a mesh")
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One configuration of a training step."""
-
-    ranks: int  # number of ranks that share the sequence
-    attention: str  # the strategy of attention
-    layout: str  # the layout of the sequence
-    checkpoint: bool  # True if each layer is recomputed in the backward
-    tiles: int | str  # number of tiles; "auto" for the number that the memory requires, "never" for none
-    offload: float  # the share of saved values on the host
-    host: float  # bytes of these values, for each rank
-    state: str  # "sharded" over the ranks by FSDP, or "on every rank"
-    memory: float  # bytes of a rank at the peak
-    phase: str  # the phase of the peak
-    kept: float  # bytes that the forward saves for the backward, on the device and the host
-    seconds: float  # seconds of a step
-    tokens: int  # tokens of the sequence
-    fits: bool  # True if the memory is sufficient
-    is_measured: bool = True  # True if predicted with exactly these options; False if estimated from others
-    most_tiles: int = 0  # the largest number of tiles of a region
-    user_options: Mapping[str, Any] = field(default_factory=dict)  # the options passed to `plan`
-
-    @property
-    def config(self) -> PlanConfig:
-        """Return the configuration of the dry run.
-
-        Returns:
-            The number of ranks and the options that vary between dry runs.
-        """
-        return PlanConfig(
-            self.ranks, self.attention, self.layout, self.checkpoint, self.tiles, self.state, self.offload
-        )
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Return the options of `torch.compile(model, backend="sp", options=...)`.
-
-        FSDP and checkpoints are not options: the program applies them.
-
-        Returns:
-            The options passed to `plan`, with those of this variant added or replaced.
-        """
-        return merge_options(self.user_options, self.config.options)
-
-    @property
-    def required_changes(self) -> str:
-        """Return the changes that the program needs in addition to the options.
-
-        Returns:
-            The checkpoints and FSDP of this variant as text; "" if there are none.
-        """
-        checkpoint = "torch.utils.checkpoint around each layer" if self.checkpoint else ""
-        shard = f"fully_shard over the {self.ranks} ranks" if self.state == "sharded" else ""
-        return " and ".join(filter(None, [checkpoint, shard]))
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Return the tokens per second of all ranks together.
-
-        Returns:
-            Tokens per second; 0 if the duration of a step is not known.
-        """
-        return self.tokens / self.seconds if self.seconds else 0.0
 
 
 @dataclass
@@ -193,8 +129,8 @@ def _time_key(row: Variant) -> tuple[float, float]:
 
 
 ESTIMATED = "~: estimated from the program with another attention or other shards of the state"
-# columns of the table of a plan before the memory: heading -> text of the cell of a variant
-COLUMNS: dict[str, Callable[[Variant], Any]] = {
+# columns of the table of a plan before the memory: heading -> text of the cell of a `Variant`, or of one from JSON
+COLUMNS: dict[str, Callable[[Any], Any]] = {
     "ranks": lambda r: r.ranks,
     "attention": lambda r: r.attention,
     "layout": lambda r: r.layout,
@@ -343,7 +279,7 @@ def _plan_first(planner: StepPlanner, result: StepPlan, all_ranks: Sequence[int]
             num_tiles[step.config.ranks] = step.max_tiles
             result.notes += [note for note in _graph_breaks(step) if note not in result.notes]
             for attention in choices[step.config.ranks]:
-                result.rows += [_make_variant(planner, **row) for row in planner.plan_rows(step, attention)]
+                result.rows += planner.plan_rows(step, attention)
         # A number of ranks may be settled by an estimate, which may be wrong: examine it before the next attempt.
         _refine_best(planner, result, [n for n in unsettled if _is_settled(result, n)], near=False)
         return steps
@@ -385,14 +321,6 @@ NOT_CALLED = (
     "no checkpoints were tried: the entries of the model's lists of blocks are not called as modules; call "
     "torch.utils.checkpoint in the model and plan again"
 )
-
-
-def _make_variant(planner: StepPlanner, config: PlanConfig, **predicted: Any) -> Variant:
-    """Return the variant of a configuration; the arguments are the result of `StepPlanner.plan_row`."""
-    return Variant(
-        config.ranks, config.attention, config.layout, config.checkpoint, config.tiles, config.offload,
-        state=config.state, tokens=planner.tokens, user_options=planner.options, **predicted,
-    )  # fmt: skip
 
 
 def _refine_best(planner: StepPlanner, result: StepPlan, all_ranks: Sequence[int], near: bool = True) -> None:
@@ -438,14 +366,14 @@ def _update_rows(planner: StepPlanner, result: StepPlan, rows: Sequence[Variant]
         if step is None:  # the configuration is not possible
             continue
         attention = next(choice for choice in planner.attention_choices(row.ranks) if choice.key == row.config.key)
-        variant = _make_variant(planner, **planner.plan_row(step, attention, row.state, row.offload))
+        variant = planner.plan_row(step, attention, row.state, row.offload)
         result.rows.append(variant)
         if not row.offload:
             continue
         if planner.shares and step.covers_any_share:
             with_least_share = planner.min_offload(step, attention, row.state)
-            if with_least_share and with_least_share["config"] != row.config:
-                result.rows.append(_make_variant(planner, **with_least_share))
+            if with_least_share and with_least_share.config != row.config:
+                result.rows.append(with_least_share)
         elif adds_estimates:
             estimate = _estimate_share(planner, result, variant)
             result.rows += [] if estimate is None else [estimate]

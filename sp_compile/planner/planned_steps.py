@@ -46,43 +46,15 @@ from sp_compile.passes.cost.step_memory import StepMemory
 from sp_compile.passes.cost.weight_memory import ModelBytes
 from sp_compile.passes.graph.sizes import assume_large
 
-from .dry_run import DryRunResult
-from .explain import explain_configs, find_attentions, similar_layers
+from .dry_run import DryRun, DryRunConfigs, DryRunResult
+from .explain import DRY_RUN_OPTIONS, run_few_layers, run_layers, similar_layers
 from .step_peaks import REPLICATED_STATE, SHARDED_STATE, STATES, StepPeaks
+from .variants import PlanConfig, Variant, merge_options
 
 OFFLOAD_SHARES = tuple(i / 20 for i in range(1, 21))  # shares of saved values that may go to the host
 SAMPLE_RANKS = 2  # number of ranks of the dry run that finds the attentions of a model
 AUTO = "auto", "auto"  # key of the attention of a model without attention, or on one rank
 GC_THRESHOLD = 50_000  # new objects after which the garbage collector runs
-
-
-@dataclass(frozen=True)
-class PlanConfig:
-    """The number of ranks and the options of one dry run, besides those that are equal in all dry runs of a plan."""
-
-    ranks: int  # number of ranks
-    attention: str  # the strategy of attention, as in `SPConfig`
-    layout: str  # the layout of the sequence, as in `SPConfig`
-    checkpoint: bool  # True if each layer is recomputed in the backward
-    tiles: int | str  # as in `SPConfig`
-    state: str  # one of `STATES`
-    offload: float = 0.0  # the share of saved values on the host
-
-    @property
-    def key(self) -> tuple[str, str]:
-        """Return the strategy and the layout of its attention, the key of an `AttentionChoice`."""
-        return self.attention, self.layout
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Return the options of the backend with which a dry run lowers the model."""
-        options: dict[str, Any] = {"attention": self.attention, "layout": self.layout, "tiles": self.tiles}
-        options["param_grads"] = "partial" if self.state == SHARDED_STATE else "reduce"  # FSDP reduces partial ones
-        if self.state == SHARDED_STATE:
-            options["state"] = "sharded"
-        if self.offload:
-            options["offload"] = self.offload
-        return options
 
 
 @dataclass(frozen=True)
@@ -139,15 +111,14 @@ class PlannedStep:
         """Return True if the backward recomputes attention."""
         return bool(self.dry_run.report.find_notes(NoteKind.RECOMPUTED))
 
+    @property
+    def attention(self) -> AttentionChoice:
+        """Return the attention of the dry run."""
+        return AttentionChoice(self.config.key, [(d.chosen, d.nodes) for d in self.dry_run.report.attention])
+
     def actual_attention(self, choice: AttentionChoice) -> AttentionChoice:
         """Return the choice with the candidates of the dry run if it ran with this choice, else the choice itself."""
-        lowered = [(decision.chosen, decision.nodes) for decision in self.dry_run.report.attention]
-        return AttentionChoice(self.config.key, lowered) if lowered and choice.key == self.config.key else choice
-
-    @property
-    def attention_bytes(self) -> float:
-        """Return the bytes of the largest attention of the step, which another choice replaces."""
-        return max((d.chosen.memory for d in self.dry_run.report.attention), default=0.0)
+        return self.attention if self.attention.candidates and choice.key == self.config.key else choice
 
     def peak_memory(self, share: float) -> StepPeaks:
         """Return the peaks with this share on the host."""
@@ -219,7 +190,7 @@ class StepPlanner:
     kwargs: Mapping[str, Any]  # keyword arguments of the model
     machine: Machine  # constants of a device; its memory is the limit
     options: Mapping[str, Any]  # options of all variants
-    shares: Sequence[float]  # the shares of saved values that may go to the host, from 0
+    shares: Sequence[float]  # the shares of saved values that may go to the host, in ascending order
     per_weight: float  # bytes of optimizer state for a byte of parameters
     tokens: int  # tokens of a step
     blocks: Sequence[nn.Module]  # modules to checkpoint
@@ -260,10 +231,9 @@ class StepPlanner:
             if not requested:
                 continue
             configs_to_run = [(config.ranks, self._dry_run_options(**config.options)) for config in requested]
-            captured = self._captured[checkpoint]
             try:
                 with checkpoint_layers(self.blocks if checkpoint else []), _reduce_gc():
-                    dry_runs = explain_configs(self.model, self.args, configs_to_run, self.per_weight, layers, captured)
+                    dry_runs = run_layers(self._dry_run(configs_to_run, checkpoint, self.per_weight), layers)
             except SpError as error:  # none of `requested` is possible
                 is_first_call = not self._steps and requested == list(configs)
                 if is_first_call:
@@ -276,6 +246,16 @@ class StepPlanner:
                 else:
                     self._problems[config.ranks] = str(dry_run.problem)
         return [self._steps[config] for config in configs if config in self._steps]
+
+    def _dry_run(self, configs: DryRunConfigs, checkpoint: bool, per_weight: float | None) -> DryRun:
+        """Return a dry run of the model in these configurations, which predicts memory unless `per_weight` is None.
+
+        The graphs of earlier dry runs with or without checkpoints are not traced again.
+        """
+        captured, predicts = self._captured[checkpoint], per_weight is not None
+        return DryRun(
+            "plan", self.model, self.args, configs, DRY_RUN_OPTIONS, per_weight, keeps_steps=predicts, captured=captured
+        )
 
     def _dry_run_options(self, **options: Any) -> dict[str, Any]:
         """Return the options and keyword arguments of a dry run: the user's, with `options` added or replaced."""
@@ -290,11 +270,11 @@ class StepPlanner:
         strategy = next(strategy.name for strategy in attention_strategies() if strategy.always)
         cost = {**self.options["cost"], "memory": 1e18}  # so much that every attention fits
         config = SAMPLE_RANKS, self._dry_run_options(attention=strategy, layout="auto", cost=cost)
-        layers = similar_layers(self.model)
         with _reduce_gc():
-            decisions = find_attentions(self.model, self.args, config, layers, self._captured[False])
+            run = self._dry_run([config], checkpoint=False, per_weight=None)
+            (result,) = run_few_layers(run, similar_layers(self.model))
         count: dict[AttentionShape, float] = {}
-        for decision in decisions:
+        for decision in result.report.attention:
             shape = decision.shape
             if not shape.order.is_balanced:  # in a balanced order the program permutes its rows itself
                 shape = replace(shape, order=CONTIGUOUS)
@@ -362,47 +342,44 @@ class StepPlanner:
         requested_text = " and ".join(f"{name}={value!r}" for name, value in requested.items())
         return f"{requested_text} is not possible ({'; '.join(sorted(reasons)) or 'no candidate'}); omit it"
 
-    def plan_rows(self, step: PlannedStep, choice: AttentionChoice) -> Iterator[dict[str, Any]]:
-        """Yield the fields of the `Variant`s of a choice, with each placement of the state.
+    def plan_rows(self, step: PlannedStep, choice: AttentionChoice) -> Iterator[Variant]:
+        """Yield the variants of a choice, with each placement of the state.
 
-        If one does not fit, also yield those with the least sufficient share on the host.
+        If one does not fit, also yield that with the least sufficient share on the host.
         """
         for state in self.states(step.config.ranks):
             row = self.plan_row(step, choice, state, self.offload)
             yield row
-            if not row["fits"] and step.dry_run.steps:
+            if not row.fits and step.dry_run.steps:
                 with_least_share = self.min_offload(step, choice, state)
                 if with_least_share is not None:
                     yield with_least_share
 
-    def min_offload(self, step: PlannedStep, choice: AttentionChoice, state: str) -> dict[str, Any] | None:
-        """Return the fields of the variant with the least share on the host that fits.
+    def min_offload(self, step: PlannedStep, choice: AttentionChoice, state: str) -> Variant | None:
+        """Return the variant with the least share on the host that fits.
 
-        If none fits, return those with the largest share for which the host has memory; None if it has too little.
+        If none fits, return that with the largest share for which the host has memory; None if it has too little.
         """
         # Host memory increases with the share, and device memory decreases, so both limits are found by bisection.
         num_shares = bisect_right(self.shares, self.host, key=lambda share: step.peak_memory(share).host)
         if num_shares == 0:
             return None
         shares = self.shares[: num_shares - 1]  # the last one is returned if none of these fits
-        first = bisect_left(shares, True, key=lambda share: self.plan_row(step, choice, state, share)["fits"])
+        first = bisect_left(shares, True, key=lambda share: self.plan_row(step, choice, state, share).fits)
         return self.plan_row(step, choice, state, self.shares[first])
 
-    def plan_row(self, step: PlannedStep, choice: AttentionChoice, state: str, share: float) -> dict[str, Any]:
-        """Return the fields of the `Variant` with these options, predicted from a step with similar ones.
+    def plan_row(self, step: PlannedStep, choice: AttentionChoice, state: str, share: float) -> Variant:
+        """Return the variant with these options, predicted from a step with similar ones.
 
         Args:
             step: A step on the same number of ranks, with the same checkpoints and tiles.
             choice: The attention.
             state: The placement of the state, one of `STATES`.
             share: The share of saved values on the host.
-
-        Returns:
-            The arguments of `_make_variant`.
         """
         peaks, n, machine, weights = step.peak_memory(share), step.config.ranks, self.machine, self.weights
         has_attention = choice.key == step.config.key
-        memory, phase = peaks.memory(state, n, 0.0 if has_attention else choice.memory - step.attention_bytes)
+        memory, phase = peaks.memory(state, n, 0.0 if has_attention else choice.memory - step.attention.memory)
         seconds = step.seconds(step.actual_attention(choice), machine)
         shards = n if state == SHARDED_STATE else 1
         if shards > 1:  # FSDP gathers weights in forward and backward, and overlaps its exchanges with the step
@@ -414,17 +391,20 @@ class StepPlanner:
         # The optimizer reads and writes parameters, gradients and its state.
         optimizer_bytes = weights.parameters + weights.trainable + self.per_weight * weights.trainable
         seconds += machine.copy(2 * optimizer_bytes / shards)
-        return {
-            "config": replace(step.config, attention=choice.key[0], layout=choice.key[1], state=state, offload=share),
-            "host": peaks.host,
-            "memory": memory,
-            "phase": phase,
-            "kept": step.saved_bytes,
-            "seconds": machine.together(seconds, 2 * copy_seconds(peaks.host, machine)),
-            "fits": memory <= machine.memory and peaks.host <= self.host,
-            "is_measured": step.is_exact(choice, state, share),
-            "most_tiles": step.max_tiles,
-        }
+        config = replace(step.config, attention=choice.key[0], layout=choice.key[1], state=state, offload=share)
+        return Variant(
+            **vars(config),
+            host=peaks.host,
+            memory=memory,
+            phase=phase,
+            kept=step.saved_bytes,
+            seconds=machine.together(seconds, 2 * copy_seconds(peaks.host, machine)),
+            tokens=self.tokens,
+            fits=memory <= machine.memory and peaks.host <= self.host,
+            is_measured=step.is_exact(choice, state, share),
+            most_tiles=step.max_tiles,
+            user_options=self.options,
+        )
 
     def largest_value(self, config: PlanConfig) -> str:
         """Return the user's line of the largest value at the peak, from the most similar examined step."""
@@ -445,17 +425,6 @@ class StepPlanner:
 
 
 PLAN_OPTIONS = "attention", "layout"  # options that a plan varies for each number of ranks
-
-
-def merge_options(user_options: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a variant merged with those that the user passed to the plan.
-
-    The variant's replace the user's, except `param_grads`, which a variant only derives from the state.
-    """
-    merged = {**user_options, **options}
-    if "param_grads" in user_options:
-        merged["param_grads"] = user_options["param_grads"]
-    return merged
 
 
 @contextmanager

@@ -48,7 +48,8 @@ from sp_compile.passes.cost.step_memory import StepMemory, StepMoment
 from sp_compile.passes.graph.sizes import assume_large
 from sp_compile.passes.report import Report
 
-from .plan import StepPlan, Variant
+from .plan import StepPlan
+from .variants import Variant
 
 VERSION = 1
 MAX_ALIVE_VALUES = 20

@@ -46,14 +46,6 @@ class _RepeatedLayer:
     gradients: int = 0  # bytes of its gradients
 
 
-@dataclass(frozen=True)
-class _WalkRange:
-    """The moments of a walk in one layer, before all layers, or after them, by index."""
-
-    begin: int  # first moment
-    end: int  # moment after the last one
-
-
 @dataclass
 class _Unrolled(LivenessWalk):
     """The walk of a graph with all layers, in which moments of the program are repeated."""
@@ -62,23 +54,6 @@ class _Unrolled(LivenessWalk):
     sources: list[int] = field(default_factory=list)  # for each moment its index in `walk`
     # for each moment a function that returns the values that are alive in addition to those of `walk`
     extra_values: list[Callable[[], list[LiveValue]]] = field(default_factory=list)
-
-    def append_range(
-        self, moments: _WalkRange, nbytes: int, grads: int, extra_values: Callable[[], list[LiveValue]]
-    ) -> None:
-        """Append the moments of a range of the program's walk.
-
-        Args:
-            moments: The range.
-            nbytes: Bytes of the values of other layers, which are added to those of each moment.
-            grads: The part of these that is gradients of parameters, results of a backward.
-            extra_values: Returns these values.
-        """
-        for source in range(moments.begin, moments.end):
-            moment = self.walk.moments[source]
-            self.moments.append(replace(moment, nbytes=moment.nbytes + nbytes, results=moment.results + grads))
-            self.sources.append(source)
-            self.extra_values.append(extra_values)
 
     def alive(self, moment: int) -> list[LiveValue]:
         """Return the values that are alive at a moment, the largest first."""
@@ -248,7 +223,7 @@ class Unroll:
             count = num_saved_before[position]
             extra_values = partial(_extra_values, saved, count, self.layers[:i], grads, is_backward)
             nbytes = saved_before[position] - program_saved_before[i] + grads
-            for source in range(ranges[path].begin, ranges[path].end):
+            for source in ranges[path]:
                 moment = walk.moments[source]
                 unrolled.moments.append(replace(moment, nbytes=moment.nbytes + nbytes, results=moment.results + grads))
                 unrolled.sources.append(source)
@@ -263,7 +238,6 @@ class Unroll:
         add_range(AFTER_LAYERS, *(first if is_backward else last), 0)
         extra_saved = saved_before[-1] - program_saved_before[-1]
         extra_grads = grads_from[0] - program_grads_from[0]
-        unrolled.start = walk.start + (extra_saved if is_backward else 0)
         unrolled.end = walk.end + (extra_grads if is_backward else extra_saved)
         return unrolled
 
@@ -313,7 +287,7 @@ def _layer_starts(walk: LivenessWalk) -> list[tuple[str, int]]:
     return list(starts.items())
 
 
-def _split_walk(walk: LivenessWalk, paths: Sequence[str]) -> dict[str, _WalkRange]:
+def _split_walk(walk: LivenessWalk, paths: Sequence[str]) -> dict[str, range]:
     """Split a walk into ranges: the moments before all layers, of each layer up to the next one, and after all layers.
 
     Args:
@@ -321,22 +295,21 @@ def _split_walk(walk: LivenessWalk, paths: Sequence[str]) -> dict[str, _WalkRang
         paths: The layers; moments of others are in the range of the layer before them.
 
     Returns:
-        The ranges by path of the layer, and by `BEFORE_LAYERS` and `AFTER_LAYERS`.
+        The indices of the moments, by path of the layer, and by `BEFORE_LAYERS` and `AFTER_LAYERS`.
     """
     starts = [(path, start) for path, start in _layer_starts(walk) if path in paths]
     layers_end = max((i for i, moment in enumerate(walk.moments) if moment.layer), default=-1) + 1
     boundaries = [*(start for _, start in starts), layers_end]
-    layers = {path: _WalkRange(start, end) for (path, start), end in zip(starts, boundaries[1:])}
-    before, after = _WalkRange(0, boundaries[0]), _WalkRange(layers_end, len(walk.moments))
-    return {BEFORE_LAYERS: before, **layers, AFTER_LAYERS: after}
+    layers = {path: range(start, end) for (path, start), end in zip(starts, boundaries[1:])}
+    return {BEFORE_LAYERS: range(boundaries[0]), **layers, AFTER_LAYERS: range(layers_end, len(walk.moments))}
 
 
-def _gradient_bytes(walk: LivenessWalk, moments: _WalkRange) -> int:
-    """Return the bytes of gradients that the moments of one layer in a backward create.
+def _gradient_bytes(walk: LivenessWalk, moments: range) -> int:
+    """Return the bytes of gradients that the moments of one layer in a backward, with these indices, create.
 
     The results of a backward are gradients of parameters; `results` of a moment are the bytes of those so far.
     """
-    if moments.begin >= moments.end:
+    if not moments:
         return 0
-    following = walk.moments[min(moments.end, len(walk.moments) - 1)]
-    return max(0, following.results - walk.moments[moments.begin].results)
+    following = walk.moments[min(moments.stop, len(walk.moments) - 1)]
+    return max(0, following.results - walk.moments[moments.start].results)

@@ -119,7 +119,8 @@ def publish_failure() -> Iterator[None]:
 def make_exchange(ranks: Ranks, operation: Message) -> Callable[[Exception | None, Any], list[Any]]:
     """Return a function that exchanges values, and raises the same SpError on all ranks if one has failed.
 
-    The passes that measure transfers receive it as an argument, since they may not import the runtime.
+    The passes that measure transfers receive it as an argument, since they may not import the runtime. If the value is
+    None on all ranks, only errors are exchanged.
 
     Args:
         ranks: The ranks that run the operation.
@@ -193,7 +194,7 @@ def _first_difference(messages: Sequence[Message]) -> SpError:
         return SpError("SP604", f"the {n} ranks of this group read different sharded tensors:\n{rows}")
 
     cause = f"the {n} ranks of this group are about to run different operations:\n{rows}"
-    # Calls are counted from 1 for each set of weight tensors (`ControlChannel.model`).
+    # Calls are counted from 1 for each set of weight tensors (`ControlChannel.count_call`).
     first_calls = [rank for rank, message in enumerate(messages) if message.number == 1]
     is_same_program = len({(message.verb, message.subject) for message in messages}) == 1
     if is_same_program and 0 < len(first_calls) < n:

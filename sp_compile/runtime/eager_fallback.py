@@ -15,14 +15,13 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
 from sp_compile.lowering.base.errors import user_line
-from sp_compile.lowering.base.ranks import process_rank
+from sp_compile.lowering.base.warn import warn_once
 from sp_compile.lowering.torch_compat import EagerFallback, EagerReason
 from sp_compile.passes.sharding.output_rules import LARGE_OUTPUT
 from sp_compile.passes.sharding.sharded_work import ShardedWork
@@ -67,10 +66,7 @@ READ_WARNING = (
 )
 WHOLE_WARNING = "in a step with backend='sp', %s. sp_compile.explain(model, ...) lists the reasons"
 
-_warned_reads: set[str] = set()  # lines that were warned about
-_warned_parts: set[str] = set()  # lines of earlier warnings about large parts of a step
-_warned: set[tuple[str, CodeType]] = set()  # names and code that were warned about
-_warned_fsdp: set[str] = set()  # classes of models that were warned about
+_warned_fsdp: set[str] = set()  # classes of models with a warning about graph breaks by FSDP
 _prepared_fsdp: set[str] = set()  # classes of models whose parts were prepared to run on shards
 
 
@@ -79,17 +75,14 @@ def warn_eager_fallback(fallback: EagerFallback) -> None:
     target, code, reason, text = fallback  # module or name of a function, its code, kind of cause, Dynamo's message
     name = name_of_callable(target)
     is_graph_break = reason is EagerReason.GRAPH_BREAK
-    if process_rank() > 0 or (name, code) in _warned:
-        return
     if is_graph_break and name in _prepared_fsdp:  # FSDP's hooks are expected to end its graphs
         return
-    _warned.add((name, code))
     fix = EAGER_FIXES[reason]
     if is_graph_break and isinstance(target, torch.nn.Module) and find_fsdp_submodules(target):
         fix = FSDP_FIX
         _warned_fsdp.add(name)  # so that `warn_fsdp_submodules` does not repeat it
     cause = EAGER_CAUSES.get(reason, text)
-    log.warning(EAGER_WARNING, name, code.co_filename, code.co_firstlineno, cause, fix)
+    warn_once(log, EAGER_WARNING, name, code.co_filename, code.co_firstlineno, cause, fix, key=(name, code))
 
 
 def find_fsdp_submodules(model: torch.nn.Module) -> list[str]:
@@ -103,12 +96,12 @@ def find_fsdp_submodules(model: torch.nn.Module) -> list[str]:
 def warn_fsdp_submodules(model: torch.nn.Module) -> None:
     """Warn on rank 0, once for each class, that FSDP hooks split the graph of the model."""
     name = name_of_callable(model)
-    if process_rank() > 0 or name in _warned_fsdp | _prepared_fsdp:
+    if name in _warned_fsdp | _prepared_fsdp:
         return
     submodules = find_fsdp_submodules(model)
     if submodules:
         _warned_fsdp.add(name)
-        log.warning(FSDP_WARNING, name, len(submodules), submodules[0], FSDP_FIX)
+        warn_once(log, FSDP_WARNING, name, len(submodules), submodules[0], FSDP_FIX)
 
 
 def mute_fsdp_warning(model: torch.nn.Module) -> None:
@@ -131,54 +124,43 @@ def warn_eager_read(value: str, nbytes: int) -> None:
         value: The description of the value.
         nbytes: Its size. A small value has no warning.
     """
-    if process_rank() > 0 or nbytes < LARGE_OUTPUT:
-        return
-    line = user_line()
-    if line not in _warned_reads:
-        _warned_reads.add(line)
-        log.warning(READ_WARNING, line, value)
+    if nbytes >= LARGE_OUTPUT:
+        line = user_line()
+        warn_once(log, READ_WARNING, line, value, key=line)
 
 
-class StepParts:
-    """Work of all programs from one call of a program to its next one, which is a step or a layer of it.
+# a program -> the work of all programs since its first call, until its second one: of a step, or of a layer of it
+_open_steps: WeakKeyDictionary[object, ShardedWork] = WeakKeyDictionary()
+# programs that were called again, and those without a large part that every rank runs whole
+_examined_programs: WeakSet[object] = WeakSet()
 
-    It is added up for programs that run a large part of their own work whole on every rank, because such a part may be
-    small in a step: a program may contain nothing but an embedding.
+
+def count_step_call(program: object, work: ShardedWork, n: int) -> None:
+    """Count a call of a program; warn on rank 0 if large parts of the step run whole on every rank.
+
+    The work of a step is added up for programs that run a large part of their own work whole on every rank, because
+    such a part may be small in a step: a program may contain nothing but an embedding.
+
+    Args:
+        program: Any object that is different for each program.
+        work: The work of the program.
+        n: The number of ranks.
     """
-
-    def __init__(self) -> None:
-        # a program -> the work of all programs since its first call
-        self.open: WeakKeyDictionary[object, ShardedWork] = WeakKeyDictionary()
-        # programs that were called again, and those without a large part that every rank runs whole
-        self.examined: WeakSet[object] = WeakSet()
-
-    def count_call(self, program: object, work: ShardedWork, n: int) -> None:
-        """Count a call of a program; warn on rank 0 if large parts of the step run whole on every rank.
-
-        Args:
-            program: Any object that is different for each program.
-            work: The work of the program.
-            n: The number of ranks.
-        """
-        if program in self.open:
-            self.examined.add(program)
-            _warn_whole(self.open.pop(program))
-        if n > 1 and program not in self.examined:
-            if work.describe_replicated():
-                self.open[program] = ShardedWork()
-            else:
-                self.examined.add(program)
-        for step in self.open.values():
-            step.merge(work)
-
-
-STEP_PARTS = StepParts()
+    if program in _open_steps:
+        _examined_programs.add(program)
+        _warn_whole(_open_steps.pop(program))
+    if n > 1 and program not in _examined_programs:
+        if work.describe_replicated():
+            _open_steps[program] = ShardedWork()
+        else:
+            _examined_programs.add(program)
+    for step in _open_steps.values():
+        step.merge(work)
 
 
 def _warn_whole(step: ShardedWork) -> None:
     """Warn on rank 0, once for the same lines, of the large parts of a step that every rank runs whole."""
     texts = step.describe_replicated()
-    lines = re.sub(r"\d+%", "", " ".join(texts))
-    if texts and process_rank() <= 0 and lines not in _warned_parts:
-        _warned_parts.add(lines)
-        log.warning(WHOLE_WARNING, "; ".join(texts))
+    if texts:
+        lines = re.sub(r"\d+%", "", " ".join(texts))  # the shares differ a little between steps
+        warn_once(log, WHOLE_WARNING, "; ".join(texts), key=lines)

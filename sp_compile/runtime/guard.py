@@ -5,7 +5,7 @@ rank that could not compile takes part as well, so that its error reaches the ot
 collective. A program with several groups has one guard for each, nested: `run` of the outer one is the inner one.
 
 Checksums of values on an accelerator are complete only after the device has computed them. They are added to
-`channel.later` and sent with the next call, as its `earlier` values. A refusal is the error of a call that changes an
+`channel.later` and sent with the next call, as its `earlier` values. An alias error is that of a call that changes an
 input in place whose memory another input shares.
 
     GuardedProgram(run, ranks, ...)(*args)      # exchange a message with ranks, then run(*args)
@@ -55,12 +55,12 @@ from .agreement import (
     not_compiled,
     wrap_error,
 )
-from .eager_fallback import STEP_PARTS
+from .eager_fallback import count_step_call
 from .fingerprint import ProgramDigest
 from .input_checks import FEW_FLOATS, ComparedInputs, is_cheap_to_compare, is_on_accelerator, local_value
 from .input_mismatch import describe_by_rank, find_input_mismatch
 from .settings_digest import mode_fields
-from .sharded_values import GatheredProgram, any_sharded, any_traced, call_refusal, unwrap_arguments
+from .sharded_values import GatheredProgram, any_sharded, any_traced, find_alias_error, unwrap_arguments
 
 OTHER_GRADIENTS = SpError(
     "SP637", "the ranks of this group run the backward with different gradients of the results of the program"
@@ -155,32 +155,29 @@ class GuardedProgram:
         # Agree on the call. `written` are the inputs that the program changes in place; those of an unsplit program are
         # known from its earlier calls.
         written = self.run.written if isinstance(self.run, GatheredProgram) else self.boundary.written
-        refusal = call_refusal(args, sorted(written), self.inputs.names) if written and not is_traced else None
+        alias_error = find_alias_error(args, sorted(written), self.inputs.names) if written and not is_traced else None
         with mark_agreed():
-            call = self._agree(args, refusal) if self.ranks.n > 1 and not is_traced else Message(CALL_VERB)
-        if refusal is not None:  # single rank only; several ranks raise it together in _agree
-            raise refusal
+            call = self._agree(args, alias_error) if self.ranks.n > 1 and not is_traced else Message(CALL_VERB)
+        if alias_error is not None:  # single rank only; several ranks raise it together in _agree
+            raise alias_error
         if self.error is not None:
             raise self.error
         # Run the program.
         assert self.run is not None
-        run_args = self._unwrap_for_run(args) if any_sharded(tested_args) else args
+        run_args: Sequence[Any] = args
+        if any_sharded(tested_args) and not isinstance(self.run, GuardedProgram | GatheredProgram):  # these unwrap them
+            run_args = unwrap_arguments(args, self.boundary.layouts)
         if is_traced:
             return self.run(*run_args)
         if self.work is not None:
-            STEP_PARTS.count_call(self, self.work, self.ranks.n)
+            count_step_call(self, self.work, self.ranks.n)
         with self._run_marked(call):
             out = self.run(*run_args)
         if self.backward and torch.is_grad_enabled():
             self._register_backward_check(out, call)
         return out
 
-    def _unwrap_for_run(self, args: Sequence[Any]) -> Sequence[Any]:
-        """Return the unwrapped arguments, unless the inner program unwraps them itself."""
-        inner = isinstance(self.run, GuardedProgram | GatheredProgram)
-        return args if inner else unwrap_arguments(args, self.boundary.layouts)
-
-    def _agree(self, args: Sequence[Any], refusal: SpError | None = None) -> Message:
+    def _agree(self, args: Sequence[Any], alias_error: SpError | None = None) -> Message:
         """Announce this call to the ranks, and return its message after all have agreed on it.
 
         A problem is the error that the call raises: the ranks do not agree, or one of them has failed. It is a mismatch
@@ -188,37 +185,38 @@ class GuardedProgram:
 
         Args:
             args: Arguments of the call.
-            refusal: Error of a call that changes an input in place whose memory another input shares, or None.
+            alias_error: Error of a call that changes an input in place whose memory another input shares, or None.
 
         Raises:
             SpError: On every rank, if the ranks do not agree or one has failed.
         """
         channel = channel_of(self.ranks)
-        mine = self._announcement(args, channel, refusal)
+        mine = self._count_call(args, channel, alias_error)
         has_raised = channel is not None and channel.raised is not None
         messages = all_gather_messages(self.ranks, mine)
         if messages is None:  # the messages are equal; all ranks may have one error, which they know from another group
-            problem, operation_mismatch = wrap_error(self.error) or refusal, None
+            problem, operation_mismatch = wrap_error(self.error) or alias_error, None
         else:
             operation_mismatch = describe_operation_mismatch(messages)
             problem = operation_mismatch or self._difference(messages)
         if problem is None:
             self.called.add(mine.model)
             return mine
-        self._stop_inner_guards()
+        for ranks in self.connected[1:]:  # of the inner guards, whose other ranks wait for this call
+            all_gather_messages(ranks, STOP_VERB)
         # A rank that has raised in a step, and whose program caught it, announces its next call while the other ranks
         # are still in that step, such as at its backward.
         raised = describe_raised(messages or ())
         if raised and operation_mismatch is not None:
             if has_raised and len(involved_groups()) == 1:
                 # This is the rank that has raised. The others raise now, and then announce the same call as this rank.
-                return self._agree(args, refusal)
+                return self._agree(args, alias_error)
             abort_if_connected(channel, messages or (), mine)
         if operation_mismatch is None:  # the error of a mismatch has the exceptions already
             problem = problem.with_context(raised)
         raise problem from self.error
 
-    def _announcement(self, args: Sequence[Any], channel: ControlChannel | None, refusal: SpError | None) -> Message:
+    def _count_call(self, args: Sequence[Any], channel: ControlChannel | None, alias_error: SpError | None) -> Message:
         """Count this call, and return the message that announces it; the arguments are those of `_agree`."""
         if self.parameters is None:
             self.parameters = [isinstance(a, torch.nn.Parameter) for a in args]
@@ -227,7 +225,7 @@ class GuardedProgram:
         compares_all = model not in self.called or (check_every > 0 and number % check_every == 0)
         self.called.discard(model)  # until the ranks agree: the call after an error is compared in full
         earlier = {} if channel is None else channel.take_earlier()
-        error = not_compiled(self.error) or refusal
+        error = not_compiled(self.error) or alias_error
         mine = Message(CALL_VERB, subject, number, model=model)
         with self._announce_failure(mine):
             inputs = self._describe_inputs(args, compares_all, channel, mine)
@@ -242,13 +240,6 @@ class GuardedProgram:
             earlier=earlier,
             error=error,
         )
-
-    def _stop_inner_guards(self) -> None:
-        """Notify the groups of the inner guards, whose other ranks wait for this call, that it raises."""
-        inner = self.run
-        while isinstance(inner, GuardedProgram):
-            all_gather_messages(inner.ranks, STOP_VERB)
-            inner = inner.run
 
     def _describe_inputs(
         self, args: Sequence[Any], compares_all: bool, channel: ControlChannel | None, mine: Message
@@ -345,6 +336,7 @@ class GuardedProgram:
             call: The announcement of the call.
         """
         mine, leaves = Message(BACKWARD, call.subject, call.number, model=call.model), pytree.tree_leaves(out)
+        # The autograd nodes at which the backward of the program begins; `row_results` as for `_start_backward`.
         for node, row_results in find_backward_nodes(leaves, self.boundary.rows, lambda: self._run_marked(mine)):
             node.register_prehook(partial(self._start_backward, mine, row_results))
 

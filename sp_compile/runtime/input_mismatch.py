@@ -51,7 +51,8 @@ def find_input_mismatch(
     if mismatch is not None:
         return mismatch
     # The line of each rank, with its inputs that differ, after its line of the program if only the program differs.
-    rows = _input_rows(inputs, names)
+    texts = [{name: str(record) for name, record in records.items()} for records in inputs]
+    rows = format_rank_rows(texts, names)
     is_same_program = len({message.program.digest for message in messages}) == 1
     same_names = all(records.keys() == first.keys() for records in inputs)
     sizes_differ = same_names and len({tuple(records[name].size for name in common) for records in inputs}) > 1
@@ -76,11 +77,6 @@ def find_input_mismatch(
     samples = [{f"part of {name}": x.sample for name, x in records.items() if x.sample} for records in inputs]
     cause = describe_field_mismatch(samples, OTHER_VALUES)
     return _data_error(cause, has_shards) if cause else None
-
-
-def _input_rows(inputs: Sequence[Mapping[str, InputRecord]], names: Sequence[str]) -> list[str]:
-    """Return the line of each rank in an error message, with its records of these inputs; "" without names."""
-    return format_rank_rows([{name: str(record) for name, record in records.items()} for records in inputs], names)
 
 
 def _value_error(

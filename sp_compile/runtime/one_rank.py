@@ -7,7 +7,7 @@ import os
 
 import torch.distributed as dist
 
-from sp_compile.lowering.base.ranks import process_rank
+from sp_compile.lowering.base.warn import warn_once
 
 from .session import CompileSession
 
@@ -27,8 +27,6 @@ ONE_RANK = (
     "--nproc-per-node=2."
 )
 
-_warned_reasons: set[str] = set()  # texts of earlier warnings
-
 
 def warn_one_rank(session: CompileSession) -> None:
     """Warn on rank 0, once for each reason, if there is only one rank for the sequence although others exist.
@@ -39,22 +37,15 @@ def warn_one_rank(session: CompileSession) -> None:
     Args:
         session: The session of the compilation.
     """
-    if not session.splits or session.problem is not None or session.ranks.n > 1 or process_rank() > 0:
+    if not session.splits or session.problem is not None or session.ranks.n > 1:
         return
     num_started = int(os.environ.get("WORLD_SIZE", "1"))  # processes that torchrun has started
     if not (dist.is_available() and dist.is_initialized()):
         if num_started > 1 and os.environ.get("RANK", "0") == "0":
-            _warn_once(NO_GROUP, num_started)
+            warn_once(log, NO_GROUP, num_started)
         return
     world_size = dist.get_world_size()
     if world_size > 1:
-        _warn_once(ONE_RANK_OF_MESH, world_size, world_size, world_size)
+        warn_once(log, ONE_RANK_OF_MESH, world_size, world_size, world_size)
     else:
-        _warn_once(ONE_RANK)
-
-
-def _warn_once(text: str, *args: int) -> None:
-    """Log a warning if it was not logged before."""
-    if text not in _warned_reasons:
-        _warned_reasons.add(text)
-        log.warning(text, *args)
+        warn_once(log, ONE_RANK)

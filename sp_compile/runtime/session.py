@@ -2,14 +2,15 @@
 
 A program may have its own groups (tensor and data parallelism), and its sequence may be split over another one. All
 their ranks compile it, and their decisions must agree. Each decision that needs other ranks is a method of the session.
-Every rank calls them in the same order, even if a rank fails (see `CompileProtocol`). The guard is the compiled program
-with the exchange of messages before each call, in which errors of the compilation are raised on all ranks.
+Every rank calls them in the same order, even if a rank fails (see `CompileProtocol`). The guard (`guard_program` in
+`rank_program.py`) is the compiled program with the exchange of messages before each call, in which errors of the
+compilation are raised on all ranks.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, replace
 from functools import cached_property, partial
@@ -23,34 +24,21 @@ from sp_compile.lowering.base.errors import RankMismatchError, SpError
 from sp_compile.lowering.base.options import AnyOptions, SPConfig
 from sp_compile.lowering.base.progress import show_in_thread, show_progress
 from sp_compile.lowering.base.ranks import SINGLE_RANK, Ranks, can_split_sequence, resolve
-from sp_compile.lowering.torch_compat import argument_name, describe_training, on_recompile_limit, wrap_late_backward
-from sp_compile.passes.boundary.graph_boundary import GraphBoundary
+from sp_compile.lowering.torch_compat import on_recompile_limit, wrap_late_backward
+from sp_compile.passes.collectives.collective_context import RankQueries
 from sp_compile.passes.cost import measure
 from sp_compile.passes.cost.collective_time import LatencyBandwidth
-from sp_compile.passes.cost.group_names import (
-    GroupGrid,
-    check_groups,
-    group_grids,
-    is_collective,
-    named_groups,
-    program_groups,
-)
+from sp_compile.passes.cost.group_names import GroupGrid, check_groups, group_grids, named_groups, program_groups
 from sp_compile.passes.cost.input_facts import InputFacts
 from sp_compile.passes.cost.machine import Machine
-from sp_compile.passes.graph.provenance import exchange_sources, node_lines
-from sp_compile.passes.joint.joint_context import JointContext
-from sp_compile.passes.sharding.sharded_work import ShardedWork
 from sp_compile.runtime.control.channel import HEARTBEAT_INTERVAL, broken_context, channel_of, publish_stop
 from sp_compile.runtime.control.message import MEASURE_VERB, hash_text, register_sendable
 from sp_compile.runtime.control.store import STORE_TIMEOUT
 
 from .agreement import make_exchange, wrap_error
 from .compile_protocol import CompileProtocol
-from .fingerprint import ProgramDigest, exchange_digest, graph_digest, input_names, program_subject
-from .guard import GuardedProgram, InProcesses, ProgramInfo
-from .input_checks import ComparedInputs, check_options, combine_facts, group_inputs, input_digests, sequence_inputs
-from .settings_digest import settings_fields
-from .sharded_values import GatheredProgram, ShardedProgram, any_sharded
+from .fingerprint import graph_digest, program_subject
+from .input_checks import check_options, combine_facts, input_digests
 
 register_sendable(Machine)
 register_sendable(LatencyBandwidth)
@@ -58,7 +46,7 @@ on_recompile_limit(partial(publish_stop, continues=True))  # the other ranks do 
 JOINT_OPTIONS = ("merge_reductions", "sequence_parallel_linear")  # options that affect collectives
 
 
-class CompileSession:
+class CompileSession(RankQueries):
     """Ranks and exchanges of one compilation, created from Dynamo's graph and its inputs.
 
     There is no communication before `start` or `exchange_facts`.
@@ -313,99 +301,6 @@ class CompileSession:
             text = f"{type(error).__name__} when it compiles {subject}"
             publish_stop(text, subject=subject, within=broken_context())  # it replaces the last notice of this rank
             raise
-
-    def guard(
-        self,
-        run: Callable[..., Any] | None,
-        error: Exception | None,
-        gm: GraphModule,
-        example_inputs: Sequence[Any],
-        local: GraphModule | None = None,
-        joint: JointContext | None = None,
-        boundary: GraphBoundary | None = None,
-        unsplit_reason: str = "",
-        eager: bool = False,
-        work: ShardedWork | None = None,
-    ) -> Callable[..., Any]:
-        """Return the compiled program with checks that the ranks of each group agree on it and its inputs.
-
-        Args:
-            run: The compiled program; None if compilation failed.
-            error: The error of compilation, which every call raises on all ranks.
-            gm: Dynamo's graph.
-            example_inputs: Inputs of the graph.
-            local: The graph that `run` was compiled from.
-            joint: The results of the passes over its joint graph.
-            boundary: Arguments and results that are sharded.
-            unsplit_reason: Why the program runs unsplit on every rank; "" if it is split.
-            eager: True for eager code, where inputs that share memory need no check.
-            work: The FLOPs and bytes of the program, and those that every rank computes.
-        """
-        info, boundary = self._describe_program(gm, local, unsplit_reason), boundary or GraphBoundary()
-        # A program that is not split takes full tensors, so sharded arguments are gathered.
-        if self.split:
-            gathers = bool(unsplit_reason)
-        else:
-            gathers = not self.groups and any_sharded(example_inputs)
-        if run is not None and gathers:
-            run = GatheredProgram(run, eager)
-        # The innermost guard is that of the ranks of the sequence, around it are those of the groups.
-        if self.split:
-            run = self._guard_sequence(run, error, gm, example_inputs, local, boundary, info)
-            run.work = work
-            error = None  # the inner guard raises it
-        elif error is not None and not self.groups:
-            publish_stop(str(error), subject=info.subject)  # with an invalid mesh, the waiting ranks are not known
-            run = GuardedProgram(None, SINGLE_RANK, info, ProgramDigest(), ComparedInputs(), error)
-        for ranks in reversed(self.groups):  # the first group is checked first, as in CompileProtocol.start
-            # The inputs whose equal values the passes rely on, if they have run.
-            labels = joint.common_inputs.get(ranks.group) if joint is not None and run is not None else None
-            inputs = group_inputs(gm, example_inputs, self.facts.get(ranks.group, InputFacts()), labels)
-            backward = joint is not None and ranks.group in joint.backward
-            run = GuardedProgram(run, ranks, info, exchange_digest(gm), inputs, error, backward=backward)
-        assert run is not None
-        if boundary.results or boundary.writes or boundary.views:
-            run = ShardedProgram(run, self.ranks, info.subject, boundary)
-        return run if self.groups else InProcesses(run)
-
-    def _describe_program(self, gm: GraphModule, local: GraphModule | None, unsplit_reason: str) -> ProgramInfo:
-        """Return the facts that the guards of all groups share; the arguments are those of `guard`."""
-        collectives = filter(is_collective, local.graph.nodes) if local is not None else ()
-        argument_names = {node.name: argument_name(node) for node in gm.graph.find_nodes(op="placeholder")}
-        return ProgramInfo(
-            subject=program_subject(gm),
-            options=settings_fields({"mode": self.mode, **self.given}),
-            training=describe_training(),
-            unsplit_reason=unsplit_reason,
-            leaves_partial=self.options.param_grads == "partial",
-            check_every=self.options.check_every,
-            exchange_sources=exchange_sources(collectives, argument_names),
-            lines=node_lines(local.graph) if local is not None else {},
-        )
-
-    def _guard_sequence(
-        self,
-        run: Callable[..., Any] | None,
-        error: Exception | None,
-        gm: GraphModule,
-        example_inputs: Sequence[Any],
-        local: GraphModule | None,
-        boundary: GraphBoundary,
-        info: ProgramInfo,
-    ) -> GuardedProgram:
-        """Return the program with checks of the ranks of the sequence; `guard` adds those of the groups.
-
-        The arguments are those of `guard`, and the facts of `_describe_program`.
-        """
-        program = ProgramDigest()  # of a failed compilation
-        if run is not None and local is not None:
-            program = exchange_digest(gm) if info.unsplit_reason else graph_digest(local, input_names(gm))
-        is_run = run is not None and local is not None
-        inputs = sequence_inputs(gm, example_inputs, boundary.own_rows, is_run)
-        gradients = self.options.outputs != "local"  # those of local results are of the rows of a rank
-        return GuardedProgram(
-            run, self.ranks, info, program, inputs, error, boundary, backward=True, gradients=gradients
-        )
 
 
 def _parse_or_default(options: Mapping[str, Any]) -> SPConfig:

@@ -26,7 +26,6 @@ from torch.fx import GraphModule
 
 from sp_compile.lowering.base.errors import SpError, user_line
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.collectives.deferred import DeferredGraph
 from sp_compile.lowering.collectives.shard_storage import Layout, Origin, RowPermutation
 from sp_compile.lowering.collectives.shard_views import ViewStorage, make_view
 from sp_compile.lowering.collectives.sharded import Sharded, from_deferred, from_local, from_replicated, to_local, write
@@ -206,34 +205,17 @@ class ShardedProgram:
         length = self._value(result.length, args)
         parts: dict[str, Any] = {name: self._value(size, args) for name, size in result.parts.items()}
         layout = replace(result.layout, balanced=orders or result.layout.balanced, **parts)
-        if result.deferred is not None:
-            return self._deferred_value(result, result.deferred, layout, length, args, out)
-        grad_token = None if result.grad_token is None else out[result.grad_token]
-        return from_local(local, layout, length, self._origin(result), grad_token)
-
-    def _deferred_value(
-        self,
-        result: ShardedOutput,
-        deferred: DeferredGraph,
-        layout: Layout,
-        length: int,
-        args: Sequence[Any],
-        out: Sequence[Any],
-    ) -> torch.Tensor:
-        """Return a deferred result as a sharded value, whose rows are computed from operands if it is read.
-
-        `_wrap` calls it, so that logits that the caller never reads cost nothing. `args` and `out` are those of `_wrap`
-        and contain the operands. `layout` and `length` are those of the result in this call.
-        """
-        origin = self._origin(result)
-        shape = [self._value(extent, args) for extent in result.shape]
-        grad_tokens = [out[operand.grad_token] for operand in deferred.operands if operand.grad_token is not None]
-        return from_deferred(deferred.bind(args, out, origin.description), shape, layout, length, origin, grad_tokens)
-
-    def _origin(self, result: ShardedOutput) -> Origin:
-        """Return the description of a result for errors, with the check that ranks run before a read."""
+        # The description of the result for errors, with the check that ranks run before a read.
         text = f"result {result.name!r} of call {self.calls} of {self.subject}, made at {result.where}"
-        return Origin(text, partial(agree_to_read, self.ranks), warn_of_read=warn_eager_read)
+        origin = Origin(text, partial(agree_to_read, self.ranks), warn_of_read=warn_eager_read)
+        if result.deferred is None:
+            grad_token = None if result.grad_token is None else out[result.grad_token]
+            return from_local(local, layout, length, origin, grad_token)
+        # The rows of a deferred result are computed from operands if it is read: unread logits cost nothing.
+        shape = [self._value(extent, args) for extent in result.shape]
+        operands = result.deferred.operands
+        grad_tokens = [out[operand.grad_token] for operand in operands if operand.grad_token is not None]
+        return from_deferred(result.deferred.bind(args, out, text), shape, layout, length, origin, grad_tokens)
 
     def _value(self, length: Size, args: Sequence[Any]) -> int | torch.SymInt:
         """Return the value of a symbolic length in a call.
@@ -306,7 +288,7 @@ def simulate_sharded_outputs(
     return rebuild_views(values, args, replace(edges, views=views, hidden=0))
 
 
-def call_refusal(args: Sequence[Any], written: Sequence[int], names: Sequence[str]) -> SpError | None:
+def find_alias_error(args: Sequence[Any], written: Sequence[int], names: Sequence[str]) -> SpError | None:
     """Return the error of a call that mutates an argument whose memory another one shares, or None.
 
     Args:

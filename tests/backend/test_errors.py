@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 
 import sp_compile
 from sp_compile.lowering.base.errors import CaptureError
+from sp_compile.passes.capture import uncaptured
 from sp_compile.passes.capture.uncaptured import wrap_failures
 from sp_compile.runtime import compile_failure
 
@@ -269,13 +270,20 @@ def test_a_short_failure_keeps_its_type_and_names_the_line() -> None:
     assert any("compiling support/parity.py:" in note for note in failure.value.__notes__)
 
 
-def test_a_failure_inside_of_a_pass_has_the_users_line() -> None:
+def test_a_failure_inside_of_a_pass_has_the_users_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uncaptured, "raises_internal_errors", False)
     gm = torch.fx.symbolic_trace(lambda x: x.cumsum(1))
     node = next(iter(gm.graph.find_nodes(op="call_method")))
     node.meta["stack_trace"] = '  File "model.py", line 12, in forward\n    return x.cumsum(1)\n'
     match = r"SP213: internal error: AssertionError: broken, at model.py:12: return x.cumsum\(1\)\."
     with pytest.raises(CaptureError, match=match), wrap_failures():
         _fail_at(node)
+
+
+def test_tests_see_a_failure_inside_of_a_pass() -> None:
+    """The program would run unsplit and pass each comparison with a single device."""
+    with pytest.raises(AssertionError, match="broken"), wrap_failures():
+        _fail_at(torch.fx.Graph().placeholder("x"))
 
 
 def _fail_at(node: torch.fx.Node) -> None:

@@ -19,7 +19,8 @@ add_into from_bytes grad_token local_affine_scan local_affine_total local_extrem
 merge_into pack pack_by_owner rank to_bytes
 """.split()
 NEVER_REPLAYED = """
-add_stored_grad attend attend_backward balance_rows balance_tables local_attention_kernel local_attention_kernel_backward offload offloaded pieces
+add_rows_into add_stored_grad attend attend_backward attend_backward_parts balance_rows balance_tables local_attention_kernel
+local_attention_kernel_backward offload offloaded pieces
 reload reloaded shared tiles_at_once tiles_backward tiles_forward
 """.split()
 

@@ -21,14 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sp_compile
-from sp_compile import SPConfig, SpError, SPOptions, pipeline, rank_program
+from sp_compile import SPConfig, SpError, SPOptions, backend, pipeline, rank_program
 from sp_compile.integrations.ddp import compile_under_ddp
 from sp_compile.integrations.fsdp import compile_under_fsdp
 from sp_compile.passes.context import NoteKind
 from sp_compile.passes.cost import known_groups
 from sp_compile.passes.cost.known_groups import KnownGroups
 from sp_compile.runtime.guard import GuardedProgram, InProcesses
-from sp_compile.runtime.session import CompileSession
 from sp_compile.runtime.sharded_values import ShardedProgram
 
 WIDTH, WORLD = 16, (2, 4)
@@ -108,10 +107,10 @@ def of_backend(model: nn.Module, x: Tensor, options: Options) -> str:
         seen.append((lowered.graph.code, str(lowered.joint and lowered.joint.report)))
         return run
 
-    guard = CompileSession.guard
+    guard = backend.guard_program
 
-    def guarded(self: CompileSession, *args: Any, **kwargs: Any) -> Any:
-        run = guard(self, *args, **kwargs)
+    def guarded(*args: Any) -> Any:
+        run = guard(*args)
         checked = run
         while isinstance(checked, InProcesses | ShardedProgram):
             seen.append(type(checked).__name__)
@@ -122,7 +121,7 @@ def of_backend(model: nn.Module, x: Tensor, options: Options) -> str:
     compiler = "aot_eager" if isinstance(model, TensorParallel) else keep
     with (
         mock.patch.object(rank_program, "compile_local", watched),
-        mock.patch.object(CompileSession, "guard", guarded),
+        mock.patch.object(backend, "guard_program", guarded),
         mock.patch.object(GuardedProgram, "_agree"),
     ):
         torch.compile(model, backend="sp", options={"compiler": compiler, **options})(x)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sp_compile.lowering.base import warn
 from sp_compile.lowering.torch_compat.dynamo import _entered_model
-from sp_compile.runtime import eager_fallback as eager
 
 
 class Block(nn.Module):
@@ -60,7 +60,7 @@ def looped(x: Tensor) -> Tensor:
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
     torch._dynamo.reset()
-    monkeypatch.setattr(eager, "_warned", set())
+    monkeypatch.setattr(warn, "_warned", set())
     caplog.set_level(logging.WARNING, "sp_compile.runtime.eager_fallback")
     return caplog
 

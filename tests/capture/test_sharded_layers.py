@@ -22,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 
+from sp_compile.lowering.base import warn
 from sp_compile.runtime import eager_fallback as eager
 
 POISON = 255  # in every byte: each float is NaN, each index far outside
@@ -79,7 +80,7 @@ def warned() -> Iterator[list[str]]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    with mock.patch.object(eager, "_warned_fsdp", set()), mock.patch.object(eager, "_warned", set()):
+    with mock.patch.object(eager, "_warned_fsdp", set()), mock.patch.object(warn, "_warned", set()):
         eager.log.addHandler(handler)
         try:
             yield said

@@ -13,6 +13,7 @@ from support.ranks import Ranks, mesh
 from torch import Tensor
 
 import sp_compile
+from sp_compile.lowering.base import warn
 from sp_compile.runtime import eager_fallback
 
 
@@ -64,10 +65,10 @@ class Chunked(Decoder):
 
 HEAD = "test_whole_pieces.py:{}: logits = self.head(h)"
 FUNCTION = "test_whole_pieces.py:{}: return -OfHead.apply("
-LINES = {Broken: HEAD.format(25), Eager: HEAD.format(37)}
+LINES = {Broken: HEAD.format(26), Eager: HEAD.format(38)}
 
 
-LINES_OF_EXPLAIN = {**LINES, Chunked: FUNCTION.format(62)}
+LINES_OF_EXPLAIN = {**LINES, Chunked: FUNCTION.format(63)}
 
 
 @pytest.mark.parametrize("kind", [Decoder, *LINES_OF_EXPLAIN], ids=lambda kind: kind.__name__)
@@ -84,8 +85,7 @@ def test_explain_names_the_line(kind: type[Decoder]) -> None:
 def _warned(kind: type[Decoder], steps: int) -> list[str]:
     """Return the warnings of a training; the values of small programs count as large."""
     eager_fallback.LARGE_OUTPUT = 0
-    eager_fallback._warned_parts.clear()
-    eager_fallback._warned_reads.clear()
+    warn._warned.clear()
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

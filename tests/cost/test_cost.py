@@ -130,7 +130,7 @@ def test_parts_of_gradients_have_to_fit() -> None:
     assert scattered.ring_grads == "scatter"
     traveling = of(all_candidates(s, replace(BYTES, memory=scattered.memory - 1)), "ring")
     assert (traveling.ring_grads, traveling.legal) == ("travel", None)
-    assert scattered.memory - traveling.memory == 2 * s.kv_heads * s.kv_bytes * 2 * 8
+    assert scattered.memory - traveling.memory == 2 * s.head_bytes.keys * 2 * 8
 
 
 def test_different_head_dims_and_lengths() -> None:

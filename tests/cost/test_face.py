@@ -40,8 +40,9 @@ from sp_compile.passes.report import Report
 from sp_compile.passes.sharding.find_sequences import SequenceCandidate
 from sp_compile.planner import report_json as record
 from sp_compile.planner.page import CHART_HEIGHT, MAX_POINTS, page
-from sp_compile.planner.plan import StepPlan, Variant
+from sp_compile.planner.plan import StepPlan
 from sp_compile.planner.report_json import plan_json, report_json
+from sp_compile.planner.variants import Variant
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 NODE = shutil.which("node")
@@ -99,7 +100,8 @@ def plan_of(*rows: Variant) -> StepPlan:
 
 def row(ranks: int, seconds: float, fits: bool) -> Variant:
     return Variant(
-        ranks, "ring", "zigzag", True, 16, 0.5, 5e8, "sharded", 7e10, "loss", 1e9, seconds, 1000, fits
+        ranks, "ring", "zigzag", True, 16, "sharded", 0.5,
+        host=5e8, memory=7e10, phase="loss", kept=1e9, seconds=seconds, tokens=1000, fits=fits,
     )  # fmt: skip
 
 

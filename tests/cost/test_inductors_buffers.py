@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import sp_compile
+from sp_compile.lowering.torch_compat import auto_functionalized_v2
 from sp_compile.passes.cost.walk.liveness import LivenessWalk, walk
 
 ROW = 64 * 8 * 4  # bytes of (64, 8) in float32
@@ -144,3 +145,30 @@ def test_a_step_that_inductor_compiles(examples: None) -> None:
         run(ids)[0].backward()
     measured = peak_activation_bytes(lambda: run(ids)[0].backward(), model.parameters(), gradients=True)
     assert abs(step.values - measured) <= 8
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_mutation_is_a_kernel_between_the_kernels_that_use_its_operand(device: str) -> None:
+    """Its other operands end there, and kernels before and after it are not fused: on "meta" as on a GPU."""
+
+    def fn(x: Tensor, w: Tensor, rows: Tensor) -> Any:
+        total = x / x.sum(-1, keepdim=True)
+        part = (x[0, 0] @ w).view_as(x)
+        _, total = auto_functionalized_v2(
+            torch.ops.sp.add_rows_into.default,
+            parts=[part],
+            rows=rows,
+            _total_base_index=0,
+            _total_alias=True,
+            _all_bases=[total],
+        )
+        return total / total.sum(-1, keepdim=True), x[0, 0] @ w
+
+    x, w = torch.randn(1, 1, 4096, 64, device=device), torch.randn(64, 64, device=device)
+    found = walked(fn, primals_1=x, primals_2=w, primals_3=torch.ones(4096, dtype=torch.bool))
+    names = [moment.name for moment in found.moments]
+    before, mutation, after = (names.index(name) for name in ("mm", "auto_functionalized_v2", "mm_1"))
+    assert before < mutation < after
+    assert "sum_1" in names[:mutation]
+    assert "sum_2" in names[mutation:]
+    assert [found.moments[i].nbytes for i in (mutation, after)] == [2 * x.nbytes, 2 * x.nbytes]

@@ -27,10 +27,11 @@ from sp_compile.passes.cost.weight_memory import ModelBytes
 from sp_compile.passes.report import Report
 from sp_compile.planner import plan as plan_module
 from sp_compile.planner.byte_sizes import parse_bytes, parse_unit
-from sp_compile.planner.plan import NOT_CALLED, SEVERAL_GRAPHS, TILE_COUNTS, StepPlan, Variant
-from sp_compile.planner.planned_steps import AttentionChoice, PlanConfig, StepPlanner
+from sp_compile.planner.plan import NOT_CALLED, SEVERAL_GRAPHS, TILE_COUNTS, StepPlan
+from sp_compile.planner.planned_steps import AttentionChoice, StepPlanner
 from sp_compile.planner.report_json import plan_json
 from sp_compile.planner.step_peaks import REPLICATED_STATE, SHARDED_STATE
+from sp_compile.planner.variants import PlanConfig, Variant
 
 
 def plain(model: Decoder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -215,7 +216,7 @@ class Looked:
         return attend.seconds + attend.forward * self.again
 
 
-def rows(again: bool = False, memory: float = 1e9, shares: tuple[float, ...] = (0.5, 1.0)) -> list[dict[str, Any]]:
+def rows(again: bool = False, memory: float = 1e9, shares: tuple[float, ...] = (0.5, 1.0)) -> list[Variant]:
     """Return the planned rows of 4 ranks."""
     machine = Machine.of("cpu", {"memory": memory})
     planner = StepPlanner(nn.Linear(2, 2), [], {}, machine, {}, shares, 2.0, 64, [])
@@ -225,17 +226,17 @@ def rows(again: bool = False, memory: float = 1e9, shares: tuple[float, ...] = (
 def test_memory_and_seconds_of_a_row() -> None:
     """Sharded state first; only the needed share is offloaded; a checkpoint repeats the attention forward."""
     sharded, whole = rows()
-    assert (sharded["config"].state, whole["config"].state) == (SHARDED_STATE, REPLICATED_STATE)
-    assert (sharded["memory"], whole["memory"]) == (550 + 400, 1000 + 400)
-    assert (sharded["kept"], sharded["host"], sharded["phase"]) == (320, 0, "backward")
-    assert [row["is_measured"] for row in (sharded, whole)] == [True, False]
-    more = [again["seconds"] - one["seconds"] for again, one in zip(rows(True), rows())]
+    assert (sharded.config.state, whole.config.state) == (SHARDED_STATE, REPLICATED_STATE)
+    assert (sharded.memory, whole.memory) == (550 + 400, 1000 + 400)
+    assert (sharded.kept, sharded.host, sharded.phase) == (320, 0, "backward")
+    assert [row.is_measured for row in (sharded, whole)] == [True, False]
+    more = [again.seconds - one.seconds for again, one in zip(rows(True), rows())]
     assert more == pytest.approx([2.0, 2.0])
-    least, half, *_ = rows(memory=sharded["memory"] - 1)
-    assert [row["config"].offload for row in (least, half)] == [0.0, 0.5]
-    assert (least["fits"], half["fits"], half["host"], half["kept"]) == (False, True, 150, 320)
-    assert [row["config"].offload for row in rows(memory=10)] == [0.0, 1.0, 0.0, 1.0]
-    assert [row["config"].offload for row in rows(memory=10, shares=())] == [0.0, 0.0]
+    least, half, *_ = rows(memory=sharded.memory - 1)
+    assert [row.config.offload for row in (least, half)] == [0.0, 0.5]
+    assert (least.fits, half.fits, half.host, half.kept) == (False, True, 150, 320)
+    assert [row.config.offload for row in rows(memory=10)] == [0.0, 1.0, 0.0, 1.0]
+    assert [row.config.offload for row in rows(memory=10, shares=())] == [0.0, 0.0]
 
 
 def test_offload_is_limited_by_host_memory() -> None:
@@ -245,7 +246,7 @@ def test_offload_is_limited_by_host_memory() -> None:
     def found(host: float, shares: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0), asked: float = 0.0) -> list[Any]:
         planner = StepPlanner(nn.Linear(2, 2), [], {}, machine, {}, shares, 2.0, 64, [], asked, host)
         made = planner.plan_rows(Looked(4, False), SIZES)  # type: ignore[arg-type]
-        return [(row["config"].offload, row["fits"]) for row in made if row["config"].state == SHARDED_STATE]
+        return [(row.config.offload, row.fits) for row in made if row.config.state == SHARDED_STATE]
 
     assert found(math.inf) == [(0.0, False), (1.0, True)]
     assert found(299) == [(0.0, False), (0.75, False)]
@@ -281,6 +282,12 @@ def variant(seconds: float, memory: float, looked: bool, fits: bool, n: int = 2,
     return Variant(ranks=n, memory=memory, seconds=seconds, **made, **rest)
 
 
+def predicted(config: PlanConfig, **numbers: Any) -> Variant:
+    """Return the variant of a configuration with these numbers."""
+    rest = {"host": 0.0, "phase": "loss", "kept": 100.0, "tokens": 64, "seconds": 1.0, "is_measured": True}
+    return Variant(**vars(config), **{**rest, **numbers})
+
+
 def test_the_best_estimate_is_dry_run_until_exact() -> None:
     """A failed estimate moves down and another offload share is tried; an impossible configuration is removed."""
     known, here = variant(9.0, 80, True, True), variant(1.0, 200, True, False, attention="gather")
@@ -294,10 +301,9 @@ def test_the_best_estimate_is_dry_run_until_exact() -> None:
         mock.Mock(config=way, covers_any_share=False) for way in ways if way.attention == "gather"
     ]
     holds = {0.5: 130.0, 0.75: 95.0}  # of 200 without a share
-    planner.plan_row = lambda step, attend, state, share: {
-        **{"config": step.config, "host": 100 * share, "memory": holds[share], "phase": "loss", "kept": 100.0},
-        **{"fits": holds[share] <= 100, "is_measured": True, "most_tiles": 0, "seconds": 1.0},
-    }
+    planner.plan_row = lambda step, attend, state, share: predicted(
+        step.config, host=100 * share, memory=holds[share], fits=holds[share] <= 100
+    )
     plan_module._update_rows(planner, plan, plan_module._rows_to_examine(plan, 2), adds_estimates=True)
     more = plan.of(2)
     assert more is not None
@@ -328,16 +334,9 @@ def test_a_dry_run_of_few_layers_gives_the_share() -> None:
         planner.attention_choices.return_value = [mock.Mock(key=here.config.key)]
         planner.plan_steps.side_effect = lambda ways: [mock.Mock(config=way, covers_any_share=True) for way in ways]
 
-        def row(step: Any, attend: Any, state: str, share: float, enough: float = enough) -> dict[str, Any]:
-            memory = 200 - 101 * share / enough
-            rest = {"phase": "loss", "kept": 100.0, "is_measured": True, "most_tiles": 0, "seconds": 1.0 + share}
-            return {
-                **rest,
-                "config": replace(step.config, offload=share),
-                "host": 1,
-                "memory": memory,
-                "fits": memory <= 100,
-            }
+        def row(step: Any, attend: Any, state: str, share: float, enough: float = enough) -> Variant:
+            memory, config = 200 - 101 * share / enough, replace(step.config, offload=share)
+            return predicted(config, memory=memory, fits=memory <= 100, seconds=1.0 + share)
 
         planner.plan_row = row
         planner.min_offload = lambda step, attend, state, enough=enough: row(step, attend, state, enough)
@@ -387,22 +386,10 @@ def test_checkpoints_are_tried_if_only_an_estimate_fits() -> None:
             for way in ways
         ]
 
-    def row(step: Any, attend: Any, state: str, share: float, looked: bool = True) -> dict[str, Any]:
+    def row(step: Any, attend: Any, state: str, share: float, looked: bool = True) -> Variant:
         memory = 70.0 if step.config.checkpoint else 200.0 - (105 if looked else 120) * share
-        made = {
-            "memory": memory,
-            "phase": "loss",
-            "kept": 100.0,
-            "seconds": 10.0 + step.config.checkpoint,
-            "most_tiles": 0,
-        }
-        return {
-            **made,
-            "config": replace(step.config, offload=share),
-            "host": share,
-            "fits": memory <= 90,
-            "is_measured": looked,
-        }
+        config, seconds = replace(step.config, offload=share), 10.0 + step.config.checkpoint
+        return predicted(config, memory=memory, seconds=seconds, host=share, fits=memory <= 90, is_measured=looked)
 
     planner = mock.Mock(shares=(1.0,), tokens=64, options={}, offload=0.0, blocks=[1], plan_steps=look, plan_row=row)
     planner.host = math.inf
@@ -474,9 +461,8 @@ def ways_looked_at(fits: bool, model: nn.Module, own: bool = False, **options: A
         seen.update(((way.checkpoint, way.tiles), None) for way in ways)
         return [mock.Mock(config=way, max_tiles=2, dry_run=looked(checkpoints=own or way.checkpoint)) for way in ways]
 
-    def found(self: StepPlanner, looked: Any, attend: AttentionChoice) -> list[dict[str, Any]]:
-        row = {"host": 0, "memory": 1e6 if fits else 2e9, "phase": "loss", "kept": 1, "seconds": 1.0, "fits": fits}
-        return [{"config": looked.config, "is_measured": True, "most_tiles": 2, **row}]
+    def found(self: StepPlanner, looked: Any, attend: AttentionChoice) -> list[Variant]:
+        return [predicted(looked.config, memory=1e6 if fits else 2e9, fits=fits, most_tiles=2)]
 
     stand_ins = {
         "plan_steps": look,

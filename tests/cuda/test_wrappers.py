@@ -63,16 +63,16 @@ product
 3 = all_reduce bfloat16[1048576]
 wait 1
 4 = shift:1:1 bfloat16[2, 1, 4, 131072, 128]
-attend_backward step 1 of 1, 4, 2
-add_into
+attend_backward_parts step 1 of 1, 4, 2
+add_rows_into
 wait 2
-kernel
+add_rows_into of 2
 5 = shift:1:1 float32[2, 1, 4, 131072, 128]
 wait 4
-attend_backward step 2 of 4, 5
-add_into
+attend_backward_parts step 2 of 4, 5
+add_rows_into
 wait 5
-kernel
+add_rows_into of 5
 6 = shift:-2:1 float32[2, 1, 4, 131072, 128]
 wait 6
 kernel
@@ -300,10 +300,10 @@ pack
 attend_backward step 0 of 3
 4 = shift:1:2 float32[2, 1, 2, 262144, 128]
 wait 3
-attend_backward step 1 of 3, 4
-add_into
+attend_backward_parts step 1 of 3, 4
+add_rows_into
 wait 4
-kernel
+add_rows_into of 4
 5 = shift:-1:2 float32[2, 1, 2, 262144, 128]
 wait 5
 kernel

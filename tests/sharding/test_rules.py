@@ -201,6 +201,16 @@ def test_a_text_is_its_rule() -> None:
     assert read > 500
 
 
+@pytest.mark.parametrize("high", [-1e8, -0.5, 0.5, 7, 1e8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_bin_counts_the_padded_rows_of_histc(dtype: torch.dtype, high: float) -> None:
+    low = high - 2 * abs(high)
+    node, _ = brute.node_of(aten.histc.default, (torch.zeros(5, dtype=dtype), 4, low, high), {})
+    operand, value = lookup_rule(node)[1].pad
+    assert operand == 0
+    assert not torch.histc(torch.full((3,), value, dtype=dtype), 4, low, high).any()
+
+
 def test_groups_take_sizes_from_the_call() -> None:
     x = samples.f(6, 4)
     node, _ = brute.node_of(aten.view.default, (x, [2, 3, 4]), {})

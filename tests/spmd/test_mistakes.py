@@ -15,6 +15,7 @@ from support.ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from sp_compile.lowering.base import warn
 from sp_compile.runtime import one_rank
 
 
@@ -24,7 +25,7 @@ def warned_with(**options: Any) -> list[str]:
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     one_rank.log.addHandler(handler)
-    one_rank._warned_reasons.clear()
+    warn._warned.clear()
     torch.compiler.reset()
     try:
         for size in (8, 9):

@@ -233,15 +233,20 @@ def test_a_rank_that_loses_a_group_publishes_it(monkeypatch: pytest.MonkeyPatch)
     assert waiting("another group")._find_stop(call) == channel.NO_RANK
 
 
+def model_number(waiting: channel.ControlChannel, parameters: list[nn.Parameter]) -> int:
+    """Return the number of the model with these parameters, of which a call is counted."""
+    return waiting.count_call("Floats", parameters)[0]
+
+
 def test_deleted_models_are_not_reused() -> None:
     """A parameter may reuse the address of a deleted one; a model is known by its first parameter that still exists."""
     waiting = channel.ControlChannel("one", [0, 1], None, timedelta(seconds=SECONDS), ["joined the group"] * 2)
     first, second = (nn.Parameter(torch.ones(1)) for _ in range(2))
-    assert waiting.model([first, second]) == waiting.model([first, second]) == 1
+    assert model_number(waiting, [first, second]) == model_number(waiting, [first, second]) == 1
     del second
     assert not waiting.models
-    assert waiting.model([first, nn.Parameter(torch.ones(1))]) == 2
-    assert waiting.model([]) == 0
+    assert model_number(waiting, [first, nn.Parameter(torch.ones(1))]) == 2
+    assert model_number(waiting, []) == 0
 
 
 def test_model_numbers_are_equal_after_ranks_diverged() -> None:
@@ -251,13 +256,13 @@ def test_model_numbers_are_equal_after_ranks_diverged() -> None:
         for _ in range(2)
     ]
     first, weight, other = (nn.Parameter(torch.ones(1)) for _ in range(3))
-    assert [one.model([first]) for one in wires] == [1, 1]
-    assert [one.model([weight]) for one in wires] == [2, 2]
-    said = [Message(CALL_VERB, "Floats", 2, model=one.model([w])) for one, w in zip(wires, (weight, other))]
+    assert [model_number(one, [first]) for one in wires] == [1, 1]
+    assert [model_number(one, [weight]) for one in wires] == [2, 2]
+    said = [Message(CALL_VERB, "Floats", 2, model=model_number(one, [w])) for one, w in zip(wires, (weight, other))]
     assert describe_operation_mismatch(said)
     for one in wires:
         one.reset_counters(said)
-    numbers = [[one.model([x]) for x in (w, first)] for one, w in zip(wires, (weight, other))]
+    numbers = [[model_number(one, [x]) for x in (w, first)] for one, w in zip(wires, (weight, other))]
     assert numbers[0] == numbers[1]
     assert set(numbers[0]).isdisjoint({1, 2, 3})  # what is known of a number is of one model
 

@@ -16,6 +16,8 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch.fx import GraphModule, symbolic_trace
 
 from sp_compile import SpError
+from sp_compile.passes.capture.user_program import UserProgram
+from sp_compile.rank_program import guard_program
 from sp_compile.runtime import guard as check_run
 from sp_compile.runtime.session import CompileSession
 
@@ -72,7 +74,7 @@ def test_a_failed_compilation_belongs_to_its_processes(monkeypatch: pytest.Monke
     gm = symbolic_trace(lambda x: torch.sin(x))
     session = CompileSession(gm, [x], {"mesh_dim": "sp"})
     assert isinstance(session.problem, SpError)
-    run = session.guard(None, session.problem, gm, [x])
+    run = guard_program(UserProgram.from_dynamo(gm, [x]), session, None, None, session.problem)
     with pytest.raises(SpError, match="SP116"):
         run(x)
     monkeypatch.setattr(check_run, "world", lambda: object())

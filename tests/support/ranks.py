@@ -46,10 +46,13 @@ ENVIRONMENT = {
 
 
 def configure_torch() -> None:
-    """Disable torch's timing of guards, which takes 30 ms a program; raise errors for operators whose results alias."""
+    """Disable torch's timing of guards, which takes 30 ms a program; raise errors in passes and of aliased results."""
     from torch._dynamo import guards  # imported here: it queries torch.cuda, see `support/cuda/absent.py`
     from torch._functorch import config
 
+    from sp_compile.passes.capture import uncaptured
+
+    uncaptured.raises_internal_errors = True
     guards.profile_guard_manager = lambda *_: 0.0
     config.error_on_custom_op_aliasing = True  # torch's default if CI is set; else it warns
 

@@ -16,7 +16,12 @@ from sp_compile.passes import PassContext
 OPTIONS = {field.name for field in fields(SPConfig)}
 RESOLVED = {"seq_dims", "inputs", "outputs"}  # fields of the context that the options determine together with the graph
 UNVALIDATED = {"options", "given", "config"}  # names of mappings of options
-READERS = {"sp_compile.runtime.session", "sp_compile.planner.plan", "sp_compile.planner.planned_steps"}  # read mappings
+READERS = {  # read mappings
+    "sp_compile.runtime.session",
+    "sp_compile.planner.plan",
+    "sp_compile.planner.planned_steps",
+    "sp_compile.planner.variants",
+}
 CONTEXTS = [
     one for name in dir(passes) if isinstance(one := getattr(passes, name), type) and issubclass(one, PassContext)
 ]

@@ -3,8 +3,6 @@
 A forward scan is one pass; a reverse scan flips the rows in two more.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -8,8 +8,6 @@ Over n states, with B = BLOCK_ROWS, that is at most 2n(1 + 2/B) combinations, of
 levels are sequential. The states are read twice and written once.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor
@@ -32,7 +30,7 @@ def blocked_inclusive(
     after the first rows of later blocks were combined with the totals of all earlier blocks.
 
     The arguments are those of `tree_inclusive`. `lift` converts rows of states before they are combined, `lower` the
-    results.
+    results; if it returns (), only the last state is stored.
     """
     n = num_rows(states, dim)
     # `running` has one row per block: the result at the current row of each block. It starts with the first rows.
@@ -52,20 +50,6 @@ def blocked_inclusive(
         if row == (n - 1) % BLOCK_ROWS:  # the last row of all, at the end of `running`
             last = running
     return results, slice_rows(last, dim, -1, None)
-
-
-def combine_all(combine: Combine, states: Any, dim: int, lift: Map = identity) -> Any:
-    """Return the combination of all lifted states, one row in ``dim``, without computing the scan of each row."""
-    n = num_rows(states, dim)
-    if n > BLOCK_ROWS:  # combine the totals of full blocks, then the rows of an incomplete last one
-        combined_rows = n // BLOCK_ROWS * BLOCK_ROWS
-        total = combine_all(combine, _block_totals(combine, states, dim, lift), dim)
-    else:
-        combined_rows = 1
-        total = lift(slice_rows(states, dim, 1))
-    for row in range(combined_rows, n):
-        total = combine(total, lift(slice_rows(states, dim, row, row + 1)))
-    return total
 
 
 def _block_totals(combine: Combine, states: Any, dim: int, lift: Map) -> Any:
@@ -89,4 +73,4 @@ def _empty_results(like: Any, dim: int, n: int) -> Any:
     return pytree.tree_map(empty, like)
 
 
-register_lowering("blocked", GenericKernels(blocked_inclusive, combine_all), priority=lambda problem: 40)
+register_lowering("blocked", GenericKernels(blocked_inclusive), priority=lambda problem: 40)

@@ -8,8 +8,6 @@ pytrees of tensors that have one size in a common dim. `lift` converts rows of o
 which they are combined, `lower` converts states to the results. Starts mark rows at which a segment begins.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,8 +33,6 @@ class GenericKernels:
 
     # inclusive(combine, states, dim, lift, lower) returns the results and the last state, one row
     inclusive: Callable[[Combine, Any, int, Map, Map], tuple[Any, Any]]
-    # total(combine, states, dim, lift) returns the combination of all states, one row
-    total: Callable[[Combine, Any, int, Map], Any]
 
     def fits(self, problem: ScanProblem) -> bool:
         """Return True: every problem is supported."""
@@ -104,7 +100,8 @@ class GenericKernels:
             a, b = _cast_to(accumulate)(states)
             return a, a * b if problem.lagged else b
 
-        factor, state = self.total(compose_affine, _orient(problem.reverse, a, b), DIM, lift)
+        rows = _orient(problem.reverse, a, b)
+        _, (factor, state) = self.inclusive(compose_affine, rows, DIM, lift, lambda states: ())  # stores no results
         return factor[:, 0].clone(), state[:, 0].clone()
 
     def _scan(self, combine: Combine, values: Any, starts: Tensor | None, lift: Map, lower: Map) -> tuple[Any, Any]:

@@ -7,8 +7,6 @@ dtypes has its own library, which takes about a second to compile and is stored 
 compiler, no problem fits.
 """
 
-from __future__ import annotations
-
 import ctypes
 import struct
 import sys

@@ -16,8 +16,6 @@ row, with an identity in the first, they are the exclusive ones. Source: G. E. B
 applications", CMU-CS-90-190.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from sp_compile.lowering.scan.monoids import Combine

@@ -6,8 +6,6 @@ second one is dynamic in all lengths: sequences of varying length would otherwis
 share a program.
 """
 
-from __future__ import annotations
-
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -19,7 +17,7 @@ from torch import Tensor
 
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.registry import Override
-from sp_compile.lowering.torch_compat import FlexProgram, flex_backward, flex_forward
+from sp_compile.lowering.torch_compat import FlexProgram, FlexSetup, flex_backward, flex_forward
 
 from .flex_tables import BlockTables, build_tables, tile_size
 from .flex_texts import PairFunctions, PairTexts, pair_functions
@@ -113,9 +111,8 @@ def _forward_program(
 
     The arguments are those of `_backward_program`, with q, k and v as operands; `learned` is not used.
     """
-    (q, k, v), tables, captured = _split_inputs(inputs, 3)
-    options = _fit_options(max(q.shape[3], v.shape[3]), q.dtype)
-    return flex_forward(q, k, v, pair.modify_score, pair.attends, tables, tile, scale, options, captured)
+    (q, k, v), call = _split_inputs(pair, tile, scale, inputs, 3)
+    return flex_forward(q, k, v, call)
 
 
 def _backward_program(
@@ -133,19 +130,22 @@ def _backward_program(
     Returns:
         dq, dk, dv, then the gradients of the learned tables.
     """
-    (q, k, v, grad, out, lse), tables, captured = _split_inputs(inputs, 6)
-    options = _fit_options(max(q.shape[3], v.shape[3]), q.dtype)
-    learned_indices = [pair.names.index(name) for name in learned]
-    args = pair.modify_score, pair.attends, tables, tile, scale, options, captured, learned_indices
-    return flex_backward(grad, q, k, v, out, lse, *args)
+    (q, k, v, grad, out, lse), call = _split_inputs(pair, tile, scale, inputs, 6)
+    return flex_backward(grad, q, k, v, out, lse, call, [pair.names.index(name) for name in learned])
 
 
 def _split_inputs(
-    inputs: tuple[Tensor, ...], num_operands: int
-) -> tuple[tuple[Tensor, ...], BlockTables, tuple[Tensor, ...]]:
-    """Split the inputs that `_call_program` joins: `num_operands` operands, the block tables, and captured tensors."""
+    pair: PairFunctions, tile: int, scale: float, inputs: tuple[Tensor, ...], num_operands: int
+) -> tuple[tuple[Tensor, ...], FlexSetup]:
+    """Split the inputs that `_call_program` joins into `num_operands` operands, and a call with all others.
+
+    The others are the block tables and the captured tensors. The first operands are q, k and v.
+    """
+    q, _, v = inputs[:3]
     end = num_operands + len(BlockTables.__match_args__)
-    return inputs[:num_operands], BlockTables(*inputs[num_operands:end]), inputs[end:]
+    tables, options = BlockTables(*inputs[num_operands:end]), _fit_options(max(q.shape[3], v.shape[3]), q.dtype)
+    call = FlexSetup(pair.modify_score, pair.attends, tables, tile, scale, options, inputs[end:])
+    return inputs[:num_operands], call
 
 
 def _call_program(
@@ -184,7 +184,7 @@ def _length_dims(name: str, pair: PairFunctions) -> tuple[int, ...]:
     """
     if name == "mask":
         assert pair.mask_dims is not None
-        return tuple(i for i, axis in enumerate(pair.mask_dims) if axis in "qk")
+        return tuple(i for i, dim in enumerate(pair.mask_dims) if dim in "qk")
     if name.startswith(("row", "col")):
         return (-1,)
     return (0,) if name in ("q", "k") else ()

@@ -6,8 +6,6 @@ A tile of queries x keys is EMPTY (no pair attends), FULL (all pairs do, and the
 (the predicate is evaluated for each pair). All rows of a FULL tile are valid: it contains no padding.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple

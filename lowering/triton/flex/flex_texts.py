@@ -10,8 +10,6 @@ A kernel contains nothing that depends on a rank, a step of a ring or a batch. R
 slopes are inputs, so that one kernel serves all of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -29,7 +27,7 @@ from sp_compile.lowering.torch_compat import flex_lookup
 
 aten = torch.ops.aten
 SMALL_INDEX = 1 << 24  # bound below which sums of a few indices and sizes are 32-bit integers
-_AXES = "bhqk"  # dims of a mask: batch, head, query, key
+_MASK_DIMS = "bhqk"  # dims of a mask: batch, head, query, key
 
 
 class PairTexts(NamedTuple):
@@ -90,8 +88,8 @@ class PairFunctions:
     def _read_mask(self, inputs: dict[str, Tensor], b: Tensor, h: Tensor, m: Tensor, k: Tensor) -> Tensor:
         """Return the element of the mask for local query row m and the key at position k: a mask has all keys."""
         assert self.mask_dims is not None
-        index_of = dict(zip(_AXES, (b, h, m, k)))
-        return _element_at(inputs["mask"], *(index_of[axis] for axis in self.mask_dims))
+        index_of = dict(zip(_MASK_DIMS, (b, h, m, k)))
+        return _element_at(inputs["mask"], *(index_of[dim] for dim in self.mask_dims))
 
 
 def pair_functions(
@@ -128,7 +126,7 @@ def pair_functions(
     mask, mask_dims = pairs.mask, None
     if mask is not None:
         captured["mask"] = mask.squeeze()
-        mask_dims = "".join(axis for axis, size in zip(_AXES, mask.shape) if size != 1)
+        mask_dims = "".join(dim for dim, size in zip(_MASK_DIMS, mask.shape) if size != 1)
     is_additive = mask is not None and mask.dtype != torch.bool
     functions = PairFunctions(pairs.predicate, pairs.score, tuple(captured), mask_dims, is_additive)
     return functions, list(captured.values())

@@ -31,7 +31,7 @@ from sp_compile.passes.graph.call import OpCall, is_tensor, node_packet, node_sh
 from sp_compile.passes.graph.sizes import is_same_size
 from sp_compile.passes.sharding.matchers import carries_gradient, constant_value, map_coordinates, value_origin
 
-from .elements import Coords, ElementReader, NotSymbolic, as_cases, as_truth
+from .elements import Coords, ElementReader, NotSymbolic, as_cases, as_truth, broadcast_coords
 from .proofs import HEAD_INDEX, KEY_INDEX, QUERY_INDEX, Boolean
 from .score_functions import head_symbol
 
@@ -162,18 +162,13 @@ class BiasReader:
         def operand(name: str) -> BiasElement:
             """Return the element of an operand at the coordinates of the result, to which it broadcasts."""
             x = call[name]
-            if not is_tensor(x):
-                return self.at(x, ())
-            shape = node_shape(x)
-            pairs = zip(coords[len(coords) - len(shape) :], shape)
-            return self.at(x, [0 if is_same_size(extent, 1) else coord for coord, extent in pairs])
+            return self.at(x, broadcast_coords(x, coords) if is_tensor(x) else ())
 
         if op in (aten.add, aten.sub, aten.rsub):
             x, y = operand("self"), operand("other")
-            alpha = _parse_number(call["alpha"]) * (1 if op is aten.add else -1)
             if op is aten.rsub:  # other - alpha * self
-                return self._sum(y, x, alpha, node)
-            return self._sum(x, y, alpha, node)
+                x, y = y, x
+            return self._sum(x, y, _parse_number(call["alpha"]) * (1 if op is aten.add else -1), node)
         if op is aten.where and "self" in call.args:
             return self._select(call["condition"], coords, operand("self"), operand("other"), node)
         if op is aten.masked_fill:

@@ -118,9 +118,10 @@ class ElementReader:
     def _element(self, node: Node, coords: Coords) -> Element:
         """Return the element that the op computes, or else that of a constant or of a leaf.
 
-        A leaf is a tensor without an expression, such as a padding mask: its element is a function leaf(b, k).
+        A leaf is a tensor without an expression, such as a padding mask: its element is a function leaf(b, k). If the
+        element is none of these, the reason why the op has none is raised, or else that of the leaf.
         """
-        op_error: NotSymbolic | None = None
+        op_error: NotSymbolic | None = None  # None for an unknown op or an input
         try:
             computed = self._computed_element(node, coords)
             if computed is not None:
@@ -204,9 +205,7 @@ class ElementReader:
         """
         if not is_tensor(x):
             return as_number(x)
-        shape = node_shape(x)
-        dims = zip(shape, coords[len(coords) - len(shape) :])
-        return self.at(x, tuple(0 if size == 1 else coord for size, coord in dims))
+        return self.at(x, broadcast_coords(x, coords))
 
     def integer(self, value: Element) -> sympy.Expr:
         """Return an element as one integer expression, such as q + 1, for use as a coordinate.
@@ -217,6 +216,15 @@ class ElementReader:
         if len(cases) != 1 or not cases[0][1].is_integer:
             raise NotSymbolic("has an operand that is not an integer, or an integer with cases")
         return cases[0][1]
+
+
+def broadcast_coords(x: Node, coords: Coords) -> Coords:
+    """Return the coordinates at which an element of a result reads an operand that broadcasts to the result.
+
+    For an operand (H, 1) and the coordinates (b, h, q), these are (h, 0).
+    """
+    shape = node_shape(x)
+    return tuple(0 if size == 1 else coord for size, coord in zip(shape, coords[len(coords) - len(shape) :]))
 
 
 def as_number(x: Any) -> Element:

@@ -28,7 +28,7 @@ from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.torch_compat import autograd_function_apply, set_grad_enabled
 from sp_compile.passes.base import register_pass
-from sp_compile.passes.canonical.reduce_pairs import function_bodies
+from sp_compile.passes.canonical.reduce_pairs import function_bodies, result_at
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall, node_packet, node_shape, read_results
 from sp_compile.passes.graph.closure import reachable_set
@@ -115,7 +115,7 @@ class ReplaceFlashFunctions(RewriteVarlenAttention):
             index: The index of the result that is read.
             like: The node whose metadata new nodes copy.
         """
-        needed = _ancestors(_result_at(body.graph.output_node().args[0], index))
+        needed = _ancestors(result_at(body.graph.output_node().args[0], index))
 
         def inline_node(node: Node, values: Mapping[Node, Any]) -> Any:
             """Return the value of a node of the body in this graph; None if the result does not need it."""
@@ -127,7 +127,7 @@ class ReplaceFlashFunctions(RewriteVarlenAttention):
                 return values[node.args[0]]
             return self.copy_call(node, values, like)
 
-        return _result_at(interpret_graph(body, operands, inline_node), index)
+        return result_at(interpret_graph(body, operands, inline_node), index)
 
     def _emit_kernel(self, kernel: Node, value_of: Callable[[Node], Any], like: Node) -> Node:
         """Emit attention with the arguments and the layout of a flash kernel.
@@ -139,7 +139,7 @@ class ReplaceFlashFunctions(RewriteVarlenAttention):
             value_of: Returns the node of this graph for an operand of the kernel.
             like: The node whose metadata new nodes copy.
         """
-        arguments = _kernel_arguments(kernel)
+        arguments = OpCall(kernel).args
         q, k, v = (value_of(arguments[name]) for name in "qkv")
         left, right = (arguments.get(f"window_size_{side}", -1) for side in ("left", "right"))
         window = left, 0 if arguments.get("causal") else right
@@ -182,11 +182,6 @@ def _kernel_name(node: Node) -> str:
     return str(getattr(node_packet(node), "__name__", "")) if node.op == "call_function" else ""
 
 
-def _kernel_arguments(kernel: Node) -> Mapping[str, Any]:
-    """Return all arguments of a kernel by name; arguments that are not passed have their defaults."""
-    return OpCall(kernel).args
-
-
 def _document_ends(args: Mapping[str, Any]) -> list[Any]:
     """Return the cumulative ends of packed documents, [those of queries, those of keys]; None for no documents.
 
@@ -200,7 +195,7 @@ def _kernel_refusal(kernel: Node) -> str | None:
 
     READ_ARGUMENTS are supported, IGNORED_ARGUMENTS have no effect on the result, and others must be disabled.
     """
-    args = _kernel_arguments(kernel)
+    args = OpCall(kernel).args
     q_ends, k_ends = _document_ends(args)  # None without packed documents
     if (q_ends is None) != (k_ends is None):
         return "only one of queries and keys has documents"
@@ -236,7 +231,7 @@ def _function_refusal(
     if len(kernels) != 1 or [_kernel_name(n) for n in backward_kernels] != names:
         return "it is not one forward kernel and one backward kernel"
     (kernel,), (backward_kernel,) = kernels, backward_kernels
-    args, backward_args = _kernel_arguments(kernel), _kernel_arguments(backward_kernel)
+    args, backward_args = OpCall(kernel).args, OpCall(backward_kernel).args
     common_options = FLASH_OPTIONS & args.keys() & backward_args.keys()
     different = sorted(name for name in common_options if args[name] != backward_args[name])
     if different:
@@ -247,7 +242,7 @@ def _function_refusal(
         if node.op == "call_function" and not is_kernel_part and node_packet(node) not in MOVE_TARGETS:
             return f"it contains another op ({node.target})"
     # Only the first result of the kernel is read, and all inputs that it is computed from have a gradient.
-    results = [_result_at(forward.graph.output_node().args[0], index) for index in read_indices]
+    results = [result_at(forward.graph.output_node().args[0], index) for index in read_indices]
     if len(results) != 1 or any(n.args[1] != 0 for n in _ancestors(results[0]) & set(kernel.users)):
         return "its log-sum-exp is read"
     gradients = zip(forward.graph.find_nodes(op="placeholder"), backward.graph.output_node().args[0])
@@ -255,16 +250,6 @@ def _function_refusal(
     if any(x in attention_inputs and gradient is None for x, gradient in gradients):
         return "one of them has no gradient"
     return None
-
-
-def _result_at(output: Any, index: int) -> Any:
-    """Return the result of the Function at an index, as a node of its forward.
-
-    `output` is what the forward returns: (results, saved values). In torch 2.11, `results` has all values of the body,
-    and the getitems of the call index this longer list; so `index` is right in every version.
-    """
-    results = output[0]
-    return results[index] if isinstance(results, tuple | list) else results
 
 
 def _ancestors(node: Node) -> set[Node]:

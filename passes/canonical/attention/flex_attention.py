@@ -160,6 +160,7 @@ class RewriteFlexAttention(RewriteMasks):
         sink_attention, results = _match_sinks(node), read_results(node)
         query_heads, key_heads = (node_shape(x)[1] for x in (q, k))
         options = {"scale": _FlexCall(*node.args).scale, "enable_gqa": not is_same_size(query_heads, key_heads)}
+        self.emit_predicate(mask, node)  # raises before the graph changes; `set_mask` reuses what it emits
         with self.graph.inserting_before(node):
             score = self._write_score(node, conditions)
         # Emit attention without a mask, in one of three forms, and map each result of the call to its replacement.
@@ -179,16 +180,7 @@ class RewriteFlexAttention(RewriteMasks):
         for result, replacement in replacements.items():
             replacement.meta["val"] = result.meta["val"]
             result.replace_all_uses_with(replacement)
-        # Set its mask, or restore the graph if no predicate describes it.
-        try:
-            self.set_mask(attention, mask, score)
-        except (NotSymbolic, SpError):
-            for result, replacement in replacements.items():
-                replacement.replace_all_uses_with(result)
-            self.drop(*(x for x in replacements.values() if x is not attention))
-            self.erase([attention])
-            self.drop(*score.heads, *score.tables)
-            raise
+        self.set_mask(attention, mask, score)
         sink_nodes = [] if sink_attention is None else sink_attention.chain[1:]  # chain[0] is among the results
         self.erase([node, *results.values(), *sink_nodes])
 

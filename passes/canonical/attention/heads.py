@@ -21,7 +21,7 @@ from sp_compile.passes.graph.call import OpCall, node_shape
 from sp_compile.passes.graph.node_info import set_node_info
 from sp_compile.passes.graph.sizes import exact_quotient, is_same_shape, is_same_size, size_product
 from sp_compile.passes.sharding.attention_axes import attention_nodes
-from sp_compile.passes.sharding.matchers import keeps_order, move_source, skip_reshapes, value_origin
+from sp_compile.passes.sharding.matchers import permutation_of, skip_reshapes, value_origin
 
 aten = torch.ops.aten
 HEADS_DIM = -3  # of (B, H, S, D)
@@ -52,77 +52,59 @@ class GroupKeyHeads(CanonicalPass):
         call = OpCall(node)
         if call["enable_gqa"] or call.ndim() != 4:
             return False
-        key, value = (_unrepeated_heads(operand) or self._undo_repeat(operand) for operand in call.operands[1:3])
+        key, value = (self._undo_repeat(x) for x in call.operands[1:3])
         tiled = [x for x in call.operands[1:3] if _is_tiled(x)]  # repeated as a list: h0, h1, h0, h1
         if tiled:
             reason = "it repeats the list of heads, and grouped heads need repeat_interleave"
             self.note_refusal(tiled[0], f"keys or values are sent with every copy of a head: {reason}")
         elif (key is None) != (value is None):
             self.note_refusal(node, "keys or values are sent with every copy of a head: only one of them is repeated")
-        if key is None or value is None or not is_same_size(node_shape(key)[HEADS_DIM], node_shape(value)[HEADS_DIM]):
-            return False
-        if exact_quotient(call.shape()[HEADS_DIM], node_shape(key)[HEADS_DIM]) is None:
+        heads = [node_shape(x)[HEADS_DIM] for x in (key, value) if x is not None]
+        if len(heads) < 2 or not is_same_size(*heads) or exact_quotient(call.shape()[HEADS_DIM], heads[0]) is None:
+            self.drop(key, value)
             return False
         node.args, node.kwargs = call.with_operands([call.operands[0], key, value, *call.operands[3:]], enable_gqa=True)
         set_node_info(node, grouped=True)  # set here, so that passes/strategies/attention/expand_heads.py may undo it
         return True
 
     def _undo_repeat(self, node: Node) -> Node | None:
-        """Emit the keys or values (1, heads, S, D) of one sequence before a program repeated each head of them.
+        """Return keys or values (B, h, S, D) before each of their h heads was repeated r times; None for other values.
 
-        The node must be reshape(permute(expand(x))), where x has a dim of size 1 that is expanded and moved after the
-        heads, for example (S, h, 1, D) -> (S, h, r, D) -> (h, r, S, D) -> (1, h * r, S, D). For other nodes, the result
-        is None.
+        The node (B, h * r, S, D) is a repeat_interleave; reshape(expand(x, (B, h, r, S, D))); or
+        reshape(permute(expand(x))), where a dim of size 1 is expanded and moved after the heads, as (S, h, 1, D) ->
+        (S, h, r, D) -> (h, r, S, D) -> (1, h * r, S, D).
         """
-        permuted = skip_reshapes(node)
-        expanded = value_origin(permuted.args[0]) if permuted.target is aten.permute.default else None
-        if expanded is None or expanded.target is not aten.expand.default:
+        repeated = value_origin(node)
+        if repeated.target is aten.repeat_interleave.self_int:
+            call = OpCall(repeated)
+            repeats_heads = call["dim"] is not None and call.dim() == call.ndim() + HEADS_DIM
+            return call.operands[0] if repeats_heads else None
+        permuted = skip_reshapes(repeated)
+        order = permutation_of(permuted)
+        expanded = permuted if order is None else value_origin(OpCall(permuted).operands[0])
+        # An expand in the place of heads, (B, 1, S, D) -> (B, h, S, D), is not matched: it has no dim for the copies.
+        if expanded.target is not aten.expand.default or (order is None and expanded.meta["val"].ndim != 5):
             return None
-        x, order = expanded.args[0], OpCall(permuted)["dims"]
-        before, after = node_shape(x), node_shape(expanded)
-        if len(before) != len(after):
+        x = expanded.args[0]
+        sizes = zip(node_shape(x), node_shape(expanded))
+        repeated_dims = [d for d, (before, after) in enumerate(sizes) if not is_same_size(before, after)]
+        if x.meta["val"].ndim != expanded.meta["val"].ndim or len(repeated_dims) != 1:
             return None
-        expanded_dims = [d for d, (a, b) in enumerate(zip(before, after)) if not is_same_size(a, b)]
+        # The shape must be (dims of batch and heads of x, r, S, D).
         batch, heads, length, width = node_shape(node)
-        if len(expanded_dims) != 1 or not is_same_size(batch, 1):
+        shape, repeats_dim = node_shape(permuted), (order or range(5)).index(repeated_dims[0])
+        num_heads = exact_quotient(size_product(shape[:repeats_dim]), batch)
+        if num_heads is None or not is_same_size(num_heads * shape[repeats_dim], heads):
             return None
-        # The permuted shape must be (dims of the heads of x, r, S, D).
-        shape, repeats_dim = node_shape(permuted), order.index(expanded_dims[0])
-        num_heads = size_product(shape[:repeats_dim])
         if not is_same_shape(shape[repeats_dim + 1 :], (length, width)):
             return None
-        if not is_same_size(num_heads * shape[repeats_dim], heads):
-            return None
-        with self.graph.inserting_before(permuted):
-            unrepeated = self.compute(aten.permute.default, (x, list(order)), permuted)
-            return self.reshape(unrepeated, (1, num_heads, length, width), permuted)
-
-
-def _unrepeated_heads(node: Node) -> Node | None:
-    """Return x if the node repeats every head of x r times in place: (B, h, S, D) -> (B, h*r, S, D); else None.
-
-    It is a repeat_interleave, or reshape(expand(x[:, :, None], (B, h, r, S, D))).
-    """
-    node = value_origin(node)
-    if node.target is aten.repeat_interleave.self_int:
-        call = OpCall(node)
-        repeats_heads = call["dim"] is not None and call.dim() == call.ndim() + HEADS_DIM
-        return call.operands[0] if repeats_heads else None
-    expanded = skip_reshapes(node)
-    if expanded.target is not aten.expand.default or expanded.meta["val"].ndim != 5:
-        return None
-    batch, heads, repeats, length, width = node_shape(expanded)
-    source = expanded.args[0]
-    if not is_same_shape(node_shape(source), (batch, heads, 1, length, width)):
-        return None
-    if not is_same_shape(node_shape(node), (batch, heads * repeats, length, width)):
-        return None
-    source = value_origin(source)
-    while not is_same_shape(node_shape(source), (batch, heads, length, width)):  # go back through unsqueeze or views
-        if not keeps_order(source):
-            return None
-        source = value_origin(move_source(source))
-    return source
+        with self.graph.inserting_before(node):
+            x = x if order is None else self.compute(aten.permute.default, (x, list(order)), node)
+            unrepeated = self.reshape(x, (batch, num_heads, length, width), node)
+        origin = value_origin(unrepeated)  # k for reshape(unsqueeze(k, 2)), which is not needed
+        if origin is not unrepeated:
+            self.drop(unrepeated)
+        return origin
 
 
 def _is_tiled(node: Node) -> bool:

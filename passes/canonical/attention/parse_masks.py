@@ -30,12 +30,12 @@ from sp_compile.lowering.base.errors import SpError
 from sp_compile.passes import base
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall, node_shape
-from sp_compile.passes.graph.sizes import Size, as_size, is_same_shape, is_same_size, size_product
+from sp_compile.passes.graph.sizes import Size, as_size, is_same_size, size_product
 from sp_compile.passes.sharding.attention_axes import attention_nodes, masks_all_weight
 
 from . import element_ops  # noqa: F401  (registers the handlers of element ops)
 from .biases import BiasReader
-from .elements import Element, ElementReader, NotSymbolic
+from .elements import Coords, Element, ElementReader, NotSymbolic, broadcast_coords
 from .proofs import BATCH_INDEX, HEAD_INDEX, INDICES, KEY_INDEX, QUERY_INDEX, Boolean, IndexBox
 from .score_functions import SCORE, ScoreOperands, register_expression
 
@@ -114,7 +114,7 @@ def parse_bias(
         return None
 
 
-def _mask_coordinates(node: Node, shape: tuple[Size, ...]) -> tuple[ElementReader, list[Any]]:
+def _mask_coordinates(node: Node, shape: tuple[Size, ...]) -> tuple[ElementReader, Coords]:
     """Return a reader of elements, and the coordinates at which the scores read a mask that broadcasts to them.
 
     For a mask (B, 1, 1, K), the coordinates are (b, 0, 0, k).
@@ -124,9 +124,7 @@ def _mask_coordinates(node: Node, shape: tuple[Size, ...]) -> tuple[ElementReade
         raise NotSymbolic(f"scores of {len(shape)} dims, a mask of {len(mask_shape)}")
     indices = [index for index in INDICES if index != HEAD_INDEX or len(shape) == 4]  # one for each dim of the scores
     extent: dict[sympy.Symbol, Size] = {**dict.fromkeys(INDICES, 1), **dict(zip(indices, shape))}
-    mask_indices = indices[len(shape) - len(mask_shape) :]
-    coords = [0 if size == 1 else index for size, index in zip(mask_shape, mask_indices)]
-    return ElementReader(IndexBox(extent), extent), coords
+    return ElementReader(IndexBox(extent), extent), broadcast_coords(node, tuple(indices))
 
 
 def _checked_mask(positions: ElementReader, allowed: Boolean, needs_key_per_query: bool) -> AttentionMask:
@@ -334,10 +332,7 @@ class RewriteMasks(base.CanonicalPass):
 
     def _per_head_vector(self, x: Node, num_heads: Size, like: Node) -> Node:
         """Emit a vector with the number of each head, from one number per head or one for all heads, of any shape."""
-        flat = self.reshape(x, (size_product(node_shape(x)),), like)
-        if is_same_shape(node_shape(flat), (num_heads,)):
-            return flat
-        return self.compute(aten.expand.default, (flat, [self.sizes(num_heads)]), like)
+        return self.expand(self.reshape(x, (size_product(node_shape(x)),), like), (num_heads,), like)
 
     def set_mask(self, node: Node, mask: AttentionMask, score: ScoreOperands | None = None) -> None:
         """Replace the mask tensor of an attention by a parsed mask: is_causal, no mask, or a predicate.
@@ -394,15 +389,22 @@ class RewriteMasks(base.CanonicalPass):
             mask: The mask.
             options: Keyword arguments of the new call.
         """
-        printer = MaskPrinter()
-        predicate = _print_predicate(printer, mask)
-        rows = [self._leaf_vector(mask, leaf, QUERY_INDEX, node) for leaf in printer.rows]
-        cols = [self._leaf_vector(mask, leaf, KEY_INDEX, node) for leaf in printer.cols]
-        sizes = self.sizes.list(as_size(e) for e in printer.sizes)
-        text = "" if predicate == sympy.true else str(predicate)
-        args = (*call.operands[:3], rows, cols, sizes, text, call["dropout_p"], call["scale"], call["enable_gqa"])
+        predicate = self.emit_predicate(mask, node)
+        args = (*call.operands[:3], *predicate, call["dropout_p"], call["scale"], call["enable_gqa"])
         with self.graph.inserting_before(node):
             self.replace(node, self.emit(sp.masked_attention.default, args, node.meta["val"], node, options))
+
+    def emit_predicate(self, mask: AttentionMask, like: Node) -> tuple[list[Node], list[Node], list[Any], str]:
+        """Return rows, cols, sizes and the predicate of `sp.masked_attention` for a mask; emits them at the first call.
+
+        Raises NotSymbolic if no predicate describes the mask, and SpError if the graph cannot compute a size.
+        """
+        printer = MaskPrinter()
+        predicate = _print_predicate(printer, mask)
+        rows = [self._leaf_vector(mask, leaf, QUERY_INDEX, like) for leaf in printer.rows]
+        cols = [self._leaf_vector(mask, leaf, KEY_INDEX, like) for leaf in printer.cols]
+        sizes = self.sizes.list(as_size(e) for e in printer.sizes)
+        return rows, cols, sizes, "" if predicate == sympy.true else str(predicate)
 
     def _leaf_vector(self, mask: AttentionMask, leaf: AppliedUndef, index: sympy.Symbol, like: Node) -> Node:
         """Return the values of a leaf for all queries or keys, a vector (B or 1, Q) or (B or 1, K).
@@ -451,9 +453,8 @@ class RewriteMasks(base.CanonicalPass):
         if dims == [index, BATCH_INDEX]:
             return self.compute(aten.transpose.int, (x, 0, 1), like)
         if index not in dims:  # the values are equal for the whole index
-            shape = [self.sizes(extent) for extent in node_shape(x)] or [1]
-            x = self.compute(aten.reshape.default, (x, [*shape, 1]), like)
-            return self.compute(aten.expand.default, (x, [*shape, self.sizes(length)]), like)
+            shape = node_shape(x) or (1,)
+            return self.expand(self.reshape(x, (*shape, 1), like), (*shape, length), like)
         return x if len(dims) == 2 else self.compute(aten.unsqueeze.default, (x, 0), like)
 
 

@@ -27,7 +27,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from sp_compile.lowering.base.dtypes import MIN_FILL, accumulation_dtype
 from sp_compile.lowering.masks.score import register_score
-from sp_compile.lowering.torch_compat import OpOverload, pytree, schema_of
+from sp_compile.lowering.torch_compat import pytree
+from sp_compile.passes.canonical.elementwise_functions import is_pure_pointwise
 from sp_compile.passes.graph.call import OpCall, is_tensor, node_packet, node_shape
 from sp_compile.passes.graph.edit import GraphEditor, interpret_graph
 from sp_compile.passes.graph.sizes import as_size, is_same_size
@@ -230,7 +231,7 @@ class _ScoreWriter:
             return self._emit_outer(node.target, args, kwargs)
         if node.target in (aten.index.Tensor, aten.select.int):
             return self._look_up(node, values)
-        if not _is_element_op(node.target) or node.meta["val"].ndim:
+        if not (node.target in _ELEMENT_OPS or is_pure_pointwise(node.target)) or node.meta["val"].ndim:
             raise NotSymbolic(f"it calls {node.target}, which is not elementwise over pairs")
         args, kwargs = pytree.tree_map(
             lambda x: self._argument(values[x] if isinstance(x, Node) else x), (list(node.args), dict(node.kwargs))
@@ -351,16 +352,6 @@ class _ScoreWriter:
         """Emit an op in the outer graph, and record it, so that `write_score` can erase it after an error."""
         self.outer_nodes.append(self.editor.compute(target, args, self.like, kwargs))
         return self.outer_nodes[-1]
-
-
-def _is_element_op(op: Any) -> bool:
-    """Return True if a score function may call the op: pointwise, deterministic and functional."""
-    if not isinstance(op, OpOverload):
-        return False
-    if op in _ELEMENT_OPS:
-        return True
-    is_random = torch.Tag.nondeterministic_seeded in op.tags
-    return torch.Tag.pointwise in op.tags and not is_random and not schema_of(op).is_mutable
 
 
 def _adds_fills(graph: Graph) -> bool:

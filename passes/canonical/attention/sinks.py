@@ -116,11 +116,9 @@ class SinkValue:
 
     def vector(self, editor: GraphEditor, like: Node) -> Node:
         """Emit the sinks as a vector (H,), the form that sp.masked_attention takes."""
-        num_sinks, (_, num_heads) = size_product(node_shape(self.value)), self.batch_and_heads
-        sinks = editor.reshape(self.value, (num_sinks,), like)
-        if is_same_size(num_sinks, num_heads):
-            return sinks
-        return editor.compute(aten.expand.default, (sinks, [editor.sizes(num_heads)]), like)  # one for all heads
+        _, num_heads = self.batch_and_heads
+        sinks = editor.reshape(self.value, (size_product(node_shape(self.value)),), like)
+        return editor.expand(sinks, (num_heads,), like)  # from one sink for all heads
 
 
 def match_sink_value(sinks: Node, coords: Sequence[Any], leading: tuple[Size, ...]) -> SinkValue | None:

@@ -29,15 +29,16 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from sp_compile.lowering.torch_compat import pytree, schema_of
+from sp_compile.lowering.torch_compat import pytree
 from sp_compile.passes.graph.call import is_tensor, node_shape
+from sp_compile.passes.graph.closure import reachable_set
 from sp_compile.passes.graph.fakes import trace_function
 from sp_compile.passes.sharding.factors import BoundRule, Dims
 from sp_compile.passes.sharding.matchers import constant_value
 from sp_compile.passes.sharding.rule import lookup_rule
 
 from .steps import ColumnRef, NotALoop, SeededList, StepColumn
-from .vectorize import BatchedOps, BatchedValue, Value
+from .vectorize import BatchedOps, BatchedValue, Value, leaf_names
 
 aten = torch.ops.aten
 MAX_ROWS = 512  # of m
@@ -89,7 +90,8 @@ def find_cycle(columns: Sequence[StepColumn]) -> list[StepColumn]:
     references = {c: [x for x in map(reference_of, c.operands) if x is not None] for c in columns}
     sources = {c: {x.column for x in read if x.column in references} for c, read in references.items()}
     states = [c for c in columns if any(x.lag and x.column is c for read in references.values() for x in read)]
-    dependencies = [_all_sources(state, sources) for state in states]
+    # All columns from which a state is computed, over any number of steps; itself only if it depends on itself.
+    dependencies = [reachable_set(sources[state], sources.__getitem__) for state in states]
     cycles = [found for state, found in zip(states, dependencies) if state in found]
     if not cycles:
         raise NotALoop("a state that is not affine in the previous state")
@@ -105,20 +107,6 @@ def reference_of(operand: Any) -> ColumnRef | None:
     while isinstance(operand, SeededList):
         operand = operand.later
     return operand if isinstance(operand, ColumnRef) else None
-
-
-def _all_sources(start: StepColumn, sources: dict[StepColumn, set[StepColumn]]) -> set[StepColumn]:
-    """Return all columns from which a column is computed, over any number of steps.
-
-    `sources` has those that each column reads. The result contains the column itself only if it depends on itself.
-    """
-    found: set[StepColumn] = set()
-    pending = [start]
-    while pending:
-        new = sources[pending.pop()] - found
-        found |= new
-        pending.extend(new)
-    return found
 
 
 @dataclass(frozen=True)
@@ -191,7 +179,7 @@ class CoupledStates:
         if [nodes[i] for i in tensors] != call.operands or node.meta["val"].dtype != self.options["dtype"]:
             raise error
         state_leaves = {i for i, x in enumerate(leaves) if isinstance(x, ColumnRef)}
-        zeroed = _stateless_terms(terms, _leaf_names(node), state_leaves)
+        zeroed = _stateless_terms(terms, leaf_names(node), state_leaves)
         if zeroed is None or node.kwargs.get("rounding_mode") is not None:
             raise error
         coefficients = set(range(len(leaves))) - state_leaves - set(zeroed)
@@ -253,16 +241,16 @@ class CoupledStates:
         # b of each state, (steps, *shape) -> (batch, steps, rows, columns). In an order, None is the dim of the steps.
         order = [*self.batch_dims, None, *self.mixed_dims, *self.repeated_dims]
         b = [self._arrange(x, [0 if d is None else d + 1 for d in order]) for x in terms]
-        b = [self._reshape(x, (*batch, steps, self.rows, num_columns)) for x in b]
+        b = [self.editor.reshape(x, (*batch, steps, self.rows, num_columns), self.like) for x in b]
         # m of each state, (steps, basis, *shape) -> (batch, steps, rows, basis). Here -1 is the dim of the basis.
         order = [*self.batch_dims, None, *self.mixed_dims, -1, *self.repeated_dims]
         m = [self._arrange(x, [0 if d is None else d + 2 for d in order]) for x in maps]
-        m = [self._reshape(x, (*batch, steps, self.rows, num_rows)) for x in m]
+        m = [self.editor.reshape(x, (*batch, steps, self.rows, num_rows), self.like) for x in m]
         initial = None
         if any(not _is_zero(seed) for seed in self.seeds.values()):
             seeds = [self.editor.expand_to(seed, self.shape, self.like) for seed in self.seeds.values()]
             seeds = [self._arrange(x, [*self.batch_dims, *self.mixed_dims, *self.repeated_dims]) for x in seeds]
-            initial = self._join([self._reshape(x, (*batch, self.rows, num_columns)) for x in seeds])
+            initial = self._join([self.editor.reshape(x, (*batch, self.rows, num_columns), self.like) for x in seeds])
         out = self._compute(torch.ops.sp.affine_scan.default, self._join(m), self._join(b), initial, time, reverse)
         return self._split_states(out, steps)
 
@@ -284,7 +272,7 @@ class CoupledStates:
             if state.lag > 1:  # an earlier value of the same column
                 continue
             x = self._compute(aten.slice.Tensor, out, time + 1, i * self.rows, (i + 1) * self.rows)
-            node = self._arrange(self._reshape(x, sizes), map(scan_order.index, value_order))
+            node = self._arrange(self.editor.reshape(x, sizes, self.like), map(scan_order.index, value_order))
             values[state.column] = BatchedValue(node, position)
         return values
 
@@ -293,16 +281,15 @@ class CoupledStates:
 
         m is equal for all columns of the states, so one column suffices.
         """
-        num_states = len(self.states)
+        num_states, dims_to_cut = len(self.states), list[int]()
         try:
             results = self._evaluate(frozenset(self.repeated_dims))
-            return results[:num_states], results[num_states:]
         except (RuntimeError, ValueError, NotALoop):
             # An op of the body, such as an expand, has the sizes of repeated dims as arguments, so that it fails for
             # size 1: compute all columns, and keep one.
-            results = self._evaluate(frozenset())
+            results, dims_to_cut = self._evaluate(frozenset()), self.repeated_dims
         terms, maps = results[:num_states], results[num_states:]
-        for d in self.repeated_dims:  # the dims of the states follow steps and basis
+        for d in dims_to_cut:  # the dims of the states follow steps and basis
             maps = [self._compute(aten.slice.Tensor, x, d + 2, 0, 1) for x in maps]
         return terms, maps
 
@@ -425,10 +412,6 @@ class CoupledStates:
         dims = list(order)
         return x if dims == sorted(dims) else self._compute(aten.permute.default, x, dims)
 
-    def _reshape(self, x: Node, shape: Sequence[Any]) -> Node:
-        """Return x in another shape; no op is emitted if it has that shape."""
-        return x if node_shape(x) == tuple(shape) else self.editor.reshape(x, list(shape), self.like)
-
     def _join(self, parts: list[Node]) -> Node:
         """Return the rows of all states (dim -2), one state after the other, as one tensor."""
         return parts[0] if len(parts) == 1 else self._compute(aten.cat.default, parts, -2)
@@ -441,7 +424,7 @@ def _stateless_terms(terms: Sequence[str], names: Sequence[str], states: set[int
 
     Args:
         terms: The terms of the op, from `TERMS`.
-        names: The argument name of each leaf, from `_leaf_names`.
+        names: The argument name of each leaf, from `leaf_names`.
         states: The leaves that depend on the states.
 
     Returns:
@@ -460,16 +443,6 @@ def _stateless_terms(terms: Sequence[str], names: Sequence[str], states: set[int
             if not states_in_product:
                 zeroed += product
     return zeroed if states <= linear else None
-
-
-def _leaf_names(node: Node) -> list[str]:
-    """Return, for each leaf of a node's arguments (a tensor or a constant), the name of its argument.
-
-    cat([a, b], 1) has the names tensors, tensors, dim.
-    """
-    argument_names = [x.name for x in schema_of(node.target).arguments]
-    arguments = [*zip(argument_names, node.args), *node.kwargs.items()]
-    return [name for name, value in arguments for _ in pytree.tree_leaves(value)]
 
 
 def _is_zero(x: Value) -> bool:

@@ -106,7 +106,7 @@ class StackWrittenRows(CanonicalPass):
         value, last_write, rows = last.meta["val"], self.writes[last], chain.rows
         dim, num_rows = last_write.dim, value.shape[last_write.dim]
         missing = set(range(num_rows)) - set(rows)
-        reason = chain.written_twice
+        reason = chain.written_twice  # the first reason why the chain is not replaced, or None
         if any(row.meta["val"].dtype != value.dtype for row in rows.values()):
             reason = reason or f"their dtype differs from {value.dtype}, the dtype of the list"
         if len(missing) > 1:

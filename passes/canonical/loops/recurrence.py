@@ -26,13 +26,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from sp_compile.lowering.torch_compat import pytree, schema_of
-from sp_compile.passes.graph.call import is_tensor, node_shape
+from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape
 from sp_compile.passes.graph.sizes import Size, is_same_shape, is_same_size
 from sp_compile.passes.sharding.matchers import constant_value, is_copy
 
 from .steps import NotALoop, StepColumn
-from .vectorize import MATMULS, BatchedOps, BatchedValue, Value, step_ndim
+from .vectorize import MATMULS, BatchedOps, BatchedValue, Value, leaf_names, step_ndim
 
 aten = torch.ops.aten
 LINEAR_SCAN, AFFINE_SCAN = torch.ops.sp.linear_scan.default, torch.ops.sp.affine_scan.default
@@ -74,7 +73,9 @@ class ScanBuilder(BatchedOps):
         """
         affine_leaves = [x for x in leaves if isinstance(x, AffineValue)]
         state, lag = affine_leaves[0].state, affine_leaves[0].lag
-        if any(x.state is not state or x.lag != lag for x in affine_leaves) or not _has_dtype_of(node, state.node):
+        if any(x.state is not state or x.lag != lag for x in affine_leaves) or not is_tensor(node):
+            return None
+        if node.meta["val"].dtype != state.node.meta["val"].dtype:
             return None
         if node.target in MATMULS:
             return self._multiply_matrix(node, leaves)
@@ -85,11 +86,8 @@ class ScanBuilder(BatchedOps):
         rule = _AFFINE_RULES.get(getattr(node.target, "overloadpacket", None))
         if rule is None or any(isinstance(x, Node) and not is_tensor(x) for x in leaves):
             return None
-        args, kwargs = pytree.tree_unflatten(leaves, pytree.tree_flatten((node.args, node.kwargs))[1])
-        schema = schema_of(node.target).arguments
         # The arguments by name, as the rules read them: defaults, then those of the call.
-        arguments = {a.name: a.default_value for a in schema if a.has_default_value()}
-        arguments.update(zip((a.name for a in schema), args), **kwargs)
+        arguments = OpCall(node).args | dict(zip(leaf_names(node), leaves))
         coefficients = rule(_FoldingArithmetic(self, node), arguments)
         return None if coefficients is None else AffineValue(state, *coefficients, node_shape(node), lag)
 
@@ -116,10 +114,7 @@ class ScanBuilder(BatchedOps):
 
     def _matmul(self, left: Value, right: Value, like: Node) -> Value:
         """Emit the matrix product of two values of all steps, of which one may be equal for all steps."""
-        leaves, spec = pytree.tree_flatten(((left, right), {}))
-        if not any(isinstance(x, BatchedValue) for x in leaves):
-            return self.compute(aten.matmul.default, (left, right), like)
-        return self.broadcast(aten.matmul.default, spec, leaves, like, fixed_dims=2)
+        return self.compute_steps(aten.matmul.default, left, right, like=like, fixed_dims=2)
 
     def _transpose(self, x: Value) -> Value:
         """Return factors (..., K, 1) as (..., 1, K), for all steps; values of fewer than two dims are unchanged."""
@@ -235,7 +230,7 @@ class _FoldingArithmetic:
             return x * y
         if _is_number(y) and y == 1:
             return x
-        return self.scans.pointwise(aten.mul.Tensor, x, y, like=self.like)
+        return self.scans.compute_steps(aten.mul.Tensor, x, y, like=self.like)
 
     def add(self, x: Value, y: Value) -> Value:
         """Return x + y for values without the state."""
@@ -245,7 +240,7 @@ class _FoldingArithmetic:
             return x + y
         if _is_number(y) and y == 0:
             return x
-        return self.scans.pointwise(aten.add.Tensor, x, y, like=self.like)
+        return self.scans.compute_steps(aten.add.Tensor, x, y, like=self.like)
 
     def divide(self, x: Value, y: Value) -> Value:
         """Return x / y for values without the state."""
@@ -254,8 +249,8 @@ class _FoldingArithmetic:
         if _is_constant(x, 0):
             return 0
         if _is_number(x):
-            return self.multiply(x, self.scans.pointwise(aten.reciprocal.default, y, like=self.like))
-        return self.scans.pointwise(aten.div.Tensor, x, y, like=self.like)
+            return self.multiply(x, self.scans.compute_steps(aten.reciprocal.default, y, like=self.like))
+        return self.scans.compute_steps(aten.div.Tensor, x, y, like=self.like)
 
     def select(self, condition: Value, x: Value, y: Value) -> Value:
         """Return x where the condition is true, else y, for values without the state."""
@@ -264,7 +259,7 @@ class _FoldingArithmetic:
         # `where` has an overload for each combination of tensors and numbers.
         overloads = {(0, 0): "self", (1, 0): "ScalarSelf", (0, 1): "ScalarOther", (1, 1): "Scalar"}
         target = getattr(aten.where, overloads[_is_number(x), _is_number(y)])
-        return self.scans.pointwise(target, condition, x, y, like=self.like)
+        return self.scans.compute_steps(target, condition, x, y, like=self.like)
 
 
 # function of the arithmetic and of an op's arguments, by schema name; its result is None if it is not affine
@@ -276,8 +271,10 @@ def _affine_sum(ops: _FoldingArithmetic, x: Value, y: Value, alpha: Value = 1) -
     return tuple(ops.add(p, ops.multiply(q, alpha)) for p, q in zip(ops.coefficients(x), ops.coefficients(y)))
 
 
-def _affine_scale(ops: _FoldingArithmetic, x: Value, y: Value) -> Coefficients | None:
+def _affine_scale(ops: _FoldingArithmetic, x: Value, y: Value, divides: bool = False) -> Coefficients | None:
     """Return the coefficients (a * y, b * y, m * y) of x * y, where x is a * state + m @ state + b, or y is.
+
+    If `divides`, return those of x / y for a y without the state, (a / y, b / y, m / y).
 
     None if both contain the state, or if m is not 0 and the factor y differs between columns of the state (..., K, V):
     (m @ state) * y is (m * y) @ state only if y has size 1 in the dim V, which m (..., R, K) does not have.
@@ -289,22 +286,18 @@ def _affine_scale(ops: _FoldingArithmetic, x: Value, y: Value) -> Coefficients |
     a, b, m = ops.coefficients(x)
     if not _is_number(m) and not _is_equal_in_rows(y):
         return None
-    return ops.multiply(a, y), ops.multiply(b, y), ops.multiply(m, y)
+    scale = ops.divide if divides else ops.multiply
+    return scale(a, y), scale(b, y), scale(m, y)
 
 
 def _affine_divide(ops: _FoldingArithmetic, args: dict[str, Any]) -> Coefficients | None:
-    """Return the coefficients of args["self"] / args["other"], where "self" is a * state + m @ state + b.
+    """Return the coefficients of args["self"] / args["other"], as `_affine_scale` does.
 
-    They are a, b and m, each divided. None if the divisor contains the state, or if the quotient is rounded to an
-    integer. Also None if m is not 0 and the divisor differs between the columns of the state (..., K, V): m (..., R, K)
-    multiplies all columns, so a divisor for each column cannot be moved into it.
+    None also if the divisor contains the state, or if the quotient is rounded to an integer.
     """
     if isinstance(args["other"], AffineValue) or args.get("rounding_mode") is not None:
         return None
-    a, b, m = ops.coefficients(args["self"])
-    if not _is_number(m) and not _is_equal_in_rows(args["other"]):
-        return None
-    return ops.divide(a, args["other"]), ops.divide(b, args["other"]), ops.divide(m, args["other"])
+    return _affine_scale(ops, args["self"], args["other"], divides=True)
 
 
 def _affine_addcmul(ops: _FoldingArithmetic, args: dict[str, Any]) -> Coefficients | None:
@@ -351,11 +344,6 @@ _AFFINE_RULES: dict[Any, AffineRule] = {  # by op, for every overload
     aten.where: lambda ops, args: _affine_select(ops, args["condition"], args["self"], args["other"]),
     aten.masked_fill: lambda ops, args: _affine_select(ops, args["mask"], args["value"], args["self"]),
 }
-
-
-def _has_dtype_of(node: Node, state: Node) -> bool:
-    """Return True if a node is a tensor of the dtype of the state, so that it may be affine in it."""
-    return is_tensor(node) and node.meta["val"].dtype == state.meta["val"].dtype
 
 
 def _is_equal_in_rows(x: Value) -> bool:

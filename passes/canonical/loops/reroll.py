@@ -299,7 +299,7 @@ class RerollLoops(CanonicalPass, ScanBuilder):
 
     def _roll(self, stack: Node) -> bool:
         """Replace the loop that computes the operands of a stack or cat; return False if no loop does."""
-        values, reasons = _stacked_values(stack), []
+        values, reasons = _stacked_values(stack), []  # reasons of both attempts: in order, in reverse
         for reverse in (False, True):  # the first step computes the first operand, or the last one
             loop, self.emitted = LoopMatcher(self.budget), []
             try:

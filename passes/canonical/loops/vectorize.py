@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx import Node
 
-from sp_compile.lowering.torch_compat import pytree
+from sp_compile.lowering.torch_compat import pytree, schema_of
 from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape
 from sp_compile.passes.graph.edit import GraphEditor
 from sp_compile.passes.graph.fakes import trace_function
@@ -186,11 +186,14 @@ class BatchedOps(GraphEditor):
             raise NotALoop(f"{node.target} has another meaning for batched steps")
         return result
 
-    def pointwise(self, target: Any, *operands: Value, like: Node) -> Value:
-        """Emit a pointwise op on values of steps; the result is batched if an operand is."""
+    def compute_steps(self, target: Any, *operands: Value, like: Node, fixed_dims: int = 0) -> Value:
+        """Emit a pointwise op, or a matrix product (`fixed_dims` is 2), on values of steps.
+
+        The result is batched if an operand is.
+        """
         if not any(isinstance(x, BatchedValue) for x in operands):
             return self.compute(target, operands, like)
-        return self.broadcast(target, pytree.tree_flatten((operands, {}))[1], operands, like)
+        return self.broadcast(target, pytree.tree_flatten((operands, {}))[1], operands, like, fixed_dims)
 
     def broadcast(
         self, target: Any, spec: Any, leaves: Sequence[Value], like: Node, fixed_dims: int = 0
@@ -254,6 +257,16 @@ class BatchedOps(GraphEditor):
 def _argument_spec(node: Node) -> Any:
     """Return the pytree spec of the node's (args, kwargs), by which tree_unflatten rebuilds them from leaves."""
     return pytree.tree_flatten((node.args, node.kwargs))[1]
+
+
+def leaf_names(node: Node) -> list[str]:
+    """Return, for each leaf of a node's arguments (a tensor or a constant), the name of its argument.
+
+    cat([a, b], 1) has the names tensors, tensors, dim.
+    """
+    argument_names = [x.name for x in schema_of(node.target).arguments]
+    arguments = [*zip(argument_names, node.args), *node.kwargs.items()]
+    return [name for name, value in arguments for _ in pytree.tree_leaves(value)]
 
 
 def _is_batch_of(batched: Value, node: Node) -> bool:

@@ -38,10 +38,6 @@ class KernelStandIn(NamedTuple):
     compute: Callable[..., Any]  # the function; its result is NotImplemented for values that it does not support
     options: frozenset[str] = frozenset()  # names that it accepts beyond its signature
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the results of the kernel."""
-        return self.compute(*args, **kwargs)
-
 
 STAND_INS: Table[KernelStandIn] = Table("stand-ins of kernel functions")
 

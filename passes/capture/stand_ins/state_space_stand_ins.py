@@ -97,7 +97,7 @@ def _mamba_split_conv_scan(
 
     The last dim of zxbcdt has the gate z, the convolved x, B and C, and one dt per head.
     """
-    heads, size = A.shape[0], D.shape[1] if D.ndim == 2 else headdim
+    heads, size = A.shape[0], D.shape[1] if D.ndim == 2 else headdim  # size of a head: D is (heads,) or (heads, size)
     if initial_states is not None or size is None:
         return NotImplemented
     width, channels = heads * size, conv1d_weight.shape[0]  # of x and z; of x, B and C together

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from sympy.utilities.iterables import multiset_partitions
 from torch.fx import Node
 
 from sp_compile.lowering.base.errors import SpError, describe_node
@@ -62,17 +63,19 @@ class MergeChooser:
         An option partitions the links (the collectives of the chain) into blocks, each of which becomes one collective.
         """
         links = tuple(range(len(chain.links)))
-        communicators: dict[LinkIndices, str] = {}  # block that one collective can replace -> name of its group
-        for size in range(len(links)):
-            for block in itertools.combinations(links, size + 1):
-                name = self._communicator(chain, block)
-                if name is not None:
-                    communicators[block] = name
+        all_blocks = [block for size in links for block in itertools.combinations(links, size + 1)]
+        names = {block: self._communicator(chain, block) for block in all_blocks}
+        # block that one collective can replace -> name of its group
+        communicators = {block: name for block, name in names.items() if name is not None}
         # All-reduces over the axes of a grid commute, so that a block may skip links.
         pairs = itertools.combinations(self._link_groups(chain, links), 2)
         commute = chain.links[0].kind == "all_reduce" and all(reduce_partitions(pair) is not None for pair in pairs)
         options = []
-        for blocks in _link_partitions(links):
+        # All partitions of the links into blocks: for (0, 1), these are ((0,), (1,)) and ((0, 1),).
+        partitions = [tuple(map(tuple, blocks)) for blocks in multiset_partitions(list(links))]
+        # Of equally good options the first one is chosen: that with the fewest links in its first block.
+        partitions.sort(key=lambda blocks: [(len(block), block) for block in blocks])
+        for blocks in partitions:
             in_order = all(block[-1] - block[0] == len(block) - 1 for block in blocks)  # consecutive links only
             if (commute or in_order) and all(block in communicators for block in blocks):
                 chosen = {block: communicators[block] for block in blocks}
@@ -198,16 +201,3 @@ def static_value(node: Node) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise SpError("SP906", f"expected a fake tensor in the metadata of {describe_node(node)}, got none.")
     return value
-
-
-def _link_partitions(links: LinkIndices) -> Iterator[tuple[LinkIndices, ...]]:
-    """Yield all partitions of the links into blocks: for (0, 1), these are ((0,), (1,)) and ((0, 1),)."""
-    if not links:
-        yield ()
-        return
-    first, *later = links
-    for size in range(len(links)):
-        for members in itertools.combinations(later, size):  # other links in the block of the first one
-            remaining = tuple(link for link in later if link not in members)
-            for blocks in _link_partitions(remaining):
-                yield (first, *members), *blocks

@@ -25,8 +25,8 @@ from sp_compile.lowering.torch_compat import statically_known_true
 from sp_compile.passes.cost.group_names import exchange_group
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.mutation import is_mutation
-from sp_compile.passes.sharding.matchers import is_cast_op, is_copy, keeps_order, permutation_of
-from sp_compile.passes.sharding.rule import lookup_rule
+from sp_compile.passes.sharding.matchers import is_cast_op, is_copy, is_wider_dtype, keeps_order, permutation_of
+from sp_compile.passes.sharding.rule import rule_of
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -57,8 +57,7 @@ def match_chunks(cat: Node) -> ChunkMove | None:
     call = OpCall(cat)
     pieces = tuple(call["tensors"])
     split = pieces[0].args[0] if pieces[0].target is operator.getitem else None
-    call_and_rule = lookup_rule(split) if isinstance(split, Node) else None
-    rule = call_and_rule[1] if call_and_rule is not None else None
+    rule = rule_of(split) if isinstance(split, Node) else None
     # The rule of a split has the dim that it splits (window), and the position of each chunk (spans).
     if split is None or rule is None or rule.window is None:
         return None
@@ -101,13 +100,6 @@ MAX_CHAIN = 6
 
 MULTIPLICATIONS = frozenset({aten.mul.Tensor, aten.mul.Scalar})
 DIVISIONS = frozenset({aten.div.Tensor, aten.div.Scalar})
-
-# Dtypes to which a dtype can be cast without rounding.
-_WIDER_DTYPES = {
-    torch.bfloat16: (torch.float32, torch.float64),
-    torch.float16: (torch.float32, torch.float64),
-    torch.float32: (torch.float64,),
-}
 
 
 @dataclass(frozen=True)
@@ -264,7 +256,7 @@ def _previous_link(link: ChainLink) -> tuple[ChainLink, list[Node]] | str | None
     assert previous is not None, "the loop ends at a collective"
     if (previous.kind, previous.dim) != (link.kind, link.dim):
         return None
-    if link.kind == "all_gather" and previous.chunks != move:
+    if link.kind == "all_gather" and previous.chunks != move:  # the chunks of another collective were moved
         return None
     for op in (previous.op, link.op):
         if op in UNMERGED_REDUCTIONS:
@@ -318,7 +310,7 @@ def _preserves_values(x: Node, node: Node, link: ChainLink) -> bool:
     if link.op in ("max", "min") and _is_int(before.dtype) and _is_int(after.dtype):
         narrow, wide = torch.iinfo(before.dtype), torch.iinfo(after.dtype)
         return wide.min <= narrow.min and narrow.max <= wide.max
-    return after.dtype in _WIDER_DTYPES.get(before.dtype, ())
+    return before.is_floating_point() and is_wider_dtype(after.dtype, before.dtype)
 
 
 def _is_int(dtype: torch.dtype) -> bool:

@@ -219,7 +219,8 @@ def _match_dims(
         if gather == scatter:
             continue
         result = exchange_factors(table, exchanged, before, scatter, gather)
-        # The factors of the gather dim of x and of the scatter dim of y; none for a dim of size 1.
+        # The factors of the gather dim of x and of the scatter dim of y; none for a dim of size 1. If both have size 1,
+        # the exchange only renames a dim, and any dim of size 1 would match.
         rows, block = table.resolve(before.dims[gather]), table.resolve(result.dims[scatter])
         if exact:
             is_match = bool(rows or block) and table.equal(result, after)

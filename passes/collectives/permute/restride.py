@@ -72,7 +72,7 @@ class StrideRepair:
     def _restore_strides(self, user: Node, x: Node, old: Any) -> None:
         """Pass a copy of x with the strides of the value `old` to the user, if x has others now."""
         if isinstance(old, Tensor) and _strides_changed(old, x.meta["val"]):
-            user.replace_input_with(x, match_strides(self.graph, x, old))
+            user.replace_input_with(x, match_strides(x, old))
 
 
 def _graph_results(graph: Graph) -> list[Node | None]:

@@ -22,14 +22,13 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from sp_compile.lowering.torch_compat import OpOverload, schema_of, size_hint
-from sp_compile.passes.graph.call import WAIT_OP, node_tensors
+from sp_compile.lowering.torch_compat import OpOverload, namespace_of, schema_of, size_hint
+from sp_compile.passes.graph.call import node_tensors, op_name
 from sp_compile.passes.graph.closure import iterate_reachable
 from sp_compile.passes.graph.sizes import as_sizes, is_same_size
 from sp_compile.passes.sharding.matchers import move_source
 
 from .kinds import (
-    ARRIVALS,
     CAT,
     CONCAT_CALLS,
     ELEMENTWISE,
@@ -37,6 +36,7 @@ from .kinds import (
     FEWEST_ROWS,
     LATE_WRITE_OPS,
     MAX_FUSION_DISTANCE,
+    MUTATIONS,
     PRIMS,
     REDUCTIONS,
     VIEW_CALLS,
@@ -73,6 +73,7 @@ class KernelSchedule:
         self.kernel_reads: dict[Node, frozenset[StorageKey]] = {}  # kernel -> storages
         self.sizes: dict[StorageKey, int] = {}  # storage -> bytes
         self.results: set[StorageKey] = set()  # storages that the graph returns
+        self.mutated: list[tuple[int, frozenset[StorageKey]]] = []  # position and operands of kernels that mutate some
         # fused kernel -> storages that several of its nodes read, so that none of them overwrites these
         self.read_often: dict[Node, frozenset[StorageKey]] = {}
 
@@ -88,7 +89,7 @@ class KernelSchedule:
         target = node.target
         if not self.fused or node in self.product_of_addition or not isinstance(target, OpOverload):
             return False
-        is_listed = target in REDUCTIONS or target in ELEMENTWISE or _op_name(target) in PRIMS
+        is_listed = target in REDUCTIONS or target in ELEMENTWISE or op_name(node) in PRIMS
         return is_listed or torch.Tag.pointwise in target.tags
 
     def _fuse_reductions(self) -> None:
@@ -105,7 +106,7 @@ class KernelSchedule:
         sums = [node for node in self.kernel_writes if self._is_returned_reduction(node)]
         pairs = [(a, b) for i, b in enumerate(sums) for a in sums[:i] if self._can_fuse_reductions(a, b)]
         if any(map(is_on_gpu, sums)):  # pairs with the most common bytes are fused first
-            pairs.sort(key=lambda pair: -self._common_bytes(*pair))
+            pairs.sort(key=lambda pair: -sum(self.sizes[storage] for storage in self._common_reads(*pair)))
         group_of = {node: [node] for node in sums}  # reduction -> reductions of its fused kernel
         for a, b in pairs:
             merged = sorted({*group_of[a], *group_of[b]}, key=position.__getitem__)
@@ -122,17 +123,16 @@ class KernelSchedule:
         """Return the storages that both kernels read."""
         return self.kernel_reads[a] & self.kernel_reads[b]
 
-    def _common_bytes(self, a: Node, b: Node) -> int:
-        """Return the number of bytes that both kernels read."""
-        return sum(self.sizes[storage] for storage in self._common_reads(a, b))
-
     def _can_fuse_reductions(self, a: Node, b: Node) -> bool:
-        """Return True if two reductions have equal shapes and read enough common storages to fuse.
+        """Return True if two reductions have equal sizes and result shapes, and read enough common storages to fuse.
 
         One is enough; for wide rows on GPUs two are required, as observed.
         """
-        is_wide = is_on_gpu(a) and size_hint(a.args[0].meta["val"].shape[-1]) > WIDE_ROW  # type: ignore[union-attr]
-        return _is_same_reduction(a, b) and len(self._common_reads(a, b)) > (1 if is_wide else 0)
+        x, y = (n.args[0].meta["val"] for n in (a, b))  # type: ignore[union-attr]
+        is_same_shape = tuple(a.meta["val"].shape) == tuple(b.meta["val"].shape)
+        required = 2 if is_on_gpu(a) and size_hint(x.shape[-1]) > WIDE_ROW else 1
+        is_same_size = size_hint(x.numel()) == size_hint(y.numel())
+        return is_same_size and is_same_shape and len(self._common_reads(a, b)) >= required
 
     def _fuse_rows(self) -> None:
         """Fuse kernels that process a tensor row by row, if all that they read exists before the first one.
@@ -141,6 +141,7 @@ class KernelSchedule:
         """
         position = {node: i for i, node in enumerate(self.kernel_writes)}
         last_write: dict[StorageKey, int] = {}  # storage -> position of the last kernel that writes it
+        self.mutated = [(i, self.kernel_reads[node]) for node, i in position.items() if node.target in MUTATIONS]
         for node, keys in self.kernel_writes.items():
             # These ops complete or mutate their operands when they run.
             late_writes = self.kernel_reads[node] if node.target in LATE_WRITE_OPS else ()
@@ -171,7 +172,7 @@ class KernelSchedule:
         """Return an earlier kernel with which `kernel` can be fused, or None.
 
         Both read a common large value, or the earlier one writes what `kernel` reads. Everything else that `kernel`
-        reads exists before the earlier one.
+        reads exists before the earlier one, and nothing that they read or write is mutated between them.
 
         Args:
             kernel: Kernel, possibly of several fused ones.
@@ -187,7 +188,11 @@ class KernelSchedule:
                 continue
             is_related = candidate.reads & large_reads or candidate.writes & kernel.reads
             other_reads = kernel.reads - candidate.writes - kernel.writes
-            if is_related and all(last_write.get(key, -1) < start for key in other_reads):
+            if not is_related or any(last_write.get(key, -1) >= start for key in other_reads):
+                continue
+            joined = candidate.join(kernel)
+            end = max(position[node] for node in kernel.nodes)
+            if not any(start < i < end and keys & (joined.reads | joined.writes) for i, keys in self.mutated):
                 return candidate
         return None
 
@@ -245,10 +250,10 @@ class KernelSchedule:
         """
         kernels = {node: kernel_of.get(node, [node]) for node in self.kernel_writes}
         position = {node: i for i, node in enumerate(self.kernel_writes)}
-        writers = defaultdict[StorageKey, list[Node]](list)  # storage -> kernels that write it, or end a wait for it
+        writers = defaultdict[StorageKey, list[Node]](list)  # storage -> kernels that write, complete or mutate it
         for node, keys in self.kernel_writes.items():
-            waits = self.kernel_reads[node] if node.target is WAIT_OP or node.target in ARRIVALS else ()
-            for key in (*keys, *waits):
+            late_writes = self.kernel_reads[node] if node.target in LATE_WRITE_OPS else ()
+            for key in (*keys, *late_writes):
                 writers[key].append(kernels[node][0])
         # A depth-first search: a kernel is added to the order after the kernels that write what it reads. A kernel that
         # is on the stack twice is added when it is visited first.
@@ -285,9 +290,8 @@ def joined_results(graph: Graph) -> set[Node]:
 
 def _joins_operands(node: Node) -> bool:
     """Return True if the result contains the operands' elements, or their sums over ranks."""
-    if node.target in CONCAT_CALLS or move_source(node) is not None:
-        return True
-    return isinstance(node.target, OpOverload) and node.target.namespace == "_c10d_functional"
+    is_collective = namespace_of(node.target) == "_c10d_functional"
+    return is_collective or node.target in CONCAT_CALLS or move_source(node) is not None
 
 
 def products_in_additions(graph: Graph) -> dict[Node, Node]:
@@ -320,19 +324,10 @@ def _can_fuse_addend(product: Any, addend: Any) -> bool:
 
 def _is_elementwise(user: Node) -> bool:
     """Return True for an elementwise user of an addition, or a view with only elementwise users."""
-    if user.target is operator.getitem:
+    arguments = schema_of(user.target).arguments if isinstance(user.target, OpOverload) else ()
+    if user.target is operator.getitem or any(argument.alias_info is not None for argument in arguments):  # a view
         return all(map(_is_elementwise, user.users))
-    if not isinstance(user.target, OpOverload):
-        return False
-    if any(argument.alias_info is not None for argument in schema_of(user.target).arguments):
-        return all(map(_is_elementwise, user.users))
-    return torch.Tag.pointwise in user.target.tags
-
-
-def _is_same_reduction(a: Node, b: Node) -> bool:
-    """Return True if two reductions have equal numbers of elements and equal result shapes."""
-    counts = [size_hint(n.args[0].meta["val"].numel()) for n in (a, b)]  # type: ignore[union-attr]
-    return counts[0] == counts[1] and tuple(a.meta["val"].shape) == tuple(b.meta["val"].shape)
+    return torch.Tag.pointwise in getattr(user.target, "tags", ())
 
 
 def is_on_gpu(node: Node) -> bool:
@@ -342,7 +337,7 @@ def is_on_gpu(node: Node) -> bool:
 
 def _is_reinterpretation(node: Node) -> bool:
     """Return True for a view or a dtype conversion."""
-    return node.target in VIEW_CALLS or _op_name(node.target) == "prims::convert_element_type"
+    return node.target in VIEW_CALLS or op_name(node) == "prims::convert_element_type"
 
 
 def _can_join_row_kernel(node: Node) -> bool:
@@ -355,8 +350,3 @@ def _can_join_row_kernel(node: Node) -> bool:
     *rows, width = map(size_hint, node.args[0].meta["val"].shape)  # type: ignore[union-attr]
     count = math.prod(rows)
     return width <= WIDEST_ROW and count >= max(FEWEST_ROWS, 2 * width) and count * width >= FEWEST_ELEMENTS
-
-
-def _op_name(target: Any) -> str:
-    """Return the op name, such as aten::mm, or ""."""
-    return str(schema_of(target).name) if isinstance(target, OpOverload) else ""

@@ -13,7 +13,7 @@ from torch.fx import Node
 from sp_compile.lowering import offload_ops as offload  # noqa: F401  (registers the operators)
 from sp_compile.lowering.tiles import tile_ops as ops  # noqa: F401
 from sp_compile.lowering.tiles.tile_flops import is_grouped_product
-from sp_compile.lowering.torch_compat import auto_functionalized, auto_functionalized_v2
+from sp_compile.lowering.torch_compat import auto_functionalized, auto_functionalized_v2, namespace_of
 from sp_compile.passes.graph.call import WAIT_OP, parse_overloads
 
 # ops that start a copy to and from host memory; those in `ARRIVALS` wait for it
@@ -70,6 +70,7 @@ CPU_FLASH_OPS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 2,
     torch.ops.sp.attend.default: 1,
     torch.ops.sp.attend_backward.default: 2,
+    torch.ops.sp.attend_backward_parts.default: 2,
 }
 ATTENTIONS = frozenset(
     parse_overloads(
@@ -90,4 +91,4 @@ def is_product(node: Node) -> bool:
 
 def copies_operands(node: Node) -> bool:
     """Return True if the op needs operands in memory with certain strides, although other kernels recompute them."""
-    return node.target in ATTENTIONS or getattr(node.target, "namespace", "") == "sp"
+    return node.target in ATTENTIONS or namespace_of(node.target) == "sp"

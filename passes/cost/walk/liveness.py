@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 
 import torch
 from torch.fx import Graph, Node
@@ -27,9 +27,9 @@ from sp_compile.lowering.tiles.tile_flops import node_flops
 from sp_compile.lowering.tiles.tile_program import PROGRAMS, TilePart, TileProgram
 from sp_compile.lowering.torch_compat import (
     FakeTensorMode,
-    OpOverload,
     inductor_decompositions,
     make_fx,
+    namespace_of,
     size_hint,
     storage_of,
 )
@@ -63,7 +63,6 @@ class LivenessWalk:
     """Liveness of one graph."""
 
     moments: list[WalkMoment] = field(default_factory=list)  # one for each kernel, in order
-    start: int = 0  # live bytes before the first kernel, without permanent inputs
     end: int = 0  # live bytes after the last one
     _storages: StorageTable | None = None  # storages of the graph
     _inputs: dict[StorageKey, LiveValue] = field(default_factory=dict)  # inputs that are freed after their last use
@@ -92,10 +91,8 @@ class LivenessWalk:
     def alive(self, moment: int) -> list[LiveValue]:
         """Return the values that are live at the kernel of this index, for reports; the largest is first."""
         assert self._storages is not None
-        for i, (_, live) in enumerate(self._storages.run(self._inputs)):
-            if i == moment:
-                return sorted(live, key=lambda value: -value.nbytes)
-        return []
+        _, live = next(islice(self._storages.run(self._inputs), moment, None))
+        return sorted(live, key=lambda value: -value.nbytes)
 
 
 def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> LivenessWalk:
@@ -112,7 +109,7 @@ def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> LivenessWalk:
         for node in saved
         for x in node_tensors(node)
     }
-    result = LivenessWalk(start=sum(value.nbytes for value in inputs.values()), _storages=storages, _inputs=inputs)
+    result = LivenessWalk(_storages=storages, _inputs=inputs)
     for node, live in storages.run(inputs):
         computed = storages.product_of_addition.get(node, node)  # `addmm` is a product
         nbytes = Counter[str]()  # by origin
@@ -123,7 +120,7 @@ def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> LivenessWalk:
         traffic = 0 if product else storages.traffic(node)
         if node.target in TILE_LOOPS:  # each tile also reads and writes the accumulators
             loop = _TileLoop.of(node)
-            traffic += loop.tiles * (loop.tile(fused).traffic + 2 * loop.accumulator_bytes)
+            traffic += loop.tiles * (_walk_tile(loop.part, fused).traffic + 2 * loop.accumulator_bytes)
         moment = WalkMoment(
             name=node.name,
             where=nearest_line(node),
@@ -176,17 +173,13 @@ class _TileLoop:
         _, body = max(program.bodies.items())  # of the longest tile
         return _TileLoop(tiles, getattr(body, part), accumulators, wide, narrow, copied)
 
-    def tile(self, fused: bool) -> LivenessWalk:
-        """Return the liveness of one tile, which `walk` adds to the kernel of the loop."""
-        return _walk_tile(self.part, fused)
-
     def peak_bytes(self, fused: bool) -> int:
         """Return the bytes that a loop over tiles of rows allocates at its peak, besides its results.
 
         While tiles run, wide accumulators exist in addition; the narrow results to which they are cast at the end do
         not yet, but are counted as results, so they are subtracted. At the end both exist, without a tile.
         """
-        tile = max((moment.nbytes for moment in self.tile(fused).moments), default=0)
+        tile = max((moment.nbytes for moment in _walk_tile(self.part, fused).moments), default=0)
         return max(tile + self.copied_bytes + self.wide_bytes - self.narrow_bytes, self.wide_bytes)
 
 
@@ -354,7 +347,7 @@ class StorageTable(KernelSchedule):
 
     def _is_extern_kernel(self, node: Node) -> bool:
         """Return True for a call that Inductor passes to torch, which allocates results that may be unaligned."""
-        is_collective = isinstance(node.target, OpOverload) and node.target.namespace == "_c10d_functional"
+        is_collective = namespace_of(node.target) == "_c10d_functional"
         return not (self.is_fused(node) or self._is_matrix_product(node) or is_collective)
 
     def _is_matrix_product(self, node: Node) -> bool:
@@ -401,6 +394,12 @@ class StorageTable(KernelSchedule):
             self.kernel_reads[node] = operand_reads | self.kernel_reads.get(node.args[0], frozenset())
         elif node.target in ARRIVALS:  # a wait for a copy to or from the host
             self.value_reads[node], self.kernel_writes[node], self.kernel_reads[node] = frozenset(), [], operand_reads
+        elif not new and node.target in MUTATIONS:  # a kernel that writes to its operands
+            self.value_reads[node], self.kernel_writes[node], self.kernel_reads[node] = (
+                frozenset(keys),
+                [],
+                operand_reads,
+            )
         elif not new:  # a view: no kernel; one of an inlined value is recomputed with this value
             is_recomputed = not keys or not self.inlined.isdisjoint(keys)
             self.value_reads[node] = operand_reads if is_recomputed else frozenset(keys)

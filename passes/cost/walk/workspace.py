@@ -24,6 +24,7 @@ GPU_BACKWARDS = {
     torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default: (1, 2),
     torch.ops.aten._flash_attention_backward.default: (2, 1),
     torch.ops.sp.attend_backward.default: (1, 2),
+    torch.ops.sp.attend_backward_parts.default: (1, 2),
 }
 WORKSPACE_ROWS = 128
 # (minimum queries, queries of a block), and keys of a block: ATen/native/cpu/FlashAttentionKernel.cpp

@@ -11,18 +11,8 @@ Families by file:
     matmul               products, linear, einsum
 """
 
-from . import (  # noqa: F401
-    attention_rules,
-    convolution_rules,
-    exchange_rules,
-    expert_rules,
-    factories,
-    indexing_rules,
-    linalg,
-    matmul,
-    movement,
-    norms,
-    pointwise,
-    reductions,
-    scan_rules,
-)
+import pkgutil
+from importlib import import_module
+
+for _module in pkgutil.iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

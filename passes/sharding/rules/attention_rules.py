@@ -82,10 +82,10 @@ def sharded_attention_rule(call: OpCall) -> BoundRule:
     All other operands are replicated, except a mask with `mask_rows`, which is sharded as q. Gradients of learned
     replicated operands are partial: each rank has a summand.
     """
-    queries = Shard(SEQUENCE, call_frame(call, "q_frame")[0])
+    queries = Shard(SEQUENCE, call_frame(call, "q_frame"))
     keys: Placement = Replicate(partial_grad=True)
     if len(call["k_frame"]):
-        keys = Shard(SEQUENCE, call_frame(call, "k_frame")[0])
+        keys = Shard(SEQUENCE, call_frame(call, "k_frame"))
     learned = [x for x in (call["mask"], call["sinks"], *call["tables"]) if x is not None]
     others: list[Placement] = [Replicate(partial_grad=any(x is y for y in learned)) for x in call.operands[3:]]
     attended: tuple[Dims, ...] = (("b", "h", "q", "d"), ("b", "g", "k", "d"), ("b", "g", "k", "e"))

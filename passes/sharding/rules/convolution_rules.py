@@ -45,18 +45,16 @@ def conv_rule(call: OpCall) -> BoundRule | None:
     return BoundRule(operands, ((*batch, *factor_names(len(image), "o")),), kinds)
 
 
-# Ops on the last dims; batch and channels pass.
-_OPS_1D = parse_overloads("""
-    adaptive_avg_pool1d adaptive_max_pool1d max_pool1d_with_indices reflection_pad1d replication_pad1d
-    upsample_linear1d.vec upsample_nearest1d.vec
-""")
-_OPS_2D = parse_overloads("""
-    adaptive_avg_pool2d adaptive_max_pool2d avg_pool2d max_pool2d max_pool2d_with_indices reflection_pad2d
-    replication_pad2d upsample_bicubic2d.vec upsample_bilinear2d.vec upsample_nearest2d.vec
-""")
-register_rule_function(*_OPS_1D)(resize_dims(ndim=1))
-register_rule_function(*_OPS_2D)(resize_dims(ndim=2))
-register_rule_function(aten.pixel_shuffle.default, aten.pixel_unshuffle.default)(resize_dims(ndim=3))
+# Ops that gather their last dims, by the number of these; batch and channels pass.
+_RESIZING_OPS = {
+    1: """adaptive_avg_pool1d adaptive_max_pool1d max_pool1d_with_indices reflection_pad1d replication_pad1d
+    upsample_linear1d.vec upsample_nearest1d.vec""",
+    2: """adaptive_avg_pool2d adaptive_max_pool2d avg_pool2d max_pool2d max_pool2d_with_indices reflection_pad2d
+    replication_pad2d upsample_bicubic2d.vec upsample_bilinear2d.vec upsample_nearest2d.vec""",
+    3: "pixel_shuffle pixel_unshuffle",
+}
+for _ndim, _ops in _RESIZING_OPS.items():
+    register_rule_function(*parse_overloads(_ops))(resize_dims(ndim=_ndim))
 rule(aten.grid_sampler.default, "n c h w, n y x xy -> n c y x", whole="h w xy")
 
 # Rule functions by op, for calls whose windows are unknown; `_sliding_rule` starts from their rules.
@@ -110,7 +108,7 @@ def _framed_window_rule(call: OpCall, rule: BoundRule) -> BoundRule:
         """Return the placement of an operand or result with these dims."""
         if sharded_factor not in names:
             return Replicate(partial_grad=True)
-        return Shard(names.index(sharded_factor), call_frame(call, frame_argument)[0])
+        return Shard(names.index(sharded_factor), call_frame(call, frame_argument))
 
     result_frame = "result" if call.get("result") is not None else "frame"
     wants = tuple(placement_of(names, "frame") for names in rule.operands)

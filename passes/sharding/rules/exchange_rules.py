@@ -7,7 +7,7 @@ ranks. The dim is the product outer * rows * inner. `Replicate(partial_grad=True
 gradient each rank has a summand.
 
 Collectives of the user's program over ranks that do not share the sequence act on each row separately, by rules. A node
-that communicates with ranks that hold other rows has no rule (`mark_group_exchanges` marks it) and runs on gathered
+that communicates with ranks that hold other rows has no rule (`MarkUserCollectives` marks it) and runs on gathered
 operands. Collectives over the ranks of the pass are not handled by rules; see `passes.tensor_parallel.varying`.
 """
 
@@ -17,7 +17,7 @@ import torch
 
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.node_info import node_info
-from sp_compile.passes.graph.sizes import Size, as_sizes, exact_quotient, is_same_size, size_product
+from sp_compile.passes.graph.sizes import as_size, as_sizes, exact_quotient, is_same_size, size_product
 from sp_compile.passes.sharding.placement import REPLICATE, Frame, Partial, Placement, Replicate, Shard, Varying
 from sp_compile.passes.sharding.rule import BoundRule, register_rule_function, register_transfer
 
@@ -26,52 +26,42 @@ from ._build import along_dims, bind_rule, factor_names, replace_dims
 c10d, sp = torch.ops._c10d_functional, torch.ops.sp
 
 
-def call_frame(call: OpCall, name: str = "frame") -> tuple[Frame, Size]:
-    """Return (frame, outer factor) from an argument of an sp:: op: [outer, size, start, length] and optional folds.
+def call_frame(call: OpCall, name: str = "frame") -> Frame:
+    """Return the frame in an argument of an sp:: op, [outer, size, start, length] and optional folds."""
+    _, size, start, length, *folds = as_sizes(call[name])
+    return Frame(size, start, length, *folds)
 
-    The sharded dim is the product outer * rows * inner; outer is 1 unless dims before the sequence are flattened.
+
+def call_shard(call: OpCall, dim: int, name: str = "frame", operand: int = 0) -> Shard:
+    """Return the shard of a dim of an operand that the frame in an argument of an sp:: op describes.
+
+    The dim is the product outer * rows * inner; outer and inner are 1 unless other dims are flattened with the
+    sequence. The argument has no `inner`, which follows from the size of the dim.
     """
-    outer, size, start, length, *folds = as_sizes(call[name])
-    return Frame(size, start, length, *folds), outer
+    frame, outer = call_frame(call, name), as_size(call[name][0])
+    inner = exact_quotient(call.shape(operand)[dim], size_product((outer, frame.length)))
+    return Shard(dim, frame, outer, inner or 1)
 
 
 @register_transfer(sp.all_to_all.default)
 def _transfer_all_to_all(call: OpCall) -> tuple[Placement, ...]:
-    """Return the placements of the results of sp::all_to_all, one for each operand: shards of the dim it scatters.
-
-    A frame argument has no inner factor (the elements of the dim per row); it follows from the size of the dim.
-    """
-    frame, _ = call_frame(call, "scatter_frame")
-    dim = call["scatter_dim"] % call.ndim()
-    inner_sizes = [exact_quotient(call.shape(i)[dim], frame.length) for i in range(len(call.operands))]
-    return tuple(Shard(dim, frame, 1, inner or 1) for inner in inner_sizes)
+    """Return the placements of the results of sp::all_to_all, one for each operand: shards of the dim it scatters."""
+    dim = call.dim("scatter_dim")
+    return tuple(call_shard(call, dim, "scatter_frame", i) for i in range(len(call.operands)))
 
 
-@register_transfer(sp.all_gather.default)
-def _transfer_all_gather(call: OpCall) -> tuple[Placement, ...]:
-    """Return the placement of the result of sp::all_gather: replicated, with a partial gradient.
-
-    Each rank's gradient is a summand; the backward of the gather is a reduce_scatter, which adds them.
-    """
-    return (Replicate(partial_grad=True),)
-
-
-@register_transfer(sp.all_reduce.default, sp.broadcast.default, sp.broadcast_grad.default, sp.unshard.default)
-def _transfer_invariant(call: OpCall) -> tuple[Placement, ...]:
-    """Return the placement of the result of an exchange whose result and gradient are equal on all ranks."""
-    return (REPLICATE,)
+# Each rank has a summand of the gradient of a gathered value. The backward, a reduce_scatter, adds them.
+register_transfer(sp.all_gather.default)(lambda call: (Replicate(partial_grad=True),))
+# The results of these, and their gradients, are equal on all ranks.
+register_transfer(sp.all_reduce.default, sp.broadcast.default, sp.broadcast_grad.default, sp.unshard.default)(
+    lambda call: (REPLICATE,)
+)
 
 
 @register_transfer(sp.reduce_scatter.default)
 def _transfer_reduce_scatter(call: OpCall) -> tuple[Placement, ...]:
-    """Return the placement of the result of sp::reduce_scatter: a shard of the dim that it scatters.
-
-    A frame argument has no inner factor (the elements of the dim per row); it follows from the size of the dim.
-    """
-    frame, outer = call_frame(call)
-    dim = call["dim"] % call.ndim()
-    inner = exact_quotient(call.shape()[dim], size_product((outer, frame.length)))
-    return (Shard(dim, frame, outer, inner or 1),)
+    """Return the placement of the result of sp::reduce_scatter: a shard of the dim that it scatters."""
+    return (call_shard(call, call.dim()),)
 
 
 def has_expected_placement(call: OpCall, have: Placement) -> bool:
@@ -90,11 +80,10 @@ def has_expected_placement(call: OpCall, have: Placement) -> bool:
         return isinstance(have, Replicate)
     # Other exchanges gather a shard, which their frame describes.
     prefix = "gather_" if op is sp.all_to_all.default else ""
-    frame, outer = call_frame(call, f"{prefix}frame")
-    dim = call[f"{prefix}dim"] % call.ndim()
-    if not isinstance(have, Shard) or have.dim != dim:
+    expected = call_shard(call, call.dim(f"{prefix}dim"), f"{prefix}frame")
+    if not isinstance(have, Shard) or have.dim != expected.dim:
         return False
-    return have.frame.is_same_window(frame) and is_same_size(have.outer, outer)
+    return have.frame.is_same_window(expected.frame) and is_same_size(have.outer, expected.outer)
 
 
 @register_rule_function(
@@ -130,6 +119,6 @@ def _rows_rule(call: OpCall) -> BoundRule:
     result = replace_dims(names, [dim], "row")
     if call["frame"] is None:
         return along_dims(call, [dim], result, lazy=True)
-    want: tuple[Placement, ...] = (Shard(dim, call_frame(call)[0]),)
+    want: tuple[Placement, ...] = (Shard(dim, call_frame(call)),)
     kinds = {names[dim]: "whole"}
     return BoundRule((names,), (result,), kinds, operand_placements=want, result_placements=Partial())

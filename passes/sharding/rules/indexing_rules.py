@@ -28,12 +28,15 @@ def _histc_rule(call: OpCall) -> BoundRule | None:
     """Return the rule of histc: each rank counts its values, and the counts are added (kind "sum").
 
     `pad` fills the padded rows of a shard with a value after the last bin, which is not counted. None for equal bounds,
-    for which torch uses the minimum and maximum of all values, and for values of several dims.
+    for which torch uses the minimum and maximum of all values, for bounds that are not known, and for values of several
+    dims.
     """
     low, high = call["min"], call["max"]
-    if call.ndim() != 1 or low == high:
+    if call.ndim() != 1 or low == high or not isinstance(high, int | float):
         return None
-    return bind_rule(call, "k -> bins", sum="k", pad=(0, high + 1))
+    # For large floats, high + 1 would be rounded to high, which the last bin counts: from 2**24 on in float32.
+    beyond = 2 * max(high, 1) if call.operands[0].meta["val"].is_floating_point() else high + 1
+    return bind_rule(call, "k -> bins", sum="k", pad=(0, beyond))
 
 
 @register_rule_function(aten.searchsorted.Tensor)

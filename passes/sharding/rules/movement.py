@@ -112,12 +112,17 @@ def _expand_rule(call: OpCall) -> BoundRule:
     return BoundRule(operands, tuple(dims for _ in call.results()), sizes=sizes, lazy=True)
 
 
-@register_rule_function(aten.unsqueeze.default)
-def _unsqueeze_rule(call: OpCall) -> BoundRule:
-    """Return the rule of unsqueeze: the new dim has the name "", all others pass."""
+@register_rule_function(aten.stack.default, aten.unsqueeze.default)
+def _new_dim_rule(call: OpCall) -> BoundRule:
+    """Return the rule of unsqueeze or stack, in which all dims of the operands pass.
+
+    The new dim has the name "" in unsqueeze, where its size is 1, and in stack a name that no operand has.
+    """
     names = factor_names(call.ndim())
     new_dim = wrap_dim(call["dim"], len(names) + 1)
-    return BoundRule((names,), ((*names[:new_dim], "", *names[new_dim:]),), lazy=True)
+    new_name = "" if call.node.target is aten.unsqueeze.default else "stacked"
+    result = (*names[:new_dim], new_name, *names[new_dim:])
+    return BoundRule(tuple(names for _ in call.operands), (result,), lazy=True)
 
 
 @register_rule_function(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
@@ -213,15 +218,6 @@ def _cat_rule(call: OpCall) -> BoundRule:
         for joined_name, skipped in zip(joined_names, is_skipped, strict=True)
     )
     return BoundRule(operands, (result,), kinds, lazy=True)
-
-
-@register_rule_function(aten.stack.default)
-def _stack_rule(call: OpCall) -> BoundRule:
-    """Return the rule of stack: the new dim has a name that no operand has, all others pass."""
-    names = factor_names(call.ndim())
-    new_dim = wrap_dim(call["dim"], len(names) + 1)
-    result = (*names[:new_dim], "stacked", *names[new_dim:])
-    return BoundRule(tuple(names for _ in call.operands), (result,), lazy=True)
 
 
 @register_rule_function(aten.meshgrid.default, aten.meshgrid.indexing)

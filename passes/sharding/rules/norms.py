@@ -27,48 +27,39 @@ from ._build import bind_rule, factor_names, gathered_dims, replace_dims, resize
 aten = torch.ops.aten
 
 
-def _affine_rule(call: OpCall, dims: str, weight_dims: str, whole: str = "") -> BoundRule | None:
+def _affine_rule(call: OpCall, dims: str, weight_dims: str, whole: str) -> BoundRule | None:
     """Return the rule of a normalization of x with any number of other operands, such as weight and bias.
 
     Args:
         call: Call of the op.
         dims: Names of the dims of x and the result.
         weight_dims: Names of the dims of each other operand.
-        whole: Names of the dims that are gathered, those of the mean.
+        whole: Names of the dims that are gathered, such as those of the mean; "" for none.
     """
     operands = ", ".join([dims, *([weight_dims] * (len(call.operands) - 1))])
     return bind_rule(call, f"{operands} -> {dims}", whole=whole)
 
 
-@register_rule_function(aten.batch_norm.default)
+@register_rule_function(aten.batch_norm.default, aten.instance_norm.default)
 def _batch_norm_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of batch norm: in training it gathers batch and positions, otherwise all dims pass.
+    """Return the rule of batch norm or instance norm.
 
-    In training, running statistics are updated. Each rank has all of them, so the channels are gathered, too.
+    Batch norm takes the mean of a channel over batch and positions ("n ..."), instance norm over positions. These dims
+    are gathered. If the op also updates running statistics, the channels are gathered, too, as every rank has all
+    statistics. If it normalizes by running statistics, all dims pass.
     """
-    if not call["training"]:
-        return _affine_rule(call, "n c ...", "c")
-    whole = "n ..." if call["running_mean"] is None else "n c ..."
-    return _affine_rule(call, "n c ...", "c", whole=whole)
+    gathered = "n ..." if call.node.target is aten.batch_norm.default else "..."
+    if not call.get("training", call.get("use_input_stats")):
+        gathered = ""
+    elif call["running_mean"] is not None:
+        gathered = "n c ..."
+    return _affine_rule(call, "n c ...", "c", whole=gathered)
 
 
 @register_rule_function(aten.group_norm.default)
 def _group_norm_rule(call: OpCall) -> BoundRule | None:
     """Return the rule of group norm, which gathers channels and positions; the batch passes."""
     return _affine_rule(call, "n c ...", "c", whole="c ...")
-
-
-@register_rule_function(aten.instance_norm.default)
-def _instance_norm_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of instance norm, which gathers the positions ("...") of each channel.
-
-    If it normalizes by running statistics, all dims pass. If it updates running statistics, which every rank has, it
-    gathers all dims.
-    """
-    if not call["use_input_stats"]:
-        return _affine_rule(call, "n c ...", "c")
-    whole = "..." if call["running_mean"] is None else "n c ..."
-    return _affine_rule(call, "n c ...", "c", whole=whole)
 
 
 @register_rule_function(aten.layer_norm.default, aten.rms_norm.default)

@@ -12,12 +12,11 @@ from __future__ import annotations
 import torch
 
 from sp_compile.passes.graph.call import OpCall, parse_overloads
-from sp_compile.passes.graph.sizes import exact_quotient, size_product
-from sp_compile.passes.sharding.placement import REPLICATE, Placement, Shard
+from sp_compile.passes.sharding.placement import REPLICATE
 from sp_compile.passes.sharding.rule import BoundRule, RuleFunction, register_rule_function
 
 from ._build import along_dims, factor_names, gathered_dims, normalize_dims, replace_dims, resize_dims
-from .exchange_rules import call_frame
+from .exchange_rules import call_shard
 
 aten, sp = torch.ops.aten, torch.ops.sp
 
@@ -79,9 +78,6 @@ def _extreme_rule(call: OpCall) -> BoundRule:
     names, dims = factor_names(call.ndim()), call["dims"]
     kept = replace_dims(names, dims, "")
     result = kept if call["keepdim"] else tuple(f for f in kept if f)
-    (frame, outer), dim = call_frame(call), call["dim"]
-    # The elements of the dim per row, which a frame argument does not have.
-    inner = exact_quotient(call.shape()[dim], size_product((outer, frame.length)))
-    want: tuple[Placement, ...] = (Shard(dim, frame, outer, inner or 1),)
     kinds = {names[d]: "whole" for d in dims}
-    return BoundRule((names,), (result,), kinds, operand_placements=want, result_placements=REPLICATE)
+    wants = (call_shard(call, call["dim"]),)
+    return BoundRule((names,), (result,), kinds, operand_placements=wants, result_placements=REPLICATE)

@@ -127,7 +127,7 @@ def _framed_scan_rule(
         call: Call of the op.
         operands: Names of the dims of each operand.
         result: Names of the dims of each result.
-        scanned: Name of the scanned dim; empty for 0-dim tensors.
+        scanned: The name of the scanned dim, as a tuple of one name; () for tensors without dims.
         invariant: Indices of operands whose gradients are equal on all ranks, such as the initial state: the op itself
             sends its gradient, the final state of the backward scan, to all ranks.
         gathered: Names of dims that are gathered.
@@ -136,7 +136,7 @@ def _framed_scan_rule(
     kinds = dict.fromkeys(scanned, "scan") | dict.fromkeys(gathered, "whole")
     if call["frame"] is None or not scanned:
         return BoundRule(operands, results, kinds)
-    frame = call_frame(call)[0]
+    frame = call_frame(call)
     wants: list[Placement] = [
         Shard(dims.index(scanned[0]), frame) if scanned[0] in dims else Replicate(partial_grad=i not in invariant)
         for i, dims in enumerate(operands)

@@ -114,7 +114,7 @@ class ShardedAttention(AttentionPass):
             return "its queries are not sharded along their sequence"
         if self.moves_keys and (key is None or value is None or not key.has_same_positions(value)):
             return "its keys and values are not sharded equally along their sequence"
-        key_heads, query_heads = head_counts(call)
+        query_heads, key_heads, _ = head_counts(call)
         if call.get("enable_gqa") and not divides(key_heads, query_heads):
             return f"{key_heads} key heads do not divide {query_heads} query heads"
         vectors = [*call.get("rows", []), *call.get("cols", [])]  # that the mask indexes: (batch, length)
@@ -147,7 +147,8 @@ class ShardedAttention(AttentionPass):
             options = {"mask_rows": True} if self.splits_mask and self._has_mask_rows(call) else None
             # The value of a node with four dims is reused, as it has the strides of the original attention, to which
             # `localize/memory_order.py` restores gathered values.
-            out = value if value.ndim == 4 else self._result(qkv[0], qkv[2], value.dtype)
+            q, v = qkv[0].meta["val"], qkv[2].meta["val"]
+            out = value if value.ndim == 4 else q.new_empty((*q.shape[:3], v.shape[3]), dtype=value.dtype)
             new = self.emit(self.op, args, out, node, options)
             self.note(new, self.describe(node))
             new = self.reshape(new, shape, node)
@@ -179,12 +180,6 @@ class ShardedAttention(AttentionPass):
         """Return the argument `balance`: True if the op exchanges rows to zigzag order before it runs, and back."""
         choice = node_info(node).choice
         return choice is not None and bool(choice.relayout)
-
-    def _result(self, q: Node, v: Node, dtype: torch.dtype) -> torch.Tensor:
-        """Return the fake result (B, H, S, E) of the op for operands (B, H, S, D) and (B, Hkv, T, E)."""
-        query, value = q.meta["val"], v.meta["val"]
-        with query.fake_mode:
-            return query.new_empty((*query.shape[:3], value.shape[3]), dtype=dtype)
 
     def _to_four_dims(self, x: Node, batch: tuple[Size, ...], node: Node) -> Node:
         """Return an operand with four dims: (..., H, S, D) is expanded to all batch dims, and these are flattened.
@@ -230,10 +225,9 @@ class ShardedAttention(AttentionPass):
         return self.reshape(mask, (1,) * (4 - len(shape)) + shape, node)
 
 
-def head_counts(call: OpCall) -> tuple[Any, Any]:
-    """Return (number of key heads, number of query heads); 1 for an operand without a head dim."""
-    queries, keys = (call.shape(i)[-3] if call.ndim(i) > 2 else 1 for i in range(2))
-    return keys, queries
+def head_counts(call: OpCall) -> list[Size]:
+    """Return the numbers of query heads, key heads and value heads; 1 for an operand without a head dim."""
+    return [call.shape(i)[-3] if call.ndim(i) > 2 else 1 for i in range(3)]
 
 
 def has_broadcast_heads(call: OpCall) -> bool:
@@ -243,7 +237,7 @@ def has_broadcast_heads(call: OpCall) -> bool:
     """
     if call.ndim(0) < 3:
         return False
-    query_heads, key_heads, value_heads = (call.shape(i)[-3] if call.ndim(i) >= 3 else 1 for i in range(3))
+    query_heads, key_heads, value_heads = head_counts(call)
     return key_heads != value_heads or query_heads != as_sizes(call.node.meta["val"].shape)[-3]
 
 
@@ -255,9 +249,8 @@ def has_fills(call: OpCall) -> bool:
     mask = call.get("attn_mask")
     if may_have_fills(call.get("score") or ""):
         return True
-    if mask is None or not mask.meta["val"].is_floating_point():
-        return False
-    if masks_all_weight(call):  # with sinks, masked keys have weight 0 in any case
+    is_float_mask = mask is not None and mask.meta["val"].is_floating_point()
+    if not is_float_mask or masks_all_weight(call):  # with sinks, masked keys have weight 0 in any case
         return False
     return mask in fill_nodes(call.node.graph.owning_module)
 
@@ -290,4 +283,4 @@ def sequence_shard(plan: PlacementPlan, call: OpCall, operand: int) -> Shard | N
     have = plan.of(call.operands[operand])
     if not isinstance(have, Shard) or have.dim != call.ndim(operand) + SEQUENCE_FROM_END:
         return None
-    return have if is_same_size(have.outer, 1) and is_same_size(have.inner, 1) else None
+    return have if have.is_only_factor else None

@@ -14,8 +14,9 @@ imbalanced (`row_layouts.py`).
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch.fx import GraphModule, Node
@@ -55,13 +56,6 @@ from .row_layouts import balanced_layout_refusal, balancing_seconds, candidate_o
 MANY_ROWS = 1 << 20  # number of rows of a block for which kernels are predicted: no kernel requires more
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttentionDecision(Decision):
-    """Decision for one attention."""
-
-    node: Node  # the attention
-
-
 class ChooseAttention(Pass):
     """Choice of a strategy per attention, and of the layout of the program."""
 
@@ -97,10 +91,11 @@ class ChooseAttention(Pass):
             machines = {n: replace(machine, memory=memory.available) for n, machine in machines.items()}
         orders = candidate_orders(list(shapes.values()), plan, job)
         decisions = {order: _decide_all(shapes, machines, order, plan, job) for order in orders}
-        seconds = {order: _order_seconds(order, of_order) for order, of_order in decisions.items()}
+        seconds = {order: _order_seconds(order, of_order.values()) for order, of_order in decisions.items()}
         order = min(seconds, key=seconds.__getitem__)
         folds = order.folds
-        if order.is_balanced and not balanced_inputs(job) and all(d.chosen.ring == 1 for d in decisions[order]):
+        has_ring = any(d.chosen.ring > 1 for d in decisions[order].values())
+        if order.is_balanced and not balanced_inputs(job) and not has_ring:
             # Without a ring the chosen strategies have full sequences, so the program keeps its own order of rows.
             why = "attention is not sharded along the sequence, so there is no work to balance"
             self._reject_balanced(why)
@@ -108,9 +103,9 @@ class ChooseAttention(Pass):
         elif order.is_balanced:
             order = self._accept_balanced(order, decisions[order], seconds, gm, plan, job)
             folds = order.folds
-        for decision in decisions[order]:
-            set_node_info(decision.node, choice=decision.chosen)
-        job.decisions += decisions[order]
+        for node, decision in decisions[order].items():
+            set_node_info(node, choice=decision.chosen)
+        job.decisions += decisions[order].values()
         if folds != job.folds:
             job.folds = folds
             job.invalidate()
@@ -119,7 +114,7 @@ class ChooseAttention(Pass):
     def _accept_balanced(
         self,
         balanced: RowOrder,
-        found: Iterable[AttentionDecision],
+        found: Mapping[Node, Decision],
         seconds: Mapping[RowOrder, float],
         gm: GraphModule,
         plan: PlacementPlan,
@@ -129,7 +124,7 @@ class ChooseAttention(Pass):
 
         Args:
             balanced: The load-balanced order, which is predicted to be the fastest.
-            found: The decisions in this order.
+            found: The decision for each attention in this order.
             seconds: The predicted seconds in each order.
             gm: The graph.
             plan: The placements.
@@ -141,7 +136,7 @@ class ChooseAttention(Pass):
         """
         has_balanced_inputs = bool(balanced_inputs(job))
         # Attention without a ring has full sequences in the program's own order between its exchanges.
-        without_ring = {d.node for d in found if d.chosen.ring == 1}
+        without_ring = {node for node, d in found.items() if d.chosen.ring == 1}
         refusal = balanced_layout_refusal([n for n in attention_nodes(gm) if n not in without_ring], plan, job)
         if has_balanced_inputs or job.options.layout != "auto":  # the order is required
             if refusal is not None and not job.inputs:
@@ -167,7 +162,7 @@ class ChooseAttention(Pass):
         self.notes.append(Note(NoteKind.DECLINED, BALANCED.name, why))
 
 
-def _order_seconds(order: RowOrder, decisions: Collection[AttentionDecision]) -> float:
+def _order_seconds(order: RowOrder, decisions: Collection[Decision]) -> float:
     """Return the predicted seconds of all attention in an order of rows, and to compute a load-balanced order."""
     seconds = sum(d.nodes * d.chosen.seconds for d in decisions)
     if order.is_balanced and decisions:
@@ -181,8 +176,8 @@ def _decide_all(
     order: RowOrder,
     plan: PlacementPlan,
     job: PassContext,
-) -> list[AttentionDecision]:
-    """Return the best strategy of each attention if the program has its rows in this order.
+) -> dict[Node, Decision]:
+    """Return the best strategy of each attention that has one, if the program has its rows in this order.
 
     Args:
         shapes: The sizes of each attention.
@@ -191,13 +186,13 @@ def _decide_all(
         plan: The placements.
         job: The context of the compilation.
     """
-    decisions = []
+    decisions: dict[Node, Decision] = {}
     is_requested = _requested_strategy(job) != "auto"
     for node, shape in shapes.items():
         candidates = candidates_in_order(replace(shape, order=order), machines[node])
         chosen = _choose_candidate(candidates, node, plan, job)
         if chosen is not None:
-            decisions.append(AttentionDecision(shape, candidates, chosen, job.times(node), is_requested, node=node))
+            decisions[node] = Decision(shape, candidates, chosen, job.times(node), is_requested)
     return decisions
 
 
@@ -229,8 +224,10 @@ def _choose_candidate(
     Raises:
         SpError: The requested strategy does not support the attention.
     """
-    # A relayout exchanges the rows to zigzag order for this attention only.
-    can_relayout = all(_has_even_chunks(plan.of(x), job.ranks.n) for x in OpCall(node).operands[:2])
+    # A relayout exchanges the rows to zigzag order for this attention only. Each rank then has two equal chunks of rows
+    # without padding.
+    n, placed = job.ranks.n, [plan.of(x) for x in OpCall(node).operands[:2]]
+    can_relayout = all(isinstance(p, Shard) and p.frame.is_exact(n) and divides(2 * n, p.frame.size) for p in placed)
     allowed = [c for c in found if _is_allowed(c, job) and (can_relayout or not c.relayout)]
     requested = STRATEGIES.get(_requested_strategy(job))
     if has_fills(OpCall(node)):  # results over blocks of keys cannot be merged
@@ -265,7 +262,7 @@ def _unsupported_error(node: Node, job: PassContext, allowed: Iterable[Candidate
         allowed: The candidates of the requested strategy, none of which can run.
         alternatives: The names of strategies that support the attention.
     """
-    n, (key_heads, heads), requested = job.ranks.n, head_counts(OpCall(node)), job.options.attention
+    n, (heads, key_heads, _), requested = job.ranks.n, head_counts(OpCall(node)), job.options.attention
     why = "; ".join(f"{c.kind} (ulysses {c.ulysses} x ring {c.ring}): {c.legal}" for c in allowed)
     if not why:  # a hybrid without a possible number of Ulysses ranks has no candidates
         why = f"no number of Ulysses ranks u with 1 < u < {n} divides both {n} and the query heads"
@@ -302,16 +299,6 @@ def _requested_strategy(job: PassContext) -> str:
         return job.options.attention
     of_mesh = [strategy.name for strategy in attention_strategies() if strategy.rewrite.on_mesh(job.ranks)]
     return of_mesh[0] if of_mesh else "auto"
-
-
-def _has_even_chunks(have: object, n: int) -> bool:
-    """Return True if each rank has two equal chunks of rows without padding, as zigzag order requires.
-
-    Args:
-        have: The placement of an operand of attention.
-        n: The number of ranks.
-    """
-    return isinstance(have, Shard) and have.frame.is_exact(n) and divides(2 * n, have.frame.size)
 
 
 def _attention_shape(node: Node, plan: PlacementPlan, job: PassContext, trained: Collection[Node]) -> AttentionShape:
@@ -417,11 +404,5 @@ def _max_visible_keys(sees_none: Callable[[int, int, int], bool], query: int) ->
     """
     if not sees_none(query, 0, 0):
         return None
-    visible, hidden = 0, query  # distances from the query; all keys at `hidden` and beyond are not visible
-    while hidden - visible > 1:  # bisection
-        middle = (visible + hidden) // 2
-        if sees_none(query, 0, query - middle):
-            hidden = middle
-        else:
-            visible = middle
-    return hidden
+    distances = range(1, query + 1)  # from the query back to a key; all keys from the result on are not visible
+    return distances[bisect_left(distances, True, key=lambda distance: sees_none(query, 0, query - distance))]

@@ -16,7 +16,6 @@ import torch
 from torch.fx import Node
 
 from sp_compile.lowering.base.frames import LAYOUTS
-from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.comm import routes
 from sp_compile.passes.cost.attention_cost import AttentionShape, Candidate, Strategy
 from sp_compile.passes.cost.collective_time import collective_bytes
@@ -89,11 +88,6 @@ def _gather_sends(call: OpCall, n: int) -> tuple[Size, Size]:
     return forward, forward + collective_bytes("reduce_scatter", key_bytes * heads.widening, n)
 
 
-def _declare_gather(call: OpCall, ranks: Ranks) -> None:
-    """Declare the routes (which rank sends to which) of the op's exchanges, when a program with it is lowered."""
-    routes.declare_attention_routes(ranks.group, 1, ranks.n)
-
-
 register_strategy(
     Strategy(
         name="gather",
@@ -101,6 +95,6 @@ register_strategy(
         rewrite=GatherKeys,
         candidates=_gather_candidates,
         sends=_gather_sends,
-        declare=_declare_gather,
+        declare=lambda call, ranks: routes.declare_attention_routes(ranks.group, 1, ranks.n),
     )
 )

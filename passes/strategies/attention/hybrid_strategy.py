@@ -22,15 +22,13 @@ from sp_compile.lowering.base.errors import SpError, describe_node
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.comm import routes
 from sp_compile.passes.cost.attention_cost import AttentionShape, Candidate, Strategy
-from sp_compile.passes.cost.collective_time import collective_bytes
-from sp_compile.passes.cost.exchange_cost import head_bytes, relayout_bytes
 from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.node_info import node_info
-from sp_compile.passes.graph.sizes import Size, divides
+from sp_compile.passes.graph.sizes import divides
 
 from .base import ShardedAttention, head_counts, register_strategy
-from .ring_strategy import ring_candidate, ring_grads, ring_send_bytes
+from .ring_strategy import ring_candidate, ring_grads, ring_sends
 from .ulysses_strategy import exchange_seconds, exchanged_memory
 
 
@@ -56,7 +54,7 @@ class HybridAttention(ShardedAttention):
         """
         if self._ulysses(call) is not None:
             return None
-        n, (_, heads) = self.job.ranks.n, head_counts(call)
+        n, (heads, *_) = self.job.ranks.n, head_counts(call)
         if self.job.ranks.ulysses:
             subject = f"the mesh's 'ulysses' axis has {self.job.ranks.ulysses} ranks, which do not divide"
         else:
@@ -82,7 +80,7 @@ class HybridAttention(ShardedAttention):
         choice = node_info(call.node).choice
         if choice is not None:
             return choice.ulysses
-        n, (_, heads) = self.job.ranks.n, head_counts(call)
+        n, (heads, *_) = self.job.ranks.n, head_counts(call)
         of_mesh = self.job.ranks.ulysses
         for u in [of_mesh] if of_mesh else range(n - 1, 1, -1):
             if n % u == 0 and divides(u, heads):
@@ -116,31 +114,16 @@ def _hybrid_candidates(shape: AttentionShape, machine: Machine, layout: str) -> 
             )
 
 
-def _hybrid_sends(call: OpCall, n: int) -> tuple[Size, Size]:
-    """Return (bytes that one rank sends in the forward, in the backward) for a call of the op, for the report."""
-    heads, u = head_bytes(call), call["ulysses"]  # u neighbors exchange heads for rows
-    exchange = collective_bytes("all_to_all", heads.exchange_bytes(u), u)
-    relayout = relayout_bytes(call, heads.exchange_bytes(1), n)  # rows to zigzag order and back, if requested
-    places = n // u
-    ring_forward, ring_backward = ring_send_bytes(
-        heads.repeat_keys(u), heads.widening, call["grads"], places, hops=places - 1
-    )
-    return exchange + relayout + ring_forward, exchange + relayout + ring_backward
-
-
-def _declare_hybrid(call: OpCall, ranks: Ranks) -> None:
-    """Declare the routes (which rank sends to which) of the op's exchanges, when a program with it is lowered."""
-    routes.declare_attention_routes(ranks.group, call["ulysses"], ranks.n // call["ulysses"])
-
-
 register_strategy(
     Strategy(
         name="hybrid",
         preference=3,
         rewrite=HybridAttention,
         candidates=_hybrid_candidates,
-        sends=_hybrid_sends,
-        declare=_declare_hybrid,
+        sends=lambda call, n: ring_sends(call, n, call["ulysses"], hops=n // call["ulysses"] - 1),
+        declare=lambda call, ranks: routes.declare_attention_routes(
+            ranks.group, call["ulysses"], ranks.n // call["ulysses"]
+        ),
         axes=("ring", "ulysses"),
         neighbors=lambda call: call["ulysses"],
     )

@@ -28,7 +28,7 @@ from sp_compile.passes.graph.sizes import current_bytes
 from sp_compile.passes.sharding.attention_axes import ATTENTION
 from sp_compile.passes.sharding.matchers import move_source
 from sp_compile.passes.sharding.placement import PlacementPlan, Shard
-from sp_compile.passes.sharding.rule import lookup_rule
+from sp_compile.passes.sharding.rule import rule_of
 
 aten = torch.ops.aten
 # ops whose backward reads their result
@@ -114,7 +114,7 @@ def _is_loss_of_product(node: Node, trained: set[Node]) -> bool:
         if len(operands) != 1 and node.target not in LOSS_OPS:
             return False
         node = operands[0]  # of a loss the logits, also if its class weights are trained
-        _, rule = lookup_rule(node) or (None, None)
+        rule = rule_of(node)
         if node.op != "call_function" or rule is None:
             return False
         if rule.is_contraction:
@@ -148,7 +148,7 @@ def _saved_values(trained: Iterable[Node], job: PassContext) -> Iterator[tuple[N
 
 def _backward_reads_operands(node: Node) -> bool:
     """Return True for attention and products, whose backward reads their operands."""
-    _, rule = lookup_rule(node) or (None, None)
+    rule = rule_of(node)
     is_product = rule is not None and rule.is_contraction and node.target not in LOSS_OPS
     return node.target in ATTENTION or is_product
 

@@ -156,7 +156,7 @@ def ring_candidate(shape: AttentionShape, machine: Machine, layout: str, ulysses
     compute_backward = machine.attention_backward(compute)
     backward = calls + compute_backward + hops * share * machine.copy(shape.accumulate_bytes)
     # Current and next keys, and the accumulators with their increments.
-    memory: float = 2 * kv_bytes + shape.heads * shape.out_bytes * (1 + shape.widening)
+    memory: float = 2 * kv_bytes + shape.head_bytes.results * (1 + shape.widening)
     if shape.training:
         workspace = shape.workspace(ulysses, ulysses * shape.kv_rows)
         # The same of the gradient of queries; and the sum of the gradients of keys, its shift, and those of a step.
@@ -183,31 +183,23 @@ def _needed_hops(shape: AttentionShape, size: int) -> int:
     return window_hops(shape.window, rows, size)
 
 
-def ring_send_bytes(keys: Size, widening: int, grads: str, size: int, hops: int) -> tuple[Size, Size]:
-    """Return the bytes that one rank sends in a ring, forward and backward.
+def ring_sends(call: OpCall, n: int, ulysses: int, hops: int) -> tuple[Size, Size]:
+    """Return (bytes that one rank sends in the forward, in the backward) for a call of the op, for the report.
 
     Args:
-        keys: Bytes of keys and values.
-        widening: Ratio of the bytes of their gradients to these.
-        grads: Path of these gradients, see `ring_grads`.
-        size: The number of places of the ring.
-        hops: The number of shifts.
-
-    Returns:
-        Bytes of the forward and of the backward.
+        call: The call of sp::ring_attention or sp::hybrid_attention.
+        n: The number of ranks.
+        ulysses: The number of ranks of a place of the ring, which exchange heads for rows before and after it.
+        hops: The number of shifts of the ring.
     """
-    # Gradients travel with the keys and one hop further, or a reduce_scatter sends all parts but that of the rank.
-    grad_sends = hops + 1 if grads == "travel" and hops else size - 1
-    shifts = hops * collective_bytes("shift", keys, size)
-    return shifts, shifts + grad_sends * widening * keys
-
-
-def _ring_sends(call: OpCall, n: int) -> tuple[Size, Size]:
-    """Return (bytes that one rank sends in the forward, in the backward) for a call of the op, for the report."""
-    heads = head_bytes(call)
+    heads, places = head_bytes(call), n // ulysses
+    exchange = collective_bytes("all_to_all", heads.exchange_bytes(ulysses), ulysses)
     relayout = relayout_bytes(call, heads.exchange_bytes(1), n)  # rows to zigzag order and back, if requested
-    forward, backward = ring_send_bytes(heads.keys, heads.widening, call["grads"], n, hops=call["steps"] - 1)
-    return relayout + forward, relayout + backward
+    key_bytes = heads.repeat_keys(ulysses)
+    forward = exchange + relayout + hops * collective_bytes("shift", key_bytes, places)
+    # Gradients travel with the keys and one hop further, or a reduce_scatter sends all parts but that of the rank.
+    grad_sends = hops + 1 if call["grads"] == "travel" and hops else places - 1
+    return forward, forward + grad_sends * heads.widening * key_bytes
 
 
 register_strategy(
@@ -216,7 +208,7 @@ register_strategy(
         preference=2,
         rewrite=RingAttention,
         candidates=lambda shape, machine, layout: [ring_candidate(shape, machine, layout)],
-        sends=_ring_sends,
+        sends=lambda call, n: ring_sends(call, n, ulysses=1, hops=call["steps"] - 1),
         declare=lambda call, ranks: routes.declare_attention_routes(ranks.group, 1, call["steps"]),
         always=True,
     )

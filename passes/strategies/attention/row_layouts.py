@@ -28,7 +28,7 @@ from sp_compile.passes.sharding.placement import PlacementPlan, Replicate, Shard
 
 # layouts with which a graph keeps the load-balanced order of an earlier one
 KEEP_BALANCED_ORDER = ("auto", BALANCED.name)
-ORDERED_ROWS = ("whole", "no rule", "align", "halo")  # demands of readers of neighbors, such as convolutions
+ORDERED_ROWS = ("gathered", "no rule", "align", "halo")  # demands of readers of neighbors, such as convolutions
 # CPU seconds to balance a sequence, and per position: `benchmarks/plans.py`
 BALANCE_SECONDS, BALANCE_SECONDS_PER_ROW = 3e-3, 5e-8
 

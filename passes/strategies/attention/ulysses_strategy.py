@@ -201,17 +201,14 @@ class UlyssesAttention(AttentionPass):
             node: The attention, whose operands are replaced.
             placed: The placements of q, k and v.
         """
-        call = OpCall(node)
+        call, n = OpCall(node), self.job.ranks.n
+        query, key, value, *others = call.operands
+        heads = call.shape(1)[HEADS_FROM_END]
+        times = math.lcm(heads, n) // heads  # there are then lcm(heads, n) heads, which the n ranks divide
         with self.graph.inserting_before(node):
-            repeated = {x: self._repeat_if_needed(x, node) for x in call.operands[1:3]}
-        operands = [call.operands[0], *(repeated[x] for x in call.operands[1:3]), *call.operands[3:]]
-        node.args, node.kwargs = call.with_operands(operands, enable_gqa=True)
+            repeated = {x: self.repeat_each(x, HEADS_FROM_END, times, node) for x in (key, value)}
+        node.args, node.kwargs = call.with_operands([query, repeated[key], repeated[value], *others], enable_gqa=True)
         return {new: placed[old] for old, new in repeated.items()}
-
-    def _repeat_if_needed(self, x: Node, node: Node) -> Node:
-        """Emit x with each of its Hkv heads repeated to lcm(Hkv, n) heads, which the n ranks divide."""
-        heads = as_sizes(x.meta["val"].shape)[HEADS_FROM_END]
-        return self.repeat_each(x, HEADS_FROM_END, math.lcm(heads, self.job.ranks.n) // heads, node)
 
     def _exchange(self, operands: list[Node], scattered: DimFrame, gathered: DimFrame, node: Node) -> list[Node]:
         """Emit one sp::all_to_all of several operands, and return its results.
@@ -239,12 +236,10 @@ def _group_by_frame(moved: dict[Node, Shard]) -> list[list[Node]]:
     """
     groups: list[list[Node]] = []
     for operand, have in moved.items():
-        for group in groups:
-            if have.has_same_positions(moved[group[0]]):
-                group.append(operand)
-                break
-        else:
-            groups.append([operand])
+        group = next((group for group in groups if have.has_same_positions(moved[group[0]])), [])
+        if not group:
+            groups.append(group)
+        group.append(operand)
     return groups
 
 

@@ -116,15 +116,11 @@ def _replace_globals(owner: type, method: str, functions: Mapping[str, Callable[
         for cls in owner.__mro__:
             names = getattr(inspect.unwrap(vars(cls).get(method, object)), "__globals__", {})
             for name, new in functions.items():
-                if _is_library_function(names.get(name)):
+                owner_package = getattr(names.get(name), "__module__", "").partition(".")[0]
+                if owner_package in (accelerate.__name__, "trl"):
                     stack.callback(names.__setitem__, name, names[name])
                     names[name] = new
         yield
-
-
-def _is_library_function(function: Any) -> bool:
-    """Return True for a function of accelerate or TRL."""
-    return getattr(function, "__module__", "").partition(".")[0] in (accelerate.__name__, "trl")
 
 
 def _random_state() -> list[Any]:

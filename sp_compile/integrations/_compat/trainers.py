@@ -123,7 +123,8 @@ def choose_fsdp_units() -> Iterator[None]:
         if isinstance(module, (list, torch.nn.ModuleList, torch.nn.ModuleDict)):
             return module  # [last norm, head], or modules without a forward
         is_leaf = type(module).__module__.startswith("torch.nn.modules") and not [*module.children()]
-        is_sharded = any(isinstance(p, DTensor) for p in module.parameters(recurse=False))  # with its parent
+        # A module whose parent is a unit already has sharded parameters, as DTensors.
+        is_sharded = any(isinstance(p, DTensor) for p in module.parameters(recurse=False))
         is_embedding = has_layers and isinstance(module, torch.nn.Embedding)
         if is_leaf and (is_sharded or not is_embedding):
             return module

@@ -32,7 +32,8 @@ def own_address(store_host: str) -> str:
         return _interface_address(interface)
     if store_host:
         source = _source_address(store_host)
-        # A host may know its own name by a loopback address, which others cannot reach. "localhost" is meant so.
+        # A host may know its own name by a loopback address, which other hosts cannot reach. It is returned only if the
+        # store's host is a loopback address itself: all ranks are on this host then.
         if source and (not _is_loopback(source) or store_host == "localhost" or _is_loopback(store_host)):
             return source
         return _source_address(OUTSIDE) or source or LOOPBACK

@@ -83,7 +83,7 @@ class ControlChannel:
     heartbeats: tuple[float, int, float] = (0.0, 0, 0.0)
     announced: int = -1  # number of exchanges before the last one whose wait was announced in the store
     warned: float = 0.0  # start of the read whose wait was logged
-    process: int = field(default_factory=os.getpid)  # PID of the process that created the channel; see `_channels`
+    process: int = field(default_factory=os.getpid)  # PID that created the channel; a forked process inherits it
     # live models, each its number and weak references to its parameters, by the identities of the parameters
     models: dict[tuple[int, ...], tuple[int, list[Any]]] = field(default_factory=dict)
 
@@ -121,26 +121,22 @@ class ControlChannel:
         if os.getpid() != self.process:  # the sockets are shared, so its bytes would be mixed with those of the rank
             raise SpError("SP682", "a process that was forked from a rank calls a program of the rank's process group.")
         with self.lock:
-            return self._exchange_alone(run, message)
-
-    def _exchange_alone(self, run: Callable[[PeerLinks, Callable[[], None]], T], message: Message) -> T:
-        """Run an exchange while no other thread runs one; arguments, result and errors are those of `_exchange`."""
-        self.check_broken()
-        start_time, finished = time.monotonic(), False
-        _waiting_channels.set()
-        try:
-            links = self.links or self._connect(message, start_time)
-            result = run(links, partial(self._check_progress, message, start_time))
-            finished = True
-            self.exchanges += 1
-            return result
-        except OSError as error:
-            raise self.fail_timeout(message, time.monotonic() - start_time, error) from error
-        finally:
-            _waiting_channels.clear()
-            if not finished and not self.broken:  # after an interrupt, messages of the others remain in transit
-                self.broken = f"rank {dist.get_rank()} {message} and was interrupted"
-                publish_stop(f"it {message} and was interrupted", continues=True, within=self.name)
+            self.check_broken()
+            start_time, finished = time.monotonic(), False
+            _waiting_channels.set()
+            try:
+                links = self.links or self._connect(message, start_time)
+                result = run(links, partial(self._check_progress, message, start_time))
+                finished = True
+                self.exchanges += 1
+                return result
+            except OSError as error:
+                raise self.fail_timeout(message, time.monotonic() - start_time, error) from error
+            finally:
+                _waiting_channels.clear()
+                if not finished and not self.broken:  # after an interrupt, messages of the others remain in transit
+                    self.broken = f"rank {dist.get_rank()} {message} and was interrupted"
+                    publish_stop(f"it {message} and was interrupted", continues=True, within=self.name)
 
     def _connect(self, message: Message, start_time: float) -> PeerLinks:
         """Connect all ranks after all have arrived, and return the connections; arguments are those of `_exchange`.
@@ -161,7 +157,7 @@ class ControlChannel:
             """Publish the address of this rank and count it once, and return the number of ranks that have arrived."""
             if not counted:
                 self.store.set(f"address/{me}", listener.address)
-            count: int = self.store.add("here", 0 if counted else 1)
+            count: int = self.store.add("here", 0 if counted else 1)  # returns the count
             counted.append(True)
             return count
 
@@ -179,7 +175,7 @@ class ControlChannel:
         except RuntimeError as error:  # the rank that hosts the store is lost
             raise self.fail_timeout(message, time.monotonic() - start_time, error) from error
         finally:
-            listener.close()
+            listener.socket.close()
             if self.links is None and counted:
                 query_store(lambda: self.store.add("here", -1), 0)
         return self.links
@@ -195,10 +191,11 @@ class ControlChannel:
             )
         is_late = waited > self.timeout.total_seconds() and not is_compiling
         stopped = self._find_stop(message) if waited > STORE_DELAY else NO_RANK
+        # Announce a long wait in the store, for errors of the others. Of two ranks the absent one is known without it.
         if waited > STORE_DELAY and self.announced != self.exchanges and len(self.ranks) > 2:
             self.announced = self.exchanges
-            with suppress(RuntimeError):
-                query_store(self._announce_wait, None)
+            with suppress(RuntimeError):  # the rank that hosts the store is lost
+                query_store(lambda: self.store.set(f"waits/{dist.get_rank()}", str(self.exchanges)), None)
         # A rank that has raised may catch the exception and come to the next call, for which a call waits a while.
         is_lost = not stopped.continues or (stopped.raised and (message.verb != CALL_VERB or waited > RETRY_SECONDS))
         if is_late or is_lost:
@@ -270,10 +267,6 @@ class ControlChannel:
         key = f"waits/{rank}"
         return int(self.store.get(key)) if self.store.check([key]) else -1
 
-    def _announce_wait(self) -> None:
-        """Write to the store that this rank waits, for errors of the others; of two ranks the absent one is known."""
-        self.store.set(f"waits/{dist.get_rank()}", str(self.exchanges))
-
     def break_group(self, notice: StopNotice, operation: str) -> SpError:
         """Mark the channel as broken by a rank that has raised, and return the error.
 
@@ -304,22 +297,20 @@ class ControlChannel:
         return last
 
     def count_call(self, program: str, parameters: Sequence[torch.nn.Parameter]) -> tuple[int, int]:
-        """Count a call of a program, and return the number of its model and of the call."""
-        self.check_thread()  # before the call counts
-        key = program, self.model(parameters)
-        self.calls[key] += 1
-        return key[1], self.calls[key]
+        """Count a call of a program, and return the number of its model and of the call.
 
-    def model(self, parameters: Sequence[torch.nn.Parameter]) -> int:
-        """Return the number of the model with these parameters, from 1 in the order of first calls; 0 without any."""
-        if not parameters:
-            return 0
+        A model is a set of parameters. Models are numbered from 1 in the order of their first calls; 0 for no
+        parameters.
+        """
+        self.check_thread()  # before the call counts
         key = tuple(map(id, parameters))
-        if key not in self.models:
+        if key and key not in self.models:
             self.num_models += 1
             forget = partial(_forget_model, self.models, key)  # before an address is reused by another parameter
             self.models[key] = self.num_models, [weakref.ref(parameter, forget) for parameter in parameters]
-        return self.models[key][0]
+        model = self.models[key][0] if key else 0
+        self.calls[program, model] += 1
+        return model, self.calls[program, model]
 
     def reset_counters(self, messages: Sequence[Message]) -> None:
         """Restart the counts after a mismatch; new models get larger numbers than those in the ranks' messages."""
@@ -340,7 +331,8 @@ class ControlChannel:
             return NO_RANK
         if last.within == self.name:  # this group is broken
             return last
-        # A rank that cannot compile one program still calls others; after this rank has stopped as well, both go on.
+        # A rank that cannot compile one program still calls others. If this rank has stopped, too, since the last
+        # exchange, such as at the same error, both ranks come to the next one.
         is_about_other_program = message.verb == CALL_VERB and last.subject not in ("", message.subject)
         return NO_RANK if is_about_other_program or any(map(self._is_current, _own_stop)) else last
 
@@ -349,7 +341,10 @@ class ControlChannel:
         return notice.rank == dist.get_rank() and notice.within != self.name
 
     def _is_current(self, notice: StopNotice) -> bool:
-        """Return True if this group ended no exchange since the notice, or at most one if it breaks the group."""
+        """Return True if this group ended no exchange since the notice, or at most one if it breaks the group.
+
+        A rank that breaks the group did not end the exchange in which it waited, which others may have ended.
+        """
         known = notice.exchanges.get(self.name)
         return known == self.exchanges or (notice.within == self.name and known == self.exchanges - 1)
 

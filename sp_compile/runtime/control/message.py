@@ -59,7 +59,7 @@ class Message:
     number: int = 0  # number of the call
     fields: Mapping[str, str] = field(default_factory=dict)  # values by name
     note: str = ""  # description of the operation for errors
-    model: int = 0  # number of the set of weight tensors, from `ControlChannel.model`; 0 without weights
+    model: int = 0  # number of the set of weight tensors, from `ControlChannel.count_call`; 0 without weights
     mode: str = ""  # state of torch, from `mode_fields`
     program: ProgramRecord = field(default_factory=ProgramRecord)  # the program of a call
     inputs: Mapping[str, InputRecord] = field(default_factory=dict)  # inputs of a call

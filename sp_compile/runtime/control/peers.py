@@ -143,16 +143,6 @@ def _receive(sock: socket.socket, size: int, on_wait: Wait) -> bytes:
     return received
 
 
-@dataclass(frozen=True)
-class PeerAddress:
-    """The address at which a rank listens, as text in the store."""
-
-    host: str  # IP address
-    port: int  # TCP port
-    token: str  # random number that a connecting rank sends, in hexadecimal digits
-    node: str  # name of the host, for errors
-
-
 class PeerListener:
     """Socket at which a rank listens until the ranks before it have connected."""
 
@@ -170,7 +160,11 @@ class PeerListener:
 
     @property
     def address(self) -> str:
-        """Return the `PeerAddress` as text, for the other ranks."""
+        """Return the address at which the rank listens as text, for the other ranks.
+
+        It has the IP address, the TCP port, the token that a connecting rank sends, in hexadecimal digits, and the name
+        of the host for errors.
+        """
         host, port = self.socket.getsockname()[:2]
         return json.dumps([host, port, self.token.hex(), socket.gethostname()])
 
@@ -208,10 +202,6 @@ class PeerListener:
                 accepted[k] = _set_options(sock)
         return PeerLinks(rank, size, sending, [accepted[k] for k in rounds])
 
-    def close(self) -> None:
-        """Stop listening."""
-        self.socket.close()
-
     def _identify(self, sock: socket.socket, rank: int, size: int) -> int | None:
         """Return the round for which a rank has connected; close the connection of anyone else and return None."""
         sock.settimeout(IDENTIFY_SECONDS)
@@ -234,17 +224,18 @@ def _connect_to(
     peer: int, rank: int, k: int, find: Callable[[int], str | bytes], timeout: timedelta, on_wait: Wait
 ) -> socket.socket:
     """Return a connection to the rank `peer`, for round k; the other arguments are those of `PeerListener.connect`."""
-    address, deadline = PeerAddress(*json.loads(find(peer))), time.monotonic() + timeout.total_seconds()
+    deadline = time.monotonic() + timeout.total_seconds()
+    host, port, token, node = json.loads(find(peer))  # from `PeerListener.address`
     while True:
         try:
-            sock = socket.create_connection((address.host, address.port), timeout=5 * WAIT_SECONDS)
+            sock = socket.create_connection((host, port), timeout=5 * WAIT_SECONDS)
             break
         except OSError as error:  # refused, without a route, or no answer
             if not isinstance(error, TimeoutError) or time.monotonic() > deadline:
-                where = f"{address.host} port {address.port} of host {address.node}"
+                where = f"{host} port {port} of host {node}"
                 raise ConnectionError(_describe_failure(peer, f"{where}: {error}")) from error
             on_wait()
-    _send(_set_options(sock), INTRODUCTION.pack(bytes.fromhex(address.token), rank, k), on_wait)
+    _send(_set_options(sock), INTRODUCTION.pack(bytes.fromhex(token), rank, k), on_wait)
     return sock
 
 

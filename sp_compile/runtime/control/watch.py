@@ -29,7 +29,7 @@ from .message import StopNotice
 from .store import STORE_TIMEOUT
 
 WATCH_INTERVAL = 1.0  # seconds between checks
-IDLE_SECONDS = 0.2  # a thread with less CPU time between checks is waiting
+IDLE_SHARE = 0.2  # a thread that has used less CPU time than this share of the time between checks is waiting
 
 log = logging.getLogger(__name__)
 
@@ -135,9 +135,9 @@ class _Watcher:
         threads = {*_active_runs, *backward_threads()}
         cpu_seconds, progress = {thread: _cpu_seconds(thread) for thread in threads}, _progress_state()
         before = self.cpu_seconds
-        # The default makes a thread that is new since the last check count as progress.
+        # The default, as if a new thread had used the time since the last check, makes it count as progress.
         used = [seconds - before.get(thread, -WATCH_INTERVAL) for thread, seconds in cpu_seconds.items()]
-        are_idle = all(seconds < IDLE_SECONDS * WATCH_INTERVAL for seconds in used)
+        are_idle = all(seconds < IDLE_SHARE * WATCH_INTERVAL for seconds in used)
         is_same = progress == self.progress
         self.cpu_seconds, self.progress = cpu_seconds, progress
         return bool(threads) and is_same and are_idle

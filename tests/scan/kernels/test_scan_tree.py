@@ -36,7 +36,7 @@ def test_combines_in_order(name: str, n: int) -> None:
     for state in states[1:]:
         expected.append(matrix_product(expected[-1], state))
     torch.testing.assert_close(ALGORITHMS[name](matrix_product, states, 0), torch.stack(expected))
-    torch.testing.assert_close(blocked.combine_all(matrix_product, states, 0), expected[-1][None])
+    torch.testing.assert_close(blocked.blocked_inclusive(matrix_product, states, 0)[1], expected[-1][None])
 
 
 @algorithms
@@ -59,7 +59,6 @@ def test_takes_trees_of_states_along_any_dim(name: str, n: int, dim: int) -> Non
 @algorithms
 def test_of_no_states(name: str) -> None:
     assert ALGORITHMS[name](torch.add, torch.ones(2, 0, 3), 1).shape == (2, 0, 3)
-    assert blocked.combine_all(torch.add, torch.ones(2, 0, 3), 1).shape == (2, 0, 3)
 
 
 @pytest.mark.sampled(every=6)

@@ -16,6 +16,7 @@ from support.scans.kernel_package import CALLS, attend, fla
 from torch import Tensor, nn
 
 import sp_compile
+from sp_compile.lowering.base import warn
 from sp_compile.lowering.scan.attention_kernels import FUNCTIONS, KERNELS, register_kernel
 
 sp = torch.ops.sp
@@ -206,9 +207,7 @@ def test_options_without_a_stand_in_run_the_original(caplog: pytest.LogCaptureFi
     def mix(x: Tensor) -> Tensor:
         return 2 * fla.chunk_delta_rule(x, x, x, x[..., 0], chunks_of_text=3)[0]
 
-    from sp_compile.passes.capture import package_kernels
-
-    package_kernels._warned_kernels.clear()
+    warn._warned.clear()
     x = torch.randn(1, 7, HEADS, SIZE, dtype=torch.float64)
     with pytest.raises(TypeError, match="chunks_of_text"):
         torch.compile(mix, backend="eager")(x)
@@ -242,7 +241,7 @@ def test_padding_of_a_convolution_is_zero() -> None:
     from sp_compile.passes.capture.stand_ins.kernel_stand_ins import STAND_INS
 
     ids = torch.tensor([[0, 0, 1, -1, -1]])
-    out = STAND_INS["causal_conv1d_fn"](torch.ones(1, 1, 5), torch.ones(1, 4), torch.ones(1), seq_idx=ids)
+    out = STAND_INS["causal_conv1d_fn"].compute(torch.ones(1, 1, 5), torch.ones(1, 4), torch.ones(1), seq_idx=ids)
     assert out.flatten().tolist() == [2, 3, 2, 0, 0]
 
 

@@ -106,7 +106,11 @@ class Labelled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.qkv, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.embed, self.qkv, self.head = (
+            nn.Embedding(VOCAB, WIDTH),
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, VOCAB),
+        )
 
     def forward(self, ids: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
         h = self.embed(ids)

@@ -35,7 +35,7 @@ def run_ranks(n: int, act: Callable[[PeerLinks], Any]) -> list[Any]:
 
     def live(rank: int) -> Any:
         links = listeners[rank].connect(rank, n, found.__getitem__, LIMIT, keep_waiting)
-        listeners[rank].close()
+        listeners[rank].socket.close()
         try:
             return act(links)
         finally:
@@ -143,7 +143,7 @@ def test_a_stranger_is_not_a_rank() -> None:
 def test_a_rank_that_cannot_be_reached_names_the_interface() -> None:
     listeners = [PeerListener("localhost") for _ in range(2)]
     found = [one.address for one in listeners]
-    listeners[1].close()
+    listeners[1].socket.close()
     with pytest.raises(
         ConnectionError, match=r"no connection with rank 1 .*127\.0\.0\.1 port \d+ .*GLOO_SOCKET_IFNAME"
     ):

@@ -105,7 +105,8 @@ def _cudnn_backward(
     assert lse.shape == (*q.shape[:3], 1)
     assert lse.is_contiguous()
     allowed = _allowed(q.shape[2], k.shape[2], None, 0 if is_causal else None)
-    return _backward(grad, q, k, v, out, lse.squeeze(-1), allowed, scale)
+    found = _backward(grad, q, k, v, out, lse.squeeze(-1), allowed, scale)
+    return tuple(torch.empty_like(x).copy_(y) for x, y in zip((q, k, v), found))  # as in its meta registration
 
 
 def _stretches(

@@ -13,6 +13,7 @@ from support.cuda.borrowed import Seen, Watch, borrow, give_back
 from torch import Tensor
 
 from sp_compile.lowering.attention import attend as bodies
+from sp_compile.lowering.attention.attend_parts import attend_backward_parts
 from sp_compile.lowering.attention.op_args import LocalArgs
 
 Body = Callable[..., tuple[Tensor, ...]]
@@ -45,7 +46,18 @@ def blocks_on_gpu() -> Iterator[list[Seen]]:
             bodies.attend_backward, replace(self, k_span=k_span), grad, q, k, v, out, lse, mask_grad, None, packed
         )
 
-    with mock.patch.object(LocalArgs, "attend", attend), mock.patch.object(LocalArgs, "grads", grads):
+    def grad_parts(
+        self: LocalArgs, given: Any, q: Tensor, k: Tensor, v: Tensor, k_span: Any, mask_grad: bool, narrow: bool,
+        after: Any = None,
+    ) -> Any:  # fmt: skip
+        grad, out, lse = given
+        return run(attend_backward_parts, replace(self, k_span=k_span), grad, q, k, v, out, lse, mask_grad, narrow)
+
+    with (
+        mock.patch.object(LocalArgs, "attend", attend),
+        mock.patch.object(LocalArgs, "grads", grads),
+        mock.patch.object(LocalArgs, "grad_parts", grad_parts),
+    ):
         yield seen
 
 

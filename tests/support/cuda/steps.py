@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 from sp_compile.lowering import torch_compat
-from sp_compile.lowering.attention import attend
+from sp_compile.lowering.attention import attend, attend_parts
 from sp_compile.lowering.attention import merge_blocks as merge
 from sp_compile.lowering.tiles import tile_ops as tiles
 from sp_compile.passes.capture.user_program import UserProgram
@@ -112,6 +112,7 @@ class _Ledger(Tracer):
 BODIES: dict[Any, Callable[..., Any]] = {
     sp.attend.default: attend.attend,
     sp.attend_backward.default: attend.attend_backward,
+    sp.attend_backward_parts.default: attend_parts.attend_backward_parts,
     sp.tiles_forward.default: tiles.tiles_forward,
     sp.tiles_at_once.default: tiles.tiles_at_once,
     sp.tiles_backward.default: tiles.tiles_backward,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -276,7 +276,7 @@ def move(rule: BoundRule, shard: Shard) -> tuple[Shard, ...] | None:
         return None
     places = [_around(rule, dims, factor)[0] for dims in rule.results]
     return tuple(
-        rule.dim_shard(dims[at], factor, own.on_dim(at)) for dims, at in zip(rule.results, places, strict=True)
+        rule.dim_shard(dims[at], factor, replace(own, dim=at)) for dims, at in zip(rule.results, places, strict=True)
     )
 
 

@@ -6,8 +6,6 @@ On an H100 the chosen schedule was the faster one for every shape of `benchmarks
 Importing this module needs triton.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 

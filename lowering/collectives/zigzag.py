@@ -8,8 +8,6 @@ One exchange for all tensors: each rank sends two chunks to at most two ranks. T
 To fold is to exchange contiguous rows for zigzag rows; to unfold is the inverse.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -19,7 +17,7 @@ from sp_compile.lowering.base.library import LinearMap
 from sp_compile.lowering.comm import routes
 from sp_compile.lowering.comm.communicator import current_communicator
 
-from .op_args import SEQUENCE
+SEQUENCE_DIM = 2  # dim of the rows in tensors (B, H, s, D)
 
 
 def to_zigzag_rows(xs: list[Tensor], n: int, group: str, back: bool = False) -> list[Tensor]:
@@ -36,11 +34,11 @@ def to_zigzag_rows(xs: list[Tensor], n: int, group: str, back: bool = False) -> 
     """
     if n == 1:
         return xs
-    rows_first = [x.movedim(SEQUENCE, 0) for x in xs]
+    rows_first = [x.movedim(SEQUENCE_DIM, 0) for x in xs]
     flat = torch.cat([x.flatten(1) for x in rows_first], 1)  # one exchange for all tensors
     maps = (_unfold, _fold) if back else (_fold, _unfold)  # the exchange and its adjoint
     exchanged = LinearMap.apply(flat, *maps, n, group).split([math.prod(x.shape[1:]) for x in rows_first], 1)
-    return [y.unflatten(1, x.shape[1:]).movedim(0, SEQUENCE) for y, x in zip(exchanged, rows_first, strict=True)]
+    return [y.unflatten(1, x.shape[1:]).movedim(0, SEQUENCE_DIM) for y, x in zip(exchanged, rows_first, strict=True)]
 
 
 def _fold(x: Tensor, n: int, group: str) -> Tensor:
