@@ -316,7 +316,7 @@ def _score_bytes(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bo
     if not expected_kernel(key).dense:
         return 0
     max_scores = CPU_SCORES if device.type == "cpu" else GPU_SCORES
-    scores = min(max_scores, size_hint(q.shape[:2].numel()) * queries * keys)
+    scores = min(max_scores, size_hint(math.prod(q.shape[:2])) * queries * keys)
     tensors += num_saved_tensors(args.score) > 1  # intermediate scores of a score function, in a strip of fewer rows
     return tensors * scores * accumulation_dtype(q.dtype).itemsize
 
@@ -330,7 +330,7 @@ def _forward_workspace(workspace: int, q: Tensor, k: Tensor, v: Tensor, *argumen
     args, _ = LocalArgs.of(arguments)
     num_score_tensors = 4 if args.dropout_p else 3  # of a dense kernel at a time
     workspace = _score_bytes(q, k, v, args, False, num_score_tensors) or workspace
-    rows = size_hint(q.shape[:3].numel())
+    rows = size_hint(math.prod(q.shape[:3]))
     out_bytes = rows * size_hint(v.shape[3]) * q.element_size()
     lse_bytes = rows * accumulation_dtype(q.dtype).itemsize
     return max(workspace + cpu_copy_bytes(q, k, v) + lse_bytes, out_bytes + lse_bytes)

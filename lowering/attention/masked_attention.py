@@ -3,6 +3,7 @@
 scaled_dot_product_attention(q, k, v, mask)   ->   sp.masked_attention(q, k, v, ..., "(k <= q) & (q - k < 4)", ...)
 """
 
+import math
 from dataclasses import replace
 
 import torch
@@ -108,9 +109,9 @@ def _expand_mask(mask: Tensor, batch: torch.Size, headless: bool) -> Tensor:
     """
     mask = mask[(None,) * max(2 - mask.ndim, 0)]  # insert leading dims: at least (Sq, Sk)
     mask = mask.unsqueeze(-3) if headless or mask.ndim == 2 else mask  # insert the dim of heads
-    if mask.shape[:-3].numel() == 1:
+    if math.prod(mask.shape[:-3]) == 1:  # Size.numel() would make a symbolic size a constant
         return mask.reshape(1, *mask.shape[-3:])
-    return mask.expand(*batch, *mask.shape[-3:]).reshape(batch.numel(), *mask.shape[-3:])
+    return mask.expand(*batch, *mask.shape[-3:]).reshape(math.prod(batch), *mask.shape[-3:])
 
 
 def _to_four_dims(
@@ -126,6 +127,6 @@ def _to_four_dims(
 
     def expand(x: Tensor, heads: torch.Size) -> Tensor:
         """Broadcast the leading dims of x to the batch dims and `heads`, and merge those of the batch."""
-        return x.expand(*batch, *heads, *x.shape[-2:]).reshape(batch.numel(), *heads, *x.shape[-2:])
+        return x.expand(*batch, *heads, *x.shape[-2:]).reshape(math.prod(batch), *heads, *x.shape[-2:])
 
     return expand(q, heads), expand(k, key_heads), expand(v, key_heads)

@@ -8,6 +8,8 @@ One exchange for all tensors: each rank sends two chunks to at most two ranks. T
 To fold is to exchange contiguous rows for zigzag rows; to unfold is the inverse.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -35,7 +37,7 @@ def to_zigzag_rows(xs: list[Tensor], n: int, group: str, back: bool = False) -> 
     rows_first = [x.movedim(SEQUENCE_DIM, 0) for x in xs]
     flat = torch.cat([x.flatten(1) for x in rows_first], 1)  # one exchange for all tensors
     maps = (_unfold, _fold) if back else (_fold, _unfold)  # the exchange and its adjoint
-    exchanged = LinearMap.apply(flat, *maps, n, group).split([x.shape[1:].numel() for x in rows_first], 1)
+    exchanged = LinearMap.apply(flat, *maps, n, group).split([math.prod(x.shape[1:]) for x in rows_first], 1)
     return [y.unflatten(1, x.shape[1:]).movedim(0, SEQUENCE_DIM) for y, x in zip(exchanged, rows_first, strict=True)]
 
 

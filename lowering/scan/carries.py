@@ -295,7 +295,7 @@ def to_bytes(parts: list[Tensor]) -> Tensor:
 
     Source: views and one copy.
     """
-    rows = [part.reshape(part.shape[0], part.shape[1:].numel()) for part in parts]
+    rows = [part.reshape(part.shape[0], math.prod(part.shape[1:])) for part in parts]
     no_bytes = parts[0].new_empty((parts[0].shape[0], 0), dtype=torch.uint8)  # the result if all parts are empty
     return torch.cat([no_bytes, *(_align_rows(row).view(torch.uint8) for row in rows if row.numel())], 1)
 

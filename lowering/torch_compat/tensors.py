@@ -19,7 +19,7 @@ from typing import Any
 import numpy
 import sympy
 import torch
-from torch._dynamo.source import ConstantSource
+from torch._dynamo.source import ConstantSource, TensorPropertySource
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -155,6 +155,39 @@ def unify_symbols(mode: FakeTensorMode, fact: Any) -> Any:
 def assume_fact(mode: FakeTensorMode, fact: Any) -> bool:
     """Return True if a sympy relation of sizes holds for the sizes of the traced call. The result becomes a guard."""
     return mode.shape_env is not None and bool(mode.shape_env.evaluate_expr(fact))
+
+
+def equate_factors(mode: FakeTensorMode) -> None:
+    """Equate sizes whose products the guards equate, if they are equal in the traced call. The results become guards.
+
+    Dynamo gives the dims of each input symbols of their own. Where a program reads `labels.view(-1)` next to rows of
+    `input_ids`, a guard equates `b * s` of one input with that of the other, from which no symbol follows.
+    """
+    env = mode.shape_env
+    for guard in [] if env is None else [*env.guards]:
+        equation = env.replace(guard.expr)
+        if not isinstance(equation, sympy.Eq):
+            continue
+        left, right = (_sort_factors(env, side) for side in equation.args)
+        if len(left) > 1 and [hint for hint, *_ in left] == [hint for hint, *_ in right]:
+            for (*_, factor), (*_, other) in zip(left, right):
+                env.evaluate_expr(sympy.Eq(factor, other))
+
+
+def _sort_factors(env: ShapeEnv, product: sympy.Expr) -> list[tuple[int, int, int, sympy.Expr]]:
+    """Return the factors of a size, sorted by their hint, which comes first, then by the dim of an input they are.
+
+    Numbers are left out. A factor that has no symbol alone, such as `s - 1`, has the dim of its first symbol.
+    """
+    factors = []
+    for factor in sympy.Mul.make_args(product):
+        symbols = sorted(factor.free_symbols, key=str)
+        hint = factor.xreplace(env.backed_var_to_val)
+        if symbols and hint.is_Integer:
+            sources = env.var_to_sources.get(symbols[0], ())
+            dims = [source.idx for source in sources if isinstance(source, TensorPropertySource)]
+            factors.append((int(hint), dims[0] if dims and dims[0] is not None else -1, len(symbols), factor))
+    return sorted(factors, key=lambda found: found[:3])
 
 
 WIDE_RANGE = 1 << 21  # maximum difference of the bounds of a symbol whose values `single_value` checks

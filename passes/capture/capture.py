@@ -110,8 +110,10 @@ def fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any
     """Return the fake mode of the compilation, and the inputs as fake tensors, for the trace of the graph.
 
     The fake of a `Sharded` input is the full tensor. A dim that the guards restrict to one length has this length.
+    Dims of two inputs whose rows the program combines have the same symbols.
     """
     mode, fakes = _fake_inputs(example_inputs)
+    torch_compat.equate_factors(mode)
     return mode, _replace_single_values(fakes, mode)
 
 

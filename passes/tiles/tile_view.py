@@ -141,6 +141,8 @@ def is_finite_on_ones(window: Node) -> bool:
         for user in node.users:
             if user.target is sp.mask.default or user in finite_nodes:  # a mask fills the padded rows again
                 continue
+            if user.op == "output":  # later code may read the padded rows
+                return False
             if not (user.target is operator.getitem or is_smooth(user) or _is_finite(user, finite_nodes, ones)):
                 return False
             finite_nodes.add(user)

@@ -38,8 +38,10 @@ __all__ = ["shard_cache"]
 CACHE_NAMES = "cache", "past_key_values"  # of the argument and the output of a model, new and old
 STEP = "a step of generation"  # of a prompt or of one token, in messages
 TOKEN_NAMES = "input_ids", "inputs_embeds"  # of the argument with the tokens
-# Arguments of generate() that need another cache, or a second model whose cache would be complete on every rank.
-REFUSED = "assistant_model", "prompt_lookup_num_tokens", "cache_implementation"
+# Arguments of generate() that need another cache, a second model whose cache would be complete on every rank, or a
+# clock: ranks would stop after other numbers of tokens.
+REFUSED = "assistant_model", "prompt_lookup_num_tokens", "cache_implementation", "max_time"
+LOCAL = "local"  # value of the options `inputs` and `outputs`: a rank passes, or receives, its rows only
 
 _sharing_models = weakref.WeakSet[nn.Module]()  # models whose cache is sharded now
 _tried = weakref.WeakSet[nn.Module]()  # models whose attention was found to support it
@@ -59,16 +61,23 @@ def shard_cache(model: nn.Module, mesh: DeviceMesh | None = None, **options: Any
     Args:
         model: The model, or a wrapper such as one of PEFT or torch.compile.
         mesh: The ranks that share the cache, as in the option `mesh`. None selects the default process group.
-        **options: Fields of `sp_compile.SPConfig` for the prompt, such as `attention="ring"`.
+        **options: Fields of `sp_compile.SPConfig` for the prompt, such as `attention="ring"`. Inputs and outputs of the
+            prompt are complete on every rank: `inputs="local"` and `outputs="local"` are refused.
 
     Returns:
         A context manager that yields the model.
 
     Raises:
-        SpError: The model is not supported (SP841), or an option is invalid (SP101 to SP116). In the context, by
-            `generate()`: an argument or a cache is not supported (SP842), so is an attention (SP843), or the ranks'
-            inputs, seeds or tokens differ (SP844).
+        SpError: The model is not supported (SP841), an option is invalid (SP101 to SP116), or inputs or outputs are
+            local (SP845). In the context, by `generate()`: an argument or a cache is not supported (SP842), so is an
+            attention (SP843), or the ranks' inputs, settings, seeds or tokens differ (SP844).
     """
+    for name in ("inputs", "outputs"):
+        given = options.get(name)
+        if LOCAL in (given.values() if isinstance(given, Mapping) else [given]):
+            raise SpError(
+                "SP845", f"{name}: expected prompts and results of all positions on every rank, got {given!r}."
+            )
     options = {"mesh": mesh, "outputs": "lazy", **options}
     ranks = SPConfig.of(options).ranks()
     generating = _find_generating(model) if ranks.has_other_processes else None
@@ -138,14 +147,14 @@ class CacheSharing:
             """Return the result of `generate()` with a sharded cache."""
             own = self.model.generation_config
             given = kwargs.get("generation_config") or own
-            refused = [
-                name for name in REFUSED if kwargs.get(name) or (given is not own and getattr(given, name, None))
-            ]
+            settings = _settings(given, kwargs)
+            refused = [name for name in REFUSED if kwargs.get(name) or settings.get(name)]
+            if not kwargs.get("cache_implementation") and given is own:  # replaced below
+                refused = [name for name in refused if name != "cache_implementation"]
             error = SpError("SP842", f"{refused[0]}: expected None with shard_cache, got a value.") if refused else None
-            is_sampled = kwargs.get("do_sample", given.do_sample)
-            seed = _digest(_generator_state(self.model.device)) if is_sampled else ""
-            settings = [f"{name}={x!r}" for name, x in sorted(kwargs.items()) if isinstance(x, int | float | str)]
-            self._agree("generate", error, seed=seed, settings=", ".join(settings))
+            seed = _digest(_generator_state(self.model.device)) if settings.get("do_sample") else ""
+            text = ", ".join(f"{name}={settings[name]!r}" for name in sorted(settings))
+            self._agree("generate", error, seed=seed, settings=text)
             if own.cache_implementation is not None:  # the model's default, such as "hybrid"
                 kwargs["cache_implementation"] = "dynamic"
             if gathers_weights([*self.model.modules()]):  # replicas may stop at other steps
@@ -282,6 +291,21 @@ def _find_cache_error(cache: Any, name: str) -> SpError | None:
     if cache.get_seq_length() > 0:
         return SpError("SP842", f"cache: expected an empty cache, got one of {cache.get_seq_length()} positions.")
     return None
+
+
+def _settings(config: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `generate()` is told: a configuration's values that are not the defaults, replaced by arguments.
+
+    Only numbers, strings, and lists of them, since ranks compare their text.
+    """
+    found = config.to_diff_dict() | {name: x for name, x in kwargs.items() if x is not None}
+    found.pop("transformers_version", None)
+    return {name: x for name, x in found.items() if _is_plain(x)}
+
+
+def _is_plain(x: Any) -> bool:
+    """Return True for a number, a string, and a list or tuple of such values."""
+    return isinstance(x, int | float | str) or (isinstance(x, list | tuple) and all(map(_is_plain, x)))
 
 
 def _generator_state(device: torch.device) -> torch.Tensor:

@@ -212,7 +212,7 @@ class KernelSchedule:
         shape = x.meta["val"].shape
         is_over_last_dim = len(dims) == 1 and dims[0] in (-1, len(shape) - 1)
         is_row_wise = is_over_last_dim or _can_join_row_kernel(node)
-        return size_hint(shape.numel()) if is_row_wise else 0
+        return size_hint(math.prod(shape)) if is_row_wise else 0
 
     def _is_returned_reduction(self, node: Node) -> bool:
         """Return True for a reduction that is only returned or concatenated, such as the gradient of a bias.

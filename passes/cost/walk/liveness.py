@@ -169,7 +169,7 @@ class _TileLoop:
                 narrow += elements * value.dtype.itemsize
         # Slices of rows are not contiguous if the dims before them have more than one element.
         operands = zip((n.meta["val"] for n in tiled), program.rows)
-        copied = sum(current_bytes(x) for x, dim in operands if size_hint(x.shape[:dim].numel()) > 1) // tiles
+        copied = sum(current_bytes(x) for x, dim in operands if size_hint(math.prod(x.shape[:dim])) > 1) // tiles
         _, body = max(program.bodies.items())  # of the longest tile
         return _TileLoop(tiles, getattr(body, part), accumulators, wide, narrow, copied)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -222,9 +223,16 @@ def run_refusals() -> dict[str, str]:
         sampled = {"do_sample": True, "max_new_tokens": 1}
         found["seeds"] = message_of(lambda: model.generate(**inputs, **sampled))
         found["settings"] = message_of(lambda: model.generate(**inputs, max_new_tokens=2 + rank))
+        found["clock"] = message_of(lambda: model.generate(**inputs, max_time=1.0))
+        config = transformers.GenerationConfig(max_new_tokens=2, eos_token_id=[1, 2 + rank])
+        found["given configuration"] = message_of(lambda: model.generate(**inputs, generation_config=config))
+        with mock.patch.object(model.generation_config, "max_new_tokens", 2 + rank):
+            found["own configuration"] = message_of(lambda: model.generate(**inputs))
         last = [lambda ids, scores: scores.roll(rank, -1)]
         ones = {"do_sample": False, "max_new_tokens": 1}
         found["last token"] = message_of(lambda: model.generate(**prompt(1), **ones, logits_processor=last))
+    for option in ({"inputs": "local"}, {"outputs": "local"}, {"outputs": {"logits": "local"}}):
+        found[str(option)] = message_of(lambda option=option: shared(model, **option).__enter__())
     outside = make()
     short = prompt(2)
     with shared(outside):
@@ -241,6 +249,8 @@ def test_refusals(ranks: Ranks) -> None:
         "encoder-decoder": "SP841", "mamba": "SP841", "own attention": "SP841", "no generation": "SP841",
         "compressed keys": "SP843", "filled cache": "SP842", "static cache": "SP842", "assistant": "SP842",
         "one rank": "SP842", "inputs": "SP844", "seeds": "SP844", "settings": "SP844", "last token": "SP844", "cache outside": "SP843",
+        "clock": "SP842", "given configuration": "SP844", "own configuration": "SP844", "{'inputs': 'local'}": "SP845",
+        "{'outputs': 'local'}": "SP845", "{'outputs': {'logits': 'local'}}": "SP845",
     }  # fmt: skip
     for found in ranks.run(2, run_refusals):
         assert {name: message[:5] for name, message in found.items()} == expected

@@ -35,9 +35,36 @@ def test_trainers_equal_one_device(tmp_path: Path, processes: int, kinds: tuple[
         launch(tmp_path, n, "rl.py", f"rl{n}.pt", *kinds, RL_SHARE=str(share))
     alone, found = (torch.load(tmp_path / f"rl{n}.pt") for n in (1, processes))
     for kind in kinds:
-        lines, expected = numbers(found[kind]), numbers(alone[kind])
-        assert len(lines) == len(expected) > 4
-        for line, right in zip(lines, expected):
-            assert line == pytest.approx(right, rel=ROUNDING, abs=ROUNDING), kind
-        for name, weight in alone[kind]["weights"].items():
-            assert torch.allclose(found[kind]["weights"][name], weight, rtol=0, atol=WEIGHT), (kind, name)
+        check(found[kind], alone[kind], kind)
+
+
+def check(found: dict[str, Any], alone: dict[str, Any], kind: str, shortest: int = 5) -> None:
+    """Logs and weights equal those of the Trainer of TRL in one process."""
+    lines, expected = numbers(found), numbers(alone)
+    assert len(lines) == len(expected) >= shortest
+    for line, right in zip(lines, expected):
+        assert line == pytest.approx(right, rel=ROUNDING, abs=ROUNDING), kind
+    for name, weight in alone["weights"].items():
+        assert torch.allclose(found["weights"][name], weight, rtol=0, atol=WEIGHT), (kind, name)
+
+
+LONG = [(20, ("grpo",)), (10, ("rloo", "dpo", "reward"))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("steps", "kinds"), LONG, ids=["grpo", "others"])
+def test_each_step_of_changing_lengths(tmp_path: Path, steps: int, kinds: tuple[str, ...]) -> None:
+    """Both ranks train on the same completions, each once; tokens, log-probabilities and rewards are those of one device."""
+    pytest.importorskip("trl")
+    for n in (1, 2):
+        launch(tmp_path, n, "rl.py", f"rl{n}.pt", *kinds, RL_STEPS=str(steps))
+    alone, found = (torch.load(tmp_path / f"rl{n}.pt") for n in (1, 2))
+    for kind in kinds:
+        check(found[kind], alone[kind], kind, steps)
+        (right,) = alone[kind]["ranks"]
+        assert len(right["trained"]) == steps
+        assert len({x.shape for x in right["trained"]}) > 2  # lengths change
+        for one in found[kind]["ranks"]:
+            for name, values in right.items():
+                assert [x.shape for x in one[name]] == [x.shape for x in values], (kind, name)
+                torch.testing.assert_close(one[name], values, rtol=ROUNDING, atol=ROUNDING)

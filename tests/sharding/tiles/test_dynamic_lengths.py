@@ -9,8 +9,9 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from models.test_experts import WIDTH, inverted
-from sharding.tiles.losses import Model, alive, batch, mean, per_sequence
+from sharding.tiles.losses import VOCAB, Model, alive, batch, mean, per_sequence
 from sharding.tiles.mixtures import MixtureLayer
 from support.models import floats, seeded
 from support.parity import Decoder, text
@@ -98,6 +99,40 @@ def test_the_labels_that_a_rank_masks_are_rows(n: int) -> None:
     found = sp_compile.verify(Model(mean).double(), *given, sp=n, tiles=3)
     assert found.worst < 1e-9
     assert any("losses.py" in one.where for one in found.tiled), found
+
+
+class Labelled(nn.Module):
+    """A model as those of transformers are called: tokens, labels and the mask of a padded batch are three inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.head = (
+            nn.Embedding(VOCAB, WIDTH),
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, VOCAB),
+        )
+
+    def forward(self, ids: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+        h = self.embed(ids)
+        q, k, v = self.qkv(h).unflatten(-1, (3, 2, WIDTH // 2)).permute(2, 0, 3, 1, 4)
+        causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+        h = h + F.scaled_dot_product_attention(q, k, v, mask[:, None, None] & causal).transpose(1, 2).flatten(-2)
+        return F.cross_entropy(self.head(h[:, :-1]).reshape(-1, VOCAB), labels[:, 1:].reshape(-1))
+
+
+@pytest.mark.parametrize("rows", [4, 12], ids=["", "as many sequences as labels"])
+def test_inputs_of_one_sequence_share_its_symbols(rows: int) -> None:
+    """Dynamo gives each input symbols of its own, and equates products of them only: of sequences and positions."""
+    ids = batch(13, rows)[0]
+    mask = (torch.arange(13) < torch.arange(rows)[:, None] + 9).clone()
+    given = ids, ids.clone(), mask
+    for x in given:
+        torch._dynamo.mark_dynamic(x, 0)
+        torch._dynamo.mark_dynamic(x, 1)
+    report = sp_compile.verify(Labelled().double(), *given, sp=2, tiles=3)
+    assert report.worst < 1e-9
+    assert not report.fallbacks
+    assert len(report.tiled) == 1
 
 
 def on_a_rank(compiler: str) -> None:

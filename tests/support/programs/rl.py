@@ -1,7 +1,8 @@
 """TRL's Trainers that compare or sample completions: `python rl.py RESULT KIND...`.
 
 Kinds: grpo, rloo, dpo, reward, and "grpo fixed" and "rloo fixed", whose completions follow from the prompts, so that
-replicas have those of a single device. Rank 0 saves the log and the final weights of each kind.
+replicas have those of a single device. Rank 0 saves the log and the final weights of each kind, and for each rank the
+tokens, log-probabilities and rewards of each step. One process runs the Trainer of TRL as it is.
 """
 
 import os
@@ -20,7 +21,8 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, Re
 
 from sp_compile.integrations.transformers import SequenceParallel
 
-VOCABULARY, GENERATIONS, STEPS = 40, 4, 4
+VOCABULARY, GENERATIONS = 40, 4
+STEPS = int(os.environ.get("RL_STEPS", "4"))
 RANKS = int(os.environ["WORLD_SIZE"])
 SHARE = int(os.environ.get("RL_SHARE", RANKS))  # ranks of a sequence
 TRAINERS = {
@@ -43,6 +45,32 @@ class FixedCompletions:
 
         found = [complete(ids, i % GENERATIONS) for i, ids in enumerate(prompt_ids)]
         return found if isinstance(self, RLOOTrainer) else (found, None)
+
+
+class Recorder:
+    """A Trainer that records what each step trains on, and its log-probabilities and rewards."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.trained: list[torch.Tensor] = []
+        self.log_probs: list[torch.Tensor] = []
+        self.rewards: list[torch.Tensor] = []
+        super().__init__(*args, **kwargs)
+
+    def compute_loss(self, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if model.training:
+            names = [name for name in ("prompt_ids", "completion_ids", "input_ids") if name in inputs]
+            self.trained.append(torch.cat([inputs[name] for name in names], 1).clone())
+        return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        found = super()._get_per_token_logps_and_entropies(*args, **kwargs)  # type: ignore[misc]
+        self.log_probs.append((found[0] if isinstance(found, tuple) else found).detach().clone())
+        return found
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        found: torch.Tensor = super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
+        self.rewards.append(found.clone())
+        return found
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -120,13 +148,18 @@ def train(name: str) -> dict[str, Any]:
         disable_tqdm=True,
         **options,
     )
-    bases = (SequenceParallel, *([FixedCompletions] if "fixed" in name else []), base)
+    of_ranks = [SequenceParallel] if RANKS > 1 else []
+    bases = (Recorder, *of_ranks, *([FixedCompletions] if "fixed" in name else []), base)
     trainer = type("Trainer", bases, {"sp_options": {"compiler": "aot_eager"}})(model(kind), args=arguments, **given)
     before = [trainer.evaluate()] if "evaluated" in name else []
     trainer.train()
     weights = {key: p.full_tensor() if isinstance(p, DTensor) else p for key, p in trainer.model.named_parameters()}
     log = [*before, *trainer.state.log_history]
-    return {"log": log, "weights": {key: p.detach().clone() for key, p in weights.items()}}
+    recorded = {"trained": trainer.trained, "log_probs": trainer.log_probs, "rewards": trainer.rewards}
+    ranks: list[Any] = [recorded] * RANKS
+    if dist.is_initialized():
+        dist.all_gather_object(ranks, recorded)
+    return {"log": log, "ranks": ranks, "weights": {key: p.detach().clone() for key, p in weights.items()}}
 
 
 def main(result: str, *kinds: str) -> None:
