@@ -23,7 +23,12 @@ from torch._dynamo.source import ConstantSource, TensorPropertySource
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, statically_known_true
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    statically_known_true,
+)
 from torch.utils import _pytree as pytree
 
 # True for wrapper subclasses, whose values are stored in other tensors.
@@ -291,8 +296,16 @@ def make_symbolic_mode(*hints: int) -> tuple[FakeTensorMode, list[torch.SymInt]]
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """Return the value of a size in the call that is traced, for estimates and messages. Adds no guard."""
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+    """Return the value of a size in the call that is traced, for estimates and messages. Adds no guard.
+
+    Raises:
+        GuardOnDataDependentSymNode: If the size depends on data, such as the length of x[mask].
+    """
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    if size.node.hint is None:
+        raise GuardOnDataDependentSymNode(size.node.expr, f"the size {size} depends on data")
+    return int(size.node.hint)
 
 
 def end_of_view(size: torch.SymInt) -> int | torch.SymInt:
