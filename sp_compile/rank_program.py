@@ -86,10 +86,10 @@ class RankProgram:
     def add_boundary_outputs(self) -> None:
         """Add the outputs that sharded results need to the graph, and update the boundary; called before compilation.
 
-        A deferred result, such as logits, is computed only when it is read: its operands become outputs. For a result
-        in a load-balanced order, the tensors of this order do. For the gradient of a result, a gradient token does, a
-        tensor of one element: the backward stores the gradient of the result outside of the graph, and passes the
-        number under which it is stored as the gradient of the token.
+        A deferred result, such as logits, is computed only when it is read: its operands become outputs. A result in a
+        load-balanced order adds the tensors that describe this order. A result that may get a gradient adds a gradient
+        token, a tensor of one element: the backward stores the gradient of the result outside of the graph, and passes
+        the number under which it is stored as the gradient of the token.
         """
         job = BoundaryContext(
             self.ranks,

@@ -183,7 +183,8 @@ def _query_strips(q: Tensor, v: Tensor, masking: CallMask, mask_grad: bool) -> I
     # Blocks with the same queries are consecutive. A BAND is not merged with blocks for kernels without windows.
     for _, group in groupby(block_calls, key=lambda call: (call[0].query_rows, call[0].kind is Kind.BAND)):
         calls = list(group)
-        # A kernel without tensor masks creates none per query, and could not run a part of a causal block: no cut.
+        # A kernel without tensor masks has no tensors that grow with the queries. It is not cut, as it could not run
+        # the lower rows of a causal block either, whose diagonal is elsewhere.
         uncut: QueryStrip = [call for call in calls if not call[1].supports_masks]
         if uncut:
             yield uncut
@@ -468,7 +469,8 @@ def sum_gradients(
         accumulators: Three objects with a method add(part, rows).
 
     Returns:
-        The sign by which the sum of dq must be multiplied, and dmask.
+        The sign by which the sum of dq must be multiplied, and dmask. PyTorch's causal kernel requires a positive
+        scale: for a negative one, kernels get -q, so that they return -dq. For a scale of 0, the sign is 0.
     """
     grad, q, k, v, out, lse = operands
     q, sign, scale = _split_scale_sign(q, args.scale)
@@ -487,6 +489,7 @@ def sum_gradients(
         *parts, dbias = kernel.backward(block_grad, *_block_operands(q, k, v, block), *saved, kernel_args)
         for accumulator, part, rows in zip(accumulators, parts, (queries, keys, keys)):
             accumulator.add(part, rows)
-        if dbias is not None and isinstance(block, Block):  # the gradient of the block's part of an additive mask
+        # The gradient of a block's part of an additive mask; packed calls, which are no `Block`, have no tensor mask.
+        if dbias is not None and isinstance(block, Block):
             masking.add_grad(dmask, dbias, block)
     return sign, dmask

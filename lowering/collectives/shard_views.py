@@ -121,7 +121,7 @@ def make_view(base: Tensor, steps: Iterable[Callable[[Any], Any]]) -> Any:
         base: The viewed result.
         steps: View functions, applied in order.
     """
-    token = _views_enabled.set(True)
+    token = _views_enabled.set(True)  # elsewhere, a view op of eager code reads the value
     try:
         return reduce(lambda x, step: step(x), steps, base)
     finally:

@@ -160,7 +160,8 @@ def _segment_bytes(call: OpCall, dim: int, folds: int, extent: Callable[[Any], S
 
     A segment is a run of equal ids, at the start of which the scan restarts. Sent are the ids of the first and last row
     of each fold (chunk of rows of a rank), and a flag: True if a segment starts in it. (0, 0) for a scan without
-    segments. `dim` is the scanned dim of the operand; ids may have fewer dims.
+    segments. `dim` is the scanned dim of the operand; ids may have fewer dims. `extent` returns the size to assume for
+    a dim of a shape, which may be symbolic.
     """
     node: Node | None = call.get("segments")
     if node is None:

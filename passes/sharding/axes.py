@@ -234,6 +234,7 @@ class Axes:
         name = self.find(atom.name)
         # The first positions of this part in concatenations.
         starts = [start for part, start in self.joined if part.size == atom.size and self.find(part.name) == name]
+        # `folds` is 1 for contiguous rows; other row orders are not padded to strides.
         is_chunked = name in self.granules
         if self.n == 1 or not (starts or is_chunked):
             stride = self.strides.get((name, atom.size), 1)
@@ -243,6 +244,7 @@ class Axes:
         # The longest value of the class: the result of the concatenation, or the sequence that is already padded.
         longest = max((a.size for a in self._atoms() if self.find(a.name) == name), key=assume_large)
         frame = Frame.of_chunks(atom.size, longest, self.granules.get(name, 1), self.n, self.folds)
+        # `of_chunks` pads to a multiple of the ranks, too, which a part that is not chunked does not need.
         size = frame.size if is_chunked else longest
         return replace(frame, size=size, start=starts[0] if starts else 0)
 

@@ -132,13 +132,15 @@ class MarkVarying(Pass):
     def apply(self, gm: GraphModule, job: ScatterContext) -> int:
         """Mark the placements of collectives' results, and set `job.varying`, the inputs that differ by rank.
 
-        Return 0, as no op is changed.
+        `job.summed` has the program's all_reduces, before which values are assumed to differ by rank. Return 0, as no
+        op is changed.
         """
         mark_collectives(gm, job.ranks.group, job.facts.grid)
         mark_varying_scalars(gm, job.facts)
         for node in gm.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
-                set_node_info(node, requires_grad=False)  # a joint graph contains the gradients of its inputs
+                # No gradient leaves the graph through autograd: a joint graph computes those of its inputs by nodes.
+                set_node_info(node, requires_grad=False)
         job.varying = varying_inputs(gm, name_axes(gm), job.summed, job.facts)
         return 0
 

@@ -138,13 +138,13 @@ def find_regions(view: TokenView) -> Iterator[TileRegion]:
             continue
         grown = _grow(view, seed, sorts)
         nodes = _drop_unreachable(view, grown)
-        # If the seed is dropped, it depends on the remaining nodes through attention, so that they belong to earlier
-        # work, such as a residual. The region grows without them.
+        # In x -> attention -> seed, with x grown into the region, the seed is dropped, since it can only run after x.
+        # Then the remaining nodes, such as x, are removed instead, until the seed remains.
         while seed not in nodes:
             grown -= nodes
             nodes = _drop_unreachable(view, grown)
         _add_group(view, groups, seed, nodes)
-    # Rows that are repeated for one region only are repeated in it. Update the sets in place.
+    # Rows that are repeated for one region only are repeated in it, and no longer in another region that has them.
     for seed, nodes in groups.items():
         copies = _row_copies(view, seed, nodes)
         for group in groups.values():
@@ -236,7 +236,10 @@ def _row_copies(view: TokenView, seed: Node, nodes: set[Node]) -> set[Node]:
     """
 
     def repeats(x: Node) -> bool:
-        """Return True if the node is a copy of narrower rows, and a tile of the region may compute it."""
+        """Return True if the node is a copy of narrower rows, and a tile of the region may compute it.
+
+        An example is x.repeat_interleave(k, 1), which has k times the elements per token of x.
+        """
         is_wider = move_source(x) is not None and row_width(view, _skip_moves(view, x)) < row_width(view, x)
         return is_wider and _belongs_to(view, x, seed)
 

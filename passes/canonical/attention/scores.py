@@ -282,7 +282,7 @@ def _match_scale(call: OpCall, x: Node, keys_dim: int) -> ScoreChain | None:
             continue
         number = scalar_value(factor, dtype)  # None for a tensor of unknown values
         # `inner.score` is a function of the scaled product: SCORE itself, or with a tanh.
-        if number and inner.score != SCORE and not inner.fills:  # tanh(..) * c
+        if number and inner.score != SCORE and not inner.fills:  # tanh(..) * c; a fill would be multiplied, too
             exact_number = sympy.Rational(repr(float(number)))
             return replace(inner, score=inner.score / exact_number if divides else inner.score * exact_number)
         if inner.score == SCORE and number is not None and number > 0:  # a negative one would change the sign of -inf
@@ -290,7 +290,7 @@ def _match_scale(call: OpCall, x: Node, keys_dim: int) -> ScoreChain | None:
         if not is_tensor(factor) or inner.fills:
             continue
         operand = ScoreOperand(factor, inner.order)
-        is_per_head = set(operand.shape[-2:]) <= {1}
+        is_per_head = set(operand.shape[-2:]) <= {1}  # one number for all (queries, keys)
         if inner.score == SCORE and is_per_head:
             return _add_operand(inner, x, factor, factors=((operand, divides),))
         if inner.gate is None and not divides:

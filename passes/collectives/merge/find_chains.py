@@ -197,7 +197,8 @@ def match_link(node: Node) -> ChainLink | None:
     if kind is None:
         return None
     call = OpCall(node)
-    op = str(call.get("reduce_op", "")).lower()
+    op = str(call.get("reduce_op", "")).lower()  # "" for an all_gather
+    # Reductions of one family commute over different groups; unmerged ones are valid, but end a chain.
     if op and op not in FAMILIES and op not in UNMERGED_REDUCTIONS:
         reductions = ", ".join((*FAMILIES, *UNMERGED_REDUCTIONS))
         raise SpError("SP561", f"reduce_op: expected one of {reductions}, got {op!r} in {describe_node(node)}.")

@@ -156,10 +156,12 @@ def scan_in_parts(sweep: Sweep, tile: Tile, part: int, initial: State | None, ou
 def _carry_buffers(sweep: Sweep, parts: int, initial: State | None) -> State:
     """Allocate the carries into every part and out of the last one, (parts + 1, lines).
 
-    The first row is set to the initial state, or to the neutral one; the others are not written yet.
+    The first row is set to the initial state, or to the neutral one; the others are not written yet. `value` is the
+    value of a state; `second` is the index of a running maximum, or the factor of a recurrence. The first
+    carry has index 0, since no row was read yet; its factor is never read.
     """
     carry = replace(sweep, starts=None).states(parts + 1)  # without flags, which carries do not have
     carry.value[0] = sweep.start if initial is None else initial.value[0]
     if carry.second is not None:
-        carry.second[0] = 0  # the index; the factor of a recurrence is not read
+        carry.second[0] = 0
     return carry
