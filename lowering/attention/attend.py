@@ -136,7 +136,7 @@ class KernelSelector:
         if not self._has_mask and not self.select(Kind.PACKED, self._rows).supports_masks:
             packed = [(call, self._select_for(call)) for call in self._plan.packed]
             blocks = [(block, self._select_for(block)) for block in self._plan.others]
-            window_kernels = [kernel for _, kernel in packed]
+            window_kernels = [kernel for _, kernel in packed]  # MASKED blocks have no window: any kernel may run them
             window_kernels += [kernel for block, kernel in blocks if block.kind is not Kind.MASKED]
             if not any(kernel.supports_masks for kernel in window_kernels):
                 return [*self._split_by_length(packed, len(blocks))], blocks

@@ -166,6 +166,8 @@ def view_storages(storage: ShardStorage | ViewStorage, shape: Sequence[int], op:
 def _view_storage(base: ShardStorage, shape: Sequence[int], like: Tensor) -> ViewStorage | None:
     """Return the storage of one view, or None if it has no layout or another dtype than its base.
 
+    A base whose sharded dim is flattened or a window (not `is_plain`) has no such views either.
+
     Args:
         base: Storage of the base.
         shape: Shape of the full base.

@@ -135,6 +135,7 @@ def _scan_chunks(
     carried = [torch.zeros_like(states[0]) if initial is None else initial]  # states before each chunk, and the final
     for factor, state in zip(factors.unbind(), states.unbind()):
         carried.append(state + factor @ carried[-1])
+    # The states before this rank's chunks.
     carry = torch.stack(carried[:-1]).index_select(0, exchange.scan_positions(b.device))
     h = sp.local_affine_scan(m, b, carry.movedim(0, exchange.dim), *options)
     return h, chunk_rows(carry, exchange), carried[-1]

@@ -204,6 +204,7 @@ class _Functionalizer:
         for target in mutation.targets:
             self.check_mutation(node, target)
         if mutation.value is not None:  # a functional form of the op computes it
+            # `assign` records the new value of the target; later readers of the op's result read the target.
             (target,) = mutation.targets
             self.assign(node, target, self.new_value(node, mutation))
             self.aliases.replace(node, target)
@@ -212,7 +213,7 @@ class _Functionalizer:
         emit = self.emitter(node)
         clones = {t: emit(aten.clone.default, self.current_value(t)) for t in mutation.targets}
         node.args, node.kwargs = map_arg(self.aliases.calls[node], lambda x: clones.get(x) or self.current_value(x))
-        with self.graph.inserting_before(node.next):
+        with self.graph.inserting_before(node.next):  # the new values of bases are computed from the mutated clones
             for target, clone in clones.items():
                 self.assign(node, target, clone)
         if mutation.returns_target:

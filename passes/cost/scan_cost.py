@@ -148,7 +148,7 @@ def _linear_attention_bytes(call: OpCall, folds: int, extent: Callable[[Any], Si
 
     The state after the last token is gathered, too, for ``sp::linear_attention_state``.
     """
-    k, v = (x.meta["val"] for x in call.operands[1:3])
+    k, v = (x.meta["val"] for x in call.operands[1:3])  # (B, S, H, K) and (B, S, H, V)
     batch, heads, size, columns = map(extent, (k.shape[0], *k.shape[2:], v.shape[-1]))
     states = 2 if call.node.target is sp.linear_attention_state.default else 1
     itemsize = state_dtype(v).itemsize

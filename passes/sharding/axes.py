@@ -448,7 +448,7 @@ def _result_dim(axes: Axes, factor_dims: Mapping[str, Dim], name: str, rule: Bou
         return _passed_factor(axes, factor_dims.get(name), name, rule, size)
     factors = (_passed_factor(axes, factor_dims.get(f), f, rule, rule.extents[f]) for f in dim_factors(name))
     atoms = tuple(a for dim in factors for a in dim if not is_same_size(a.size, 1))
-    return axes.unsplit(atoms) or (axes.new_atom(size),)
+    return axes.unsplit(atoms) or (axes.new_atom(size),)  # no atoms if all factors have size 1
 
 
 def _passed_factor(axes: Axes, dim: Dim | None, factor: str, rule: BoundRule, size: Size) -> Dim:
@@ -467,6 +467,7 @@ def _passed_factor(axes: Axes, dim: Dim | None, factor: str, rule: BoundRule, si
     if is_same_size(rows, size):
         return dim
     # A window of a sequence, such as x[:, 1:], belongs to the same sequence: it has the class of x with another size.
+    # A single row, such as x[:, :1], is no sequence.
     is_window = rule.kind(factor) == "window" or (factor in rule.slides and _keeps_class(rule.slides[factor], rows))
     if is_window and len(dim) == 1 and not is_same_size(size, 1):
         return (Atom(dim[0].name, size),)

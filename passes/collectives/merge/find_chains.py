@@ -308,6 +308,7 @@ def _preserves_values(x: Node, node: Node, link: ChainLink) -> bool:
         return False
     if before.dtype == after.dtype or link.kind == "all_gather":
         return True
+    # A sum or product of ints may overflow in the narrow dtype and not in the wide one.
     if link.op in ("max", "min") and _is_int(before.dtype) and _is_int(after.dtype):
         narrow, wide = torch.iinfo(before.dtype), torch.iinfo(after.dtype)
         return wide.min <= narrow.min and narrow.max <= wide.max
