@@ -100,6 +100,7 @@ class KernelSelector:
             mask_grad: Whether the mask needs a gradient.
         """
         dropout, score = masking.dropout is not None, bool(masking.score)
+        # `select` replaces rows=0 by the rows of a block.
         self._key = _kernel_key(q.device, q, v, 0, masking.mask, mask_grad, dropout, score)
         self._plan, self._has_mask = masking.plan, masking.mask is not None
         self._batch, heads, self._rows, _ = q.shape

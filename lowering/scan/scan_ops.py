@@ -168,9 +168,9 @@ def linear_scan(
     accumulate = accumulate_dtype("sum", dtype, a.device) if accumulate is None else accumulate
     a, b = a.to(dtype), b.to(dtype)
     if is_known(a.shape[exchange.dim] == 0):
-        return a * b
+        return a * b  # empty, but with the gradients of both operands
     a, b = shards.fill_padding(a, exchange.dim, 1), shards.fill_padding(b, exchange.dim, 0)
-    spec = RecurrenceSpec(False, exchange, dtype, accumulate)
+    spec = RecurrenceSpec(lagged=False, exchange=exchange, dtype=dtype, accumulate=accumulate)
     h, _, _ = autograd.recurrence_with_grad(to_chunks(a, exchange), to_chunks(b, exchange), initial, spec)
     return shards.window(h.flatten(exchange.dim, exchange.rows), exchange.dim)
 

@@ -102,7 +102,7 @@ def _replace(kernel: str, function: FunctionType, is_wrapper: bool) -> None:
         return
     _replaced.add(function)
     called: Callable[..., Any] = function  # the function whose signature callers use
-    if is_wrapper:
+    if is_wrapper:  # its closure has the function of the package, if that is installed
         called = inspect.getclosurevars(function).nonlocals.get("implementation") or function
     elif kernel in KERNELS:
         register_kernel(kernel, function, "cuda")
@@ -120,7 +120,8 @@ def _replace_class(cls: Any) -> None:
         _replace_apply(cls)
     elif issubclass(cls, torch.nn.Module) and cls.__name__ in DISABLED_MODULES:
         _replaced.add(cls)
-        cls.forward = inspect.unwrap(cls.forward)  # Dynamo has no substitutes for methods
+        # Remove the wrapper that disables Dynamo. Substitutes, as for functions, do not exist for methods.
+        cls.forward = inspect.unwrap(cls.forward)
 
 
 def _replace_apply(cls: type[torch.autograd.Function]) -> None:

@@ -73,7 +73,7 @@ def count_rows(view: TokenView, region: TileRegion) -> int:
     """Return the region's number of rows on this rank; if it is symbolic, its value in the call being compiled."""
     shard, value = view.rows(region.seed_products[0]), region.seed_products[0].meta["val"]
     assert shard is not None
-    if isinstance(shard.frame.size, int):
+    if isinstance(shard.frame.size, int):  # the frames of a token view have the rows of one rank
         return shard.frame.size
     # A dim (outer * rows * inner): divide by the other factors.
     other_factors = (x if isinstance(x, int) else view.size_hints.get(x, 1) for x in (shard.outer, shard.inner))

@@ -362,7 +362,8 @@ def _add_operand(
     shape = node_shape(x)
     if node_shape(inner.chain[-1]) != shape or operand.meta["val"].ndim > len(shape):
         return None
-    masked_shape = tuple(shape[d] for d in inner.order)  # (leading dims, queries, keys)
+    # The chain's `masked_shape` is the shape (leading dims, queries, keys) of the scores at the last operand.
+    masked_shape = tuple(shape[d] for d in inner.order)
     regrouped = inner if inner.masked_shape in (None, masked_shape) else _regroup_chain(inner, masked_shape)
     if regrouped is None:
         return None

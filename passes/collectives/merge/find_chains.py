@@ -224,7 +224,8 @@ def _link_chunks(call: OpCall, kind: str) -> ChunkMove | None:
         users = list(call.node.users)
         is_waited = len(users) == 1 and users[0].target is c10d.wait_tensor.default
         move = _match_chunks_after(users[0] if is_waited else call.node)
-    # The other splits list their sizes, so that they do not split the result of a merged collective in more chunks.
+    # A merged collective has more ranks, and thus more chunks. Only aten.split.Tensor, which has the size of a chunk as
+    # its argument, then splits into more; the other splits list the sizes of all chunks.
     if move is None or move.split.target is not aten.split.Tensor:
         return None
     collective_dim = move.cat_dim if kind == "reduce_scatter" else move.split_dim

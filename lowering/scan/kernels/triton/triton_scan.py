@@ -71,7 +71,7 @@ def linear_triton(problem: ScanProblem, a: Tensor, b: Tensor, initial: Tensor | 
     if b.numel():
         sweep = _recurrence_sweep(problem, a, b)
         before = None if initial is None else State(initial.to(sweep.compute).reshape(1, -1))
-        run_sweep(sweep, before, State(h), False)
+        run_sweep(sweep, before, out=State(h), total=False)
     return h
 
 
@@ -82,7 +82,7 @@ def linear_total_triton(problem: ScanProblem, a: Tensor, b: Tensor) -> Pair:
     shape, accumulate = (a.shape[0], a.shape[2]), problem.accumulate
     if not a.numel():
         return a.new_ones(shape, dtype=accumulate), b.new_zeros(shape, dtype=accumulate)
-    total = run_sweep(_recurrence_sweep(problem, a, b), None, None, True)
+    total = run_sweep(_recurrence_sweep(problem, a, b), initial=None, out=None, total=True)
     assert total is not None
     assert total.second is not None
     return total.second.view(shape).to(accumulate), total.value.view(shape).to(accumulate)

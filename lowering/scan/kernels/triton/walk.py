@@ -140,16 +140,17 @@ def scan_in_parts(sweep: Sweep, tile: Tile, part: int, initial: State | None, ou
     The totals of the parts are computed and scanned; then the parts are scanned, each from its carry. Reads x twice and
     writes results once. Without out, reads x once.
     """
-    part_totals = _run_parts(sweep.totals(), tile, part, None, None, True)
+    part_totals = _run_parts(sweep.totals(), tile, part, carry=None, out=None, total=True)
     assert part_totals is not None
-    totals_sweep = sweep.over(part_totals)
+    totals_sweep = sweep.over(part_totals)  # a scan of the totals
     totals_tile = totals_sweep.tile(tile.steps * tile.lines, tile.warps)
     if out is None:
-        return scan_single_pass(totals_sweep, totals_tile, initial, None, True)
+        return scan_single_pass(totals_sweep, totals_tile, initial, out=None, total=True)
     parts = totals_sweep.length
     carry = _carry_buffers(sweep, parts, initial)
-    scan_single_pass(totals_sweep, totals_tile, initial, carry.rows(1), False)  # the carries after the first
-    _run_parts(sweep, tile, part, carry, out, False)
+    # Rows from 1 on: the carries after the first, of which the last one is the total.
+    scan_single_pass(totals_sweep, totals_tile, initial, out=carry.rows(1), total=False)
+    _run_parts(sweep, tile, part, carry, out, total=False)
     return carry.rows(parts)
 
 
