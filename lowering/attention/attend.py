@@ -80,6 +80,7 @@ def _kernel_key(
     head_dim = max(q.shape[3], v.shape[3])
     q_rows, k_rows = math.prod(q.shape[:3]), v.shape[0] * v.shape[2]
     sizes = [head_dim * max(q_rows, k_rows * key_heads) for key_heads in (v.shape[1], q.shape[1])]
+    # Of the largest operand, also with key heads repeated to the query heads, as some kernels need.
     elements, repeated_elements = (size if isinstance(size, int) else 0 for size in sizes)  # a symbol: unknown
     return KernelKey(
         device, q.dtype, kind, head_dim, rows, dropout=dropout, score=score, bias=bias, bias_grad=mask_grad,
@@ -360,7 +361,8 @@ def backward_workspace(
     elif packed:  # dk and dv are copied to the packed tensor
         after_kernel = key_grad_bytes
     is_zigzag = args.q_span[1] > 1
-    if widening > 1 and is_zigzag:  # a second call, for the other half of the queries, adds to existing results
+    # A second call, for the other half of the queries, adds to existing results: workspace, dq and dk, dv of this call.
+    if widening > 1 and is_zigzag:
         after_kernel = max(after_kernel, (workspace + operand_bytes(q)) // 2 + key_grad_bytes)
     return max(in_kernel, after_kernel)
 

@@ -307,8 +307,9 @@ class _Functionalizer:
             view = parent[base] if view.target is operator.getitem else base
         version = self.version[root] = self.version.get(root, 0) + 1
         self.root_values[root] = view_value
-        self.values[root] = _ViewValue(view_value, version, True)
-        self.values[target] = _ViewValue(value, version, True)
+        # with_grad: these values have their gradients, or the detach has cut them; no reader computes them again.
+        self.values[root] = _ViewValue(view_value, version, with_grad=True)
+        self.values[target] = _ViewValue(value, version, with_grad=True)
 
     def emit_new_base(self, node: Node, view: Node, new: Node, emit: view_inverses.Emit) -> Node:
         """Emit the new value of the base of `view`, and return it.

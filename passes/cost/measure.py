@@ -335,6 +335,7 @@ def _base_constants(device: torch.device, meet: MeetFunction) -> Machine:
         limits = [memory, torch.cuda.get_device_capability(device)[0]]
     memory, generation = map(min, zip(*meet(None, limits)))
     base = replace(Machine.of(device.type), memory=memory)
+    # Before Hopper, attention runs by FlashAttention-2 at best: cuDNN's rate is that of Hopper.
     return base if generation >= HOPPER else replace(base, cudnn_efficiency=base.flash_efficiency)
 
 

@@ -213,7 +213,7 @@ def _grow(view: TokenView, seed: Node, sorts: Sequence[set[Node]]) -> set[Node]:
         """Return the nodes that belong to the region if `node` does.
 
         They are its users if the region continues, its wide operands (or the tuple from which it is read), and all
-        nodes between the same sort of rows and its inverse.
+        nodes between the same sort of rows and its inverse, as far as they are in the view.
         """
         users = node.users if continues(node) else ()
         wide = [x for x in node.all_input_nodes if row_width(view, x) >= MIN_WIDENING * narrow or not is_tensor(x)]
@@ -311,6 +311,7 @@ def _make_region(view: TokenView, nodes: set[Node], narrow: int) -> TileRegion:
     ordered = [n for n in view.gm.graph.nodes if n in nodes]
     operands = dict.fromkeys(x for n in ordered for x in n.all_input_nodes if x not in nodes and is_tensor(x))
     read_outside = [n for n in ordered if is_tensor(n) and outside_readers(view, n, nodes)]
+    # Wide rows are no results, which would be stored: for their outside readers, they are computed a second time.
     shared = [n for n in read_outside if row_width(view, n) >= MIN_WIDENING * narrow]
     return TileRegion(
         nodes=tuple(ordered),

@@ -245,7 +245,7 @@ class Unroll:
         add_range(AFTER_LAYERS, *(first if is_backward else last), 0)
         extra_saved = saved_before[-1] - program_saved_before[-1]
         extra_grads = grads_from[0] - program_grads_from[0]
-        unrolled.end = walk.end + (extra_grads if is_backward else extra_saved)
+        unrolled.end = walk.end + (extra_grads if is_backward else extra_saved)  # bytes after the last moment
         return unrolled
 
 

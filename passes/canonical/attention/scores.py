@@ -108,7 +108,8 @@ class ScoreOperand:
         leading = (*[1] * (len(before) + 2 - len(own_shape)), *own_shape)[:-2]  # 1 for missing dims
         if not is_identity(self.order):
             return None
-        if all(is_same_size(extent, 1) for extent in leading):  # it broadcasts: too many dims are reshaped
+        # It broadcasts to any leading dims. If it has more dims than the scores will have, it is reshaped to as many.
+        if all(is_same_size(extent, 1) for extent in leading):
             return ScoreOperand(self.node, order, (1,) * len(after) if len(own_shape) > len(order) else ())
         if not is_same_shape(leading, before):
             return None
@@ -374,7 +375,7 @@ def _add_operand(
 def _regroup_chain(inner: ScoreChain, shape: tuple[Size, ...]) -> ScoreChain | None:
     """Return the chain with its operands reshaped to the leading dims of `shape`, or None if one cannot be.
 
-    `shape` is that of the scores, as (leading dims, queries, keys).
+    Chains with a gate are not supported. `shape` is that of the scores, as (leading dims, queries, keys).
     """
     assert inner.masked_shape is not None
     if inner.gate is not None:

@@ -39,10 +39,11 @@ def scan_triton(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:
     out = x.new_empty(x.shape, dtype=compute if dtype is torch.bool else dtype)  # bools are cast after the kernel
     if not x.numel():
         return out.to(dtype), x.new_full((x.shape[0], x.shape[2]), neutral, dtype=accumulate)
+    # int32: the dtype of indices, which these scans do not have.
     sweep = Sweep(
         x, problem.op, neutral, compute, torch.int32, starts=starts, shift=problem.exclusive, reverse=problem.reverse
     )
-    total = run_sweep(sweep, None, State(out), True)
+    total = run_sweep(sweep, initial=None, out=State(out), total=True)
     assert total is not None
     return out.to(dtype), total.value.view(x.shape[0], x.shape[2]).to(accumulate)
 
@@ -58,7 +59,7 @@ def extremes_triton(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> P
         compute = _state_dtype(x.dtype)
         index = torch.int32 if x.shape[1] < 2**31 else torch.int64
         sweep = Sweep(x, f"arg{problem.op}", neutral, compute, index, starts=starts, reverse=problem.reverse)
-        run_sweep(sweep, None, State(out, indices), False)
+        run_sweep(sweep, initial=None, out=State(out, indices), total=False)
     return out, indices
 
 
