@@ -212,7 +212,7 @@ def guard_program(
         error: The error of the compilation on a rank, which every call raises on all ranks.
     """
     gm, info = program.graph, _describe_program(program, session, lowered)
-    # A program that is not split takes full tensors, so sharded arguments are gathered.
+    # A program that is not split takes full tensors. Sharded arguments are gathered here, or by the guard of a group.
     gathers = bool(info.unsplit_reason) if session.split else not session.groups and any_sharded(program.inputs)
     if run is not None and lowered is not None and gathers:
         run = GatheredProgram(run, lowered.eager)
@@ -233,6 +233,7 @@ def guard_program(
     boundary = GraphBoundary() if lowered is None else lowered.boundary
     if boundary.results or boundary.writes or boundary.views:
         run = ShardedProgram(run, session.ranks, info.subject, boundary)
+    # `InProcesses` refuses calls after the default process group has changed.
     return run if session.groups else InProcesses(run)
 
 

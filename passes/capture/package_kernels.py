@@ -41,7 +41,10 @@ _replaced: set[Any] = set()  # functions and classes
 
 
 def replace_package_kernels() -> None:
-    """Make Dynamo trace stand-ins for the kernel functions of all modules that were imported since the last call."""
+    """Make Dynamo trace stand-ins for the kernel functions of all modules that were imported since the last call.
+
+    Functions are searched in kernel packages, and in the models of transformers, which wrap or import them.
+    """
     for name in [name for name in sys.modules if name not in _searched]:
         _searched.add(name)
         module = sys.modules.get(name)

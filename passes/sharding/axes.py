@@ -477,7 +477,8 @@ def _passed_factor(axes: Axes, dim: Dim | None, factor: str, rule: BoundRule, si
 def _keeps_class(sliding: SlidingRows, rows: Size) -> bool:
     """Return True if the result of an op with sliding windows belongs to the same sequence as its operand.
 
-    That is a result that is no longer than the operand, as of a convolution, or that of a pad (windows of one row).
+    That is a result that is no longer than the operand, as of a convolution, or that of a pad: it has windows of one
+    row, as a roll has, which is no pad.
 
     Args:
         sliding: The windows.

@@ -285,6 +285,7 @@ def _match_index_read(values: Sequence[Any], first: int) -> IndexRead | Node | N
     if len(strides) > 1 or not strides <= {-1, 0, 1}:
         return None
     stride = strides.pop()
+    # The start of an IndexRead is the index that step 0 would read.
     return values[0] if stride == 0 else IndexRead(source, dim, start - stride * first, stride, rows)
 
 
