@@ -157,9 +157,9 @@ def scan_in_parts(sweep: Sweep, tile: Tile, part: int, initial: State | None, ou
 def _carry_buffers(sweep: Sweep, parts: int, initial: State | None) -> State:
     """Allocate the carries into every part and out of the last one, (parts + 1, lines).
 
-    The first row is set to the initial state, or to the neutral one; the others are not written yet. `value` is the
-    value of a state; `second` is the index of a running maximum, or the factor of a recurrence. The first
-    carry has index 0, since no row was read yet; its factor is never read.
+    The first row is set to the initial state, or to the neutral one; the others are not written yet. `second` is the
+    index of a running maximum, or the factor of a recurrence: 0 in the first row, before which there is no index, and
+    whose factor is never read.
     """
     carry = replace(sweep, starts=None).states(parts + 1)  # without flags, which carries do not have
     carry.value[0] = sweep.start if initial is None else initial.value[0]
