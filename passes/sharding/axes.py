@@ -234,6 +234,7 @@ class Axes:
         name = self.find(atom.name)
         # The first positions of this part in concatenations.
         starts = [start for part, start in self.joined if part.size == atom.size and self.find(part.name) == name]
+        # `folds` is 1 for contiguous rows; other row orders are not padded to strides.
         is_chunked = name in self.granules
         if self.n == 1 or not (starts or is_chunked):
             stride = self.strides.get((name, atom.size), 1)
@@ -243,6 +244,7 @@ class Axes:
         # The longest value of the class: the result of the concatenation, or the sequence that is already padded.
         longest = max((a.size for a in self._atoms() if self.find(a.name) == name), key=assume_large)
         frame = Frame.of_chunks(atom.size, longest, self.granules.get(name, 1), self.n, self.folds)
+        # `of_chunks` pads to a multiple of the ranks, too, which a part that is not chunked does not need.
         size = frame.size if is_chunked else longest
         return replace(frame, size=size, start=starts[0] if starts else 0)
 
@@ -446,7 +448,7 @@ def _result_dim(axes: Axes, factor_dims: Mapping[str, Dim], name: str, rule: Bou
         return _passed_factor(axes, factor_dims.get(name), name, rule, size)
     factors = (_passed_factor(axes, factor_dims.get(f), f, rule, rule.extents[f]) for f in dim_factors(name))
     atoms = tuple(a for dim in factors for a in dim if not is_same_size(a.size, 1))
-    return axes.unsplit(atoms) or (axes.new_atom(size),)
+    return axes.unsplit(atoms) or (axes.new_atom(size),)  # no atoms if all factors have size 1
 
 
 def _passed_factor(axes: Axes, dim: Dim | None, factor: str, rule: BoundRule, size: Size) -> Dim:
@@ -465,6 +467,7 @@ def _passed_factor(axes: Axes, dim: Dim | None, factor: str, rule: BoundRule, si
     if is_same_size(rows, size):
         return dim
     # A window of a sequence, such as x[:, 1:], belongs to the same sequence: it has the class of x with another size.
+    # A single row, such as x[:, :1], is no sequence.
     is_window = rule.kind(factor) == "window" or (factor in rule.slides and _keeps_class(rule.slides[factor], rows))
     if is_window and len(dim) == 1 and not is_same_size(size, 1):
         return (Atom(dim[0].name, size),)
@@ -474,7 +477,8 @@ def _passed_factor(axes: Axes, dim: Dim | None, factor: str, rule: BoundRule, si
 def _keeps_class(sliding: SlidingRows, rows: Size) -> bool:
     """Return True if the result of an op with sliding windows belongs to the same sequence as its operand.
 
-    That is a result that is no longer than the operand, as of a convolution, or that of a pad (windows of one row).
+    That is a result that is no longer than the operand, as of a convolution, or that of a pad: it has windows of one
+    row, as a roll has, which is no pad.
 
     Args:
         sliding: The windows.
