@@ -216,13 +216,16 @@ def _select_carries(inclusive: Tensor, identity: float, positions: Tensor) -> Te
 def _scan_in_steps(
     total: Tensor, stops: Tensor | None, ends: Pair | None, op: str, exchange: CarryExchange
 ) -> tuple[Tensor, Tensor | None]:
-    """Implement `scan_carry` by shifts between ranks; each rank has one chunk."""
+    """Implement `scan_carry` by shifts between ranks; each rank has one chunk.
+
+    The results are the carry and, with `ends` (first and last segment id), whether this chunk begins a segment.
+    """
     combine: Combine = MONOIDS[op].combine
     empty = torch.full_like(total, MONOIDS[op].identity(total.dtype))
-    if stops is None:
+    if stops is None:  # no segments
         return _exclusive_combine(total, empty, combine, exchange), None
-    join = segment_combine(combine)
-    if ends is None:
+    join = segment_combine(combine)  # combines pairs (stops, total)
+    if ends is None:  # the stops include segments that begin at the first row of a chunk
         _, carry = _exclusive_combine((stops, total), (stops, empty), join, exchange)
         return carry, None
 

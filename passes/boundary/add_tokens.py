@@ -93,7 +93,7 @@ class AddGradientTokens(Pass):
             if storage_counts[storage_of(node.meta["val"])] > 1:
                 continue  # AOTAutograd treats outputs that share memory as one
             if any(user is not output for user in node.users):
-                token = insert_tap(node)
+                token = insert_tap(node)  # an op that adds the stored gradient of the output to the node's gradient
                 leaves[i] = insert_detach(node)
                 tokens[i] = len(leaves)
                 leaves.append(token)

@@ -109,11 +109,13 @@ class _TracingInterpreter(Interpreter):
     def run_node(self, n: Node) -> Any:
         """Run a node, or the functorch region that starts with it; errors become CaptureError with its line.
 
-        A functorch region is the nodes of a torch.func transform (vmap, grad, jvp).
+        A functorch region is the nodes of a torch.func transform (vmap, grad, jvp). They run together when its first
+        node is reached: `inline_functorch` sets their values and adds them to `done`.
         """
         if n in self.done:
             return self.env.get(n)
         try:
+            # Under no_grad, the trace would let later nodes read detached operands, see `run_without_grad`.
             if n in self.functorch:
                 return self.inline_functorch(self.functorch[n], n)
             return super().run_node(n) if torch.is_grad_enabled() else self.run_without_grad(n)

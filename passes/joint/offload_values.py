@@ -268,9 +268,9 @@ class OffloadValues(Pass):
         return max(0.0, -min(begins.values(), default=0.0))
 
     def _rebuild_views(self, saved: _SavedValues, x: Node, device_copy: Node) -> None:
-        """Replace reads of the saved values in the storage that x fills by views of `device_copy`, its copy.
+        """Let the backward read views of `device_copy`, the copy of x, in place of the saved values in x's storage.
 
-        A value that is equal to x is replaced by the copy itself.
+        Where a saved value has the shape and the strides of x, it reads the copy itself.
         """
         for value in saved.storages[x].values:
             view_node, view = device_copy, value.meta["val"]
@@ -278,7 +278,7 @@ class OffloadValues(Pass):
                 offset, *shape_and_strides = self.sizes.list(_storage_layout(view))
                 args = (device_copy, shape_and_strides[: view.dim()], shape_and_strides[view.dim() :], offset)
                 view_node = self.compute(aten.as_strided.default, args, value)
-            # The copy itself continues to read the input.
+            # The copy back, sp.reload, continues to read the backward's input, which is the copy in host memory.
             saved.inputs[value].replace_all_uses_with(view_node, lambda user: user is not device_copy)
 
 

@@ -99,6 +99,7 @@ class _Localizer(GraphEditor):
         """Return the local GraphModule. `node_info(node).origin` maps its nodes to nodes of the global graph.
 
         Inputs come first, then their sizes, attributes and the reductions of gradients, which all other nodes may read.
+        At the end, the reductions are moved to their first readers, so that the backward reduces each gradient early.
         """
         sources = [n for n in self.old.graph.nodes if n.op in ("placeholder", "get_attr")]
         for node in sources:
@@ -113,6 +114,7 @@ class _Localizer(GraphEditor):
         for node in self.old.graph.nodes:
             if node.op == "output":
                 self.graph.output(torch.fx.map_arg(node.args[0], self.env.__getitem__)).meta.update(node.meta)
+            # Skip nodes that have a local value: one in `env`, or several in `split_values` (a split of the sequence).
             elif node not in self.env and node not in self.split_values:
                 self._emit(node)
         local = graph_module(self.old, self.graph)
@@ -135,7 +137,8 @@ class _Localizer(GraphEditor):
     def _restore_padding(self, old: Node, local: Node) -> Node:
         """Return the local value of the global node `old`, with restored padded rows if an op may depend on them.
 
-        sp::window makes each padded row equal to the nearest valid row.
+        `loose_padding` has the nodes whose padded rows do not repeat the nearest valid row, such as after x[:, :-1],
+        while an op may depend on it. sp::window makes them repeat it.
         """
         have = self.plan.of(old)
         if old not in self.loose_padding or not isinstance(have, Shard):

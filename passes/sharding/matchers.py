@@ -206,7 +206,7 @@ def map_coordinates(node: Node, coordinates: Sequence[Any]) -> tuple[Node, tuple
     if any(f and f not in coordinate_of for f in rule.operands[0]):  # a dim that is split or merged
         return None
     source_coordinates = [coordinate_of.get(f, 0) for f in rule.operands[0]]  # 0 in dims that broadcast
-    if rule.window is not None:
+    if rule.window is not None:  # a slice or a pad of this dim: position i of the result is start + i of the operand
         start, _ = rule.spans[0]
         source_coordinates[rule.window] += start
     return source, tuple(source_coordinates)
@@ -243,7 +243,7 @@ def value_origin(node: Any) -> Any:
     while is_rearrangement(source):
         chain.append(source)
         source = OpCall(source).operands[0]
-    origins = {source: source}
+    origins = {source: source}  # each value of the chain -> the first value that is equal to it, from the source on
     for step in reversed(chain):
         operand = origins[OpCall(step).operands[0]]
         origins[step] = operand if is_copy(step) else _cancel_chain(step, operand, origins)

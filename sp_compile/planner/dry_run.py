@@ -233,7 +233,7 @@ class DryRun:
         """Lower a graph in the configuration of a result, as the backend does, and examine it in place of compiling."""
         session = CompileSession(program.graph, program.inputs, result.options, measures=False)
         report, options = result.report, result.options
-        if session.splits:
+        if session.splits:  # the options select ranks, over which the graph is split
             report.n = _simulate_ranks(session, result.sp, simulate=self.compare is not None)
             if self.compare is not None:  # complete results are compared
                 options = replace(options, outputs="gather")
@@ -252,6 +252,7 @@ class DryRun:
         if lowered.eager:
             return
         options, predicts_step = result.user_options, self.partitions or result.report.step is not None
+        # `exchanges`: the program has collectives of its own. If `compare` simulates the ranks, they are not examined.
         examines_collectives = lowered.exchanges and self.compare is None
         if examines_collectives and not options.has_joint_passes:
             text = NO_COLLECTIVE_PASSES.format(options.compiler)

@@ -341,4 +341,5 @@ def select_element(condition: Boolean, yes: Element, no: Element) -> Element:
         return yes if condition == sympy.true else no
     if not isinstance(yes, tuple) and not isinstance(no, tuple):
         return Or(And(condition, yes), And(Not(condition), no))
+    # The cases of a condition are the numbers 1, where it holds, and 0.
     return apply_by_cases(lambda holds, a, b: a if holds == 1 else b, condition, yes, no)

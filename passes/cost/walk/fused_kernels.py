@@ -67,6 +67,7 @@ class KernelSchedule:
     """
 
     def __init__(self, fused: bool) -> None:
+        # fused: Inductor compiles the graph and fuses kernels. on_gpu is set by the subclass.
         self.fused, self.on_gpu = fused, False
         self.product_of_addition: dict[Node, Node] = {}  # addition -> product whose kernel also adds (`addmm`)
         self.kernel_writes: dict[Node, list[StorageKey]] = {}  # kernel -> storages; its order is that of the kernels
@@ -199,7 +200,8 @@ class KernelSchedule:
     def _row_wise_elements(self, node: Node) -> int:
         """Return the number of elements that a row-wise op processes; 0 for nodes that are not row-wise.
 
-        An elementwise op is row-wise, and so is a reduction of each row, or one that a row-wise kernel can add.
+        Row-wise are elementwise ops and reductions over the last dim. On a GPU, so are large reductions over all rows,
+        such as the gradient of a norm's scale: a row-wise kernel can compute these, too (`_can_join_row_kernel`).
         """
         if not self.is_fused(node):
             return 0
@@ -297,8 +299,8 @@ def _joins_operands(node: Node) -> bool:
 def products_in_additions(graph: Graph) -> dict[Node, Node]:
     """Map each addition to the matrix product that only it reads: Inductor computes both at once (`addmm`).
 
-    An example is a weight's gradient added to that of a tied embedding. On a GPU, additions with elementwise users do
-    not count.
+    An example is a weight's gradient added to that of a tied embedding. On a GPU, additions with only elementwise users
+    do not count: Inductor fuses these with their users instead.
     """
     product_of_addition = dict[Node, Node]()
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):

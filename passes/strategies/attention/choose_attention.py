@@ -199,7 +199,7 @@ def _decide_all(
 def _is_shardable(node: Node, plan: PlacementPlan) -> bool:
     """Return True if a strategy is chosen for an attention by cost: q, k and v are sharded along their sequence.
 
-    Other attention is for the passes of strategies to claim or refuse.
+    For any other attention, such as one without a dim of heads, the passes of the strategies decide, and report it.
     """
     call = OpCall(node)
     is_sharded = all(sequence_shard(plan, call, i) is not None for i in range(3))
@@ -304,7 +304,11 @@ def _requested_strategy(job: PassContext) -> str:
 def _attention_shape(node: Node, plan: PlacementPlan, job: PassContext, trained: Collection[Node]) -> AttentionShape:
     """Return the sizes, mask and kernel of an attention for the cost model.
 
-    A strategy that is requested by name is used with a sharded mask, too, and gathers the mask if it needs all rows.
+    Args:
+        node: The attention.
+        plan: The placements; the mask may be sharded.
+        job: The job.
+        trained: The nodes with gradients.
     """
     call = OpCall(node)
     is_mask_sharded = call.get("attn_mask") is not None and mask_shard(plan, call) is not None
@@ -324,6 +328,7 @@ def _attention_shape(node: Node, plan: PlacementPlan, job: PassContext, trained:
         causal=causal,
         window=window,
         mask=predicate is None,
+        # Excludes strategies that need all rows of the mask. One requested by name gathers a sharded mask instead.
         mask_rows=is_mask_sharded and _requested_strategy(job) == "auto",
         documents=predicate is not None and is_within_documents(predicate),
         kernel=_kernel_rate(call, predicate, window, max(q[-1], v[-1]), trained),
@@ -398,11 +403,13 @@ def _predicate_bounds(predicate: str, queries: int, keys: int) -> tuple[bool, in
 def _max_visible_keys(sees_none: Callable[[int, int, int], bool], query: int) -> int | None:
     """Return the number of keys that a query sees, counted back from its own, or None if it sees the first key.
 
+    It is the smallest distance d such that the query sees none of the keys 0 to query - d: 4 in a window of 4 keys.
+
     Args:
-        sees_none: Returns True if a query attends to none of the keys from a first to a last one.
+        sees_none: Returns True for (query, first, last) if the query attends to none of the keys from first to last.
         query: The position of the query.
     """
     if not sees_none(query, 0, 0):
         return None
-    distances = range(1, query + 1)  # from the query back to a key; all keys from the result on are not visible
+    distances = range(1, query + 1)  # once `sees_none` is True for a distance, it is for all larger ones: bisect
     return distances[bisect_left(distances, True, key=lambda distance: sees_none(query, 0, query - distance))]

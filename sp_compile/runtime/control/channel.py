@@ -324,7 +324,10 @@ class ControlChannel:
         return {name: value for names, sums in pending for name, value in zip(names, sums.read(), strict=True)}
 
     def _find_stop(self, message: Message) -> StopNotice:
-        """Return the last notice of another rank, which does not come to the exchange of `message`, or NO_RANK."""
+        """Return the last notice if its rank does not come to the exchange of `message`; else NO_RANK, an empty notice.
+
+        Of a rank outside of this group only an exception counts (`raised`), since ranks of this group may wait for it.
+        """
         last = _read_last_stop(self.name)
         is_of_other_group = last.rank not in self.ranks and not last.raised
         if self._is_own(last) or is_of_other_group or not self._is_current(last):
@@ -332,7 +335,7 @@ class ControlChannel:
         if last.within == self.name:  # this group is broken
             return last
         # A rank that cannot compile one program still calls others. If this rank has stopped, too, since the last
-        # exchange, such as at the same error, both ranks come to the next one.
+        # exchange (`_own_stop` is current), such as at the same error, both ranks come to the next one.
         is_about_other_program = message.verb == CALL_VERB and last.subject not in ("", message.subject)
         return NO_RANK if is_about_other_program or any(map(self._is_current, _own_stop)) else last
 
@@ -446,6 +449,7 @@ def channel_of(ranks: Ranks) -> ControlChannel | None:
     channel = _channels.get(group)
     if channel is not None or not ranks.has_other_processes:
         return channel
+    # A group that is created again can have the name of an earlier one, so number the channels of a name.
     created = _created_channels.setdefault(dist.group.WORLD, Counter())
     created[ranks.group] += 1
     store = dist.PrefixStore(f"sp_compile/{ranks.group}/{created[ranks.group]}", group_store(group))
