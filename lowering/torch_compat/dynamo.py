@@ -241,7 +241,7 @@ def on_eager(
                 text = _shorten_reason(new_reasons[-1])
             else:
                 text = getattr(result, "skip_reason", None) or ""
-            if "no tensor" not in text:
+            if "no tensor" not in text:  # code without tensors has nothing to compile
                 warn(_classify_fallback(entered, frame.f_code, text))
         return result
 

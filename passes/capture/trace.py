@@ -276,7 +276,7 @@ class _TracingInterpreter(Interpreter):
             interpreter.env = {**values, **dict(zip(variables, args, strict=True))}
             for n in nodes:
                 interpreter.env[n] = interpreter.run_node(n)
-                if n.target is torch_compat.set_grad_enabled:
+                if n.target is torch_compat.set_grad_enabled:  # no op, so that make_fx itself does not record it
                     active_tracer().create_node("call_function", n.target, n.args, n.kwargs)
             return tuple(interpreter.env[n] for n in outputs)
 

@@ -401,6 +401,7 @@ class _OffloadSchedule:
         Args:
             chosen: The nodes x whose values fill the storages. `self.forward[x]` is the time at which x runs.
         """
+        # The time at which each copy to the host ends, and at which each copy back begins.
         ends, begins, offloaded = dict[Node, float](), dict[Node, float](), dict[Node, range]()
         seconds = {x: copy_seconds(self.saved.storages[x].nbytes, self.machine) for x in chosen}
         last_end, next_begin = 0.0, math.inf

@@ -300,6 +300,7 @@ class _Localizer(GraphEditor):
             return self._convert_once(source, want, user)
         # The gradient of a partial-gradient node is summed at its operands, see reduce_gradients.py.
         needs_no_sum = have == want or source in self.partial_grad_nodes or source not in self.differentiable
+        # With `partial_grad`, each rank computes a summand of the operand's gradient.
         if isinstance(want, Replicate) and want.partial_grad and not needs_no_sum:
             return self._convert_once(source, want, user)
         return self.env[source]

@@ -63,7 +63,7 @@ def _match_movement(node: Any) -> tuple[Node, BoundRule] | None:
     if node.target is aten.clone.default and is_written(node):  # the clone is changed in place later
         return None
     call, rule = lookup_rule(node) or (None, None)
-    if call is None or rule is None or not call.operands or not rule.lazy:
+    if call is None or rule is None or not call.operands or not rule.lazy:  # `lazy`: the op only moves data
         return None
     op_name = str(node.target).partition(".")[2]  # without the namespace
     if node.target.namespace not in ("aten", "prims") or NON_MOVE_OPS.match(op_name):

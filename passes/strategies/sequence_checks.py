@@ -94,7 +94,8 @@ class FindSequences(Pass):
         """Set `job.refusal` for a complete model without a sequence; otherwise note that the graph runs replicated.
 
         The latter is for a part of a model between graph breaks, and for a graph that is called after one with sharded
-        outputs (`has_sharded_peer`): eager code between them may have gathered its inputs.
+        outputs (`has_sharded_peer`): eager code between them may have gathered its inputs. With fallback="error", such
+        a replicated graph is refused, too.
         """
         names = [argument_name(node) for node in inputs if is_tensor(node)]
         fix = f"Name the sequence: options={{'seq_dims': {{'<input>': <dim>}}}} with an input out of {names}."

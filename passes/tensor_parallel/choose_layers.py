@@ -46,7 +46,8 @@ def choose_scatter_dims(gm: GraphModule, job: ScatterContext) -> dict[Node, Shar
     chosen: dict[Node, Shard | None] = {}
     while remaining:
         axis = _best_scatter_axis(axes, remaining, n)
-        axes.sequences = set() if axis is None else {axis}  # `Axes.shard` returns shards along sequences
+        # `Axes.shard` returns shards along the dims of `sequences`: here those of the chosen axis.
+        axes.sequences = set() if axis is None else {axis}
         shards = {node: axes.shard(node) for node in remaining}
         scattered = {node: _block_shard(shard, n) for node, shard in shards.items() if shard is not None}
         chosen.update(scattered or dict.fromkeys(remaining))  # None for all if no sum has a shard

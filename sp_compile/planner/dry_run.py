@@ -136,6 +136,8 @@ class DryRun:
     def _start(self) -> dict[str, Any]:
         """Check the configurations and append a result for each; return the keyword arguments of the model.
 
+        Each configuration has them next to its options; they are equal in all.
+
         Raises:
             SpError: An option is not supported, or a number of ranks is not positive (SP711).
         """

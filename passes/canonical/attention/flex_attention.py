@@ -224,7 +224,7 @@ class RewriteFlexAttention(RewriteMasks):
             self.mask_nodes += [allowed, *indices]
             return require_all_heads(parse_mask(allowed, shape))
 
-        return self.share_mask((body.code, *captured, shape), parse)
+        return self.share_mask((body.code, *captured, shape), parse)  # parsed once for all calls with equal masks
 
     def _refusal(self, node: Node) -> str | None:
         """Return the reason why attention cannot replace a call, from its arguments and readers, or None."""
@@ -272,6 +272,7 @@ def _match_sinks(node: Node) -> SinkAttention | None:
     if natural_lse.target is not aten.mul.Tensor or natural_lse.args != (results[1], math.log(2)):
         return None
     attention = match_lse_sinks(results[0], natural_lse)
+    # The chain has the nodes from the log-sum-exp on that the attention with sinks replaces.
     return None if attention is None else replace(attention, chain=(results[1], *attention.chain))
 
 

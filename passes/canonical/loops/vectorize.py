@@ -215,7 +215,8 @@ class BatchedOps(GraphEditor):
         # dims, which need not be permuted then. The dim may not be among the fixed ones, the last dims of the op.
         candidates = [x for x in leaves if isinstance(x, BatchedValue) and x.trailing_dims >= fixed_dims]
         largest = max(candidates, key=lambda x: x.ndim, default=None)
-        trailing_dims = ndim if largest is None else largest.trailing_dims  # after the dim of the steps
+        # The number of dims after that of the steps. Without such an operand the steps become the first dim.
+        trailing_dims = ndim if largest is None else largest.trailing_dims
         args, kwargs = pytree.tree_unflatten([self.align(x, trailing_dims) for x in leaves], spec)
         return BatchedValue(self.compute(target, args, like, kwargs), time=ndim - trailing_dims)
 

@@ -144,7 +144,7 @@ class KernelSchedule:
         last_write: dict[StorageKey, int] = {}  # storage -> position of the last kernel that writes it
         self.mutated = [(i, self.kernel_reads[node]) for node, i in position.items() if node.target in MUTATIONS]
         for node, keys in self.kernel_writes.items():
-            # These ops complete or mutate their operands when they run.
+            # These ops mutate their operands, or wait for the collectives that write them.
             late_writes = self.kernel_reads[node] if node.target in LATE_WRITE_OPS else ()
             last_write.update((key, position[node]) for key in (*keys, *late_writes))
         # number of elements that a kernel processes -> kernels so far, some of them fused; only equal numbers are fused
@@ -252,7 +252,8 @@ class KernelSchedule:
         """
         kernels = {node: kernel_of.get(node, [node]) for node in self.kernel_writes}
         position = {node: i for i, node in enumerate(self.kernel_writes)}
-        writers = defaultdict[StorageKey, list[Node]](list)  # storage -> kernels that write, complete or mutate it
+        # storage -> kernels that write or mutate it, or wait for the collective that writes it
+        writers = defaultdict[StorageKey, list[Node]](list)
         for node, keys in self.kernel_writes.items():
             late_writes = self.kernel_reads[node] if node.target in LATE_WRITE_OPS else ()
             for key in (*keys, *late_writes):

@@ -147,6 +147,7 @@ class ChooseAttention(Pass):
         if refusal is not None:
             self._reject_balanced(refusal.text)
             return best_other
+        # The seconds to restore the order of the results, and a text that names these.
         reorder_seconds, results = unpermute_seconds(gm, plan, job)
         saved_seconds = seconds[best_other] - seconds[balanced]
         if reorder_seconds <= saved_seconds:
@@ -240,7 +241,7 @@ def _choose_candidate(
     too_large = [c for c in allowed if not c.fits]
     if too_large:
         return min(too_large, key=lambda c: (c.memory, c.seconds))
-    if requested is None or requested.rewrite.is_explained:
+    if requested is None or requested.rewrite.is_explained:  # the strategy's pass reports why it is not possible
         return None
     is_possible_elsewhere = any(c.legal is None and c.kind == requested.name for c in found)  # in another layout
     if job.inputs and is_possible_elsewhere:

@@ -240,7 +240,8 @@ class ControlChannel:
         cause = f"\n{str(error).splitlines()[0][:200]}" if str(error or "") else ""
         details = (f", in {place}" if place else "") + cause
         operation = " ".join(_read_line(message)).strip()
-        absent = self._absent_ranks(0.0 if place else waited)  # only waits for messages are announced
+        # Only waits for messages are announced; for a collective of the program (0.0) the absent ranks are not known.
+        absent = self._absent_ranks(0.0 if place else waited)
         who = f"rank {', '.join(map(str, absent))}" if absent else "other ranks"
         timeout = f"{operation} and timed out after {waited:.0f} s"
         stop = f"rank {stopped.rank} stopped: {stopped.text}" if stopped.text else ""
