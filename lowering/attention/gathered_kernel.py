@@ -124,7 +124,7 @@ class GatheredKeys(NamedTuple):
         rows = current_communicator().all_gather(_concat_keys_values(k, v, cat), n, self.group)
         rows = trim(to_sequence_order(rows, frame, n), 0, frame, n, inner=1)
         if self.orders:  # the ranks store the sequence in another order
-            order, inverse = self.orders
+            order, inverse = self.orders  # back to sequence order: as `reorder`, with the two permutations exchanged
             rows = torch.ops.sp.reorder(rows, 0, frame, inverse, order)
         return split_keys_values(rows.movedim(0, SEQUENCE), k, v)
 

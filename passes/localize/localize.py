@@ -258,9 +258,10 @@ class _Localizer(GraphEditor):
     ) -> list[Node]:
         """Return the operands of a sum over the sequence, with padded rows filled such that they add zero.
 
-        Operands of other calls are unchanged. All operands of a product are filled with 0, as 0 * inf is NaN. A rule
-        may define one fill that removes the padded rows of all operands (`rule.pad`, such as the ignored class of a
-        loss); the padded rows of the others must then be finite, which those that a window cuts off may not be.
+        Operands of other calls are unchanged. All operands of a product are filled with 0, as 0 * inf is NaN. With
+        `rule.pad`, one operand's fill removes the padded rows of all, such as the ignored class among a loss's targets.
+        The others then need only finite values there. They have them, except for rows that a window of the sequence
+        cuts off (`_is_sequence_part`), which may be infinite; these are filled, too.
         """
         sums_over_sequence = any(isinstance(p, Partial) for p in self.plan.placements[call.node])
         if not sums_over_sequence or node_info(call.node).combines:  # `combines`: adds or scales results of sums

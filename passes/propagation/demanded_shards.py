@@ -81,6 +81,7 @@ def _shard_result(plan: PlacementPlan, node: Node, shard: Shard, n: int) -> Node
         return None
     if node_info(node).no_rule is not None or any(plan.of(x) != REPLICATE for x in call.operands):
         return None
+    # The factor of the result's dim that is sharded, such as s of "(b s)", and the shard as one of that factor alone.
     factor, shard_of_factor = rule.local_part(rule.results[0], shard)
     if not factor or rule.kind(factor) != "pass":
         return None

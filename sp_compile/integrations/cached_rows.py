@@ -412,6 +412,8 @@ def attend_to_rows(
 def _own_mask(mask: Tensor | None, key: CachedRows, queries: int, kind: str) -> Tensor:
     """Return the columns of a mask for the positions of this rank's rows, as bool or additive mask.
 
+    Its first column is that of the position `key.start`. `kind` names the attention in messages.
+
     Raises:
         SpError: The mask does not have a row of each query and a column of each key (SP843).
     """
