@@ -190,7 +190,7 @@ def _tracked_fields(value: Any, attributes: Any) -> Iterator[tuple[str, Any]]:
     items = getattr(getattr(value, "_base_vt", value), "items", None)  # `_base_vt`: of a subclass of dict
     if isinstance(items, dict):
         for key, item in items.items():
-            key_variable: Any = getattr(key, "vt", key)
+            key_variable: Any = getattr(key, "vt", key)  # Dynamo wraps the variables of keys to make them hashable
             if key_variable.is_python_constant():
                 yield key_variable.as_python_constant(), item
     elif items is not None and hasattr(value, "tuple_cls"):  # a named tuple

@@ -127,7 +127,8 @@ class BoundaryPasses(Passes):
         num_outputs = len(output_leaves(gm))
         changes = super().apply(gm, context)
         num_outputs += len(context.boundary.balanced_order)
-        tokens_and_operands = range(num_outputs, len(output_leaves(gm)))  # a rank has only its part of each
+        tokens_and_operands = range(num_outputs, len(output_leaves(gm)))
+        # `rows`: the outputs of which a rank has only its part, as of each of these.
         rows = context.boundary.rows.union(tokens_and_operands)
         context.boundary = replace(context.boundary, num_program_outputs=num_outputs, rows=rows)
         return changes

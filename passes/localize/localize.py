@@ -346,6 +346,7 @@ class _Localizer(GraphEditor):
         ]
         parameters = [x for x in reduced if _is_parameter(x)]
         inputs = [x for x in reduced if not _is_parameter(x)]
+        # Parameters and inputs have separate buckets, as `_grad_conversion` may differ between the two.
         for bucket in make_buckets(parameters) + make_buckets(inputs):
             args = ([self.env[x] for x in bucket], self._grad_conversion(bucket[0]), self.ranks.n, self.ranks.group)
             reduction = self.graph.call_function(sp.reduce_grad.default, args)

@@ -422,10 +422,10 @@ def match_pad(node: Node) -> PadMatch | None:
     if call is None or len(window_calls) != 1:
         return None
     ((dim, window_call),) = window_calls.items()
-    if window_call.first is not None:  # other dims are padded by sizes that are not ints
+    if window_call.first is not None:  # another op pads other dims first, by sizes that are not ints
         return None
     after = window_call.sliding.num_after(call.shape()[dim])
-    (fill,) = window_call.tail
+    (fill,) = window_call.tail  # the arguments of the sp:: op after the padding before and after
     return PadMatch(call.operands[0], dim, window_call.sliding.before, after, fill)
 
 

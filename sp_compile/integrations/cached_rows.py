@@ -434,6 +434,7 @@ def _attend_locally(
     if k.shape[2] == 0:
         return q.new_zeros((*q.shape[:3], width), dtype=dtype), q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
     is_bool = mask.dtype == torch.bool
+    # Attend with this many queries at a time, since a kernel may store all their scores.
     step = max(1, MAX_SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
     outs: list[tuple[Tensor, Tensor]] = []
     for queries, part in zip(q.split(step, 2), mask.split(step, -2)):

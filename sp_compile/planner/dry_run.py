@@ -157,7 +157,7 @@ class DryRun:
     def _trace(self, kwargs: Mapping[str, Any]) -> None:
         """Run the model once under torch.compile with `_backend`, which lowers its graphs in all configurations."""
         torch.compiler.reset()
-        eager = CountEagerWork(lambda: not is_compiling())
+        eager = CountEagerWork(lambda: not is_compiling())  # adds the FLOPs of ops outside of graphs to the report
         with _restore_buffers(self.model), allow_meta_constants(), eager:
             try:
                 torch.compile(self.model, backend=self._backend)(*self.args, **kwargs)
@@ -272,8 +272,8 @@ class DryRun:
         if not lowered.unsplit_reason:
             lowered.add_boundary_outputs()
         result.checkpoints |= any("ac_graph_id" in node.meta for node in lowered.graph.graph.nodes)
-        # The step with all values on the host is needed to predict that with a share: a plan tries many shares, and the
-        # values that make up a share of all layers are not known before the layers are repeated.
+        # `hosted` is the step with all saved values on the host. From it and the step with none there, `unroll_step`
+        # computes the step of all layers, of which the graph may have a few, and a plan those for many shares.
         needs_hosted = self.keeps_steps if options.offload == "never" else self.repeats is not None
         step = graph_step(lowered, options, needs_hosted and options.has_joint_passes)
         if self.repeats is not None or result.steps is not None:

@@ -95,6 +95,7 @@ def _value_error(
         has_shards: True if each rank passes its rows of some inputs.
     """
     differing, summary = set(names), f"the {len(rows)} ranks of this group were given different"
+    # `equal`: all inputs whose values are compared. `arguments`: those of each call. `always`: compared on every call.
     weights = compared.equal - compared.arguments - compared.always  # with buffers
     if differing <= compared.arguments:
         error = _data_error(format_mismatch(f"{summary} batches ({_shorten_names(names)})", rows), has_shards)

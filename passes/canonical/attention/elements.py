@@ -313,6 +313,7 @@ def apply_by_cases(function: Callable[..., Any], *values: Element) -> Cases:
         condition = And(*(case_condition for case_condition, _ in combination))
         if condition == sympy.false:
             continue
+        # Under a condition such as q < 1 the index q is 0, also in the result.
         result = sympy.expand(function(*(number for _, number in combination))).subs(_fixed_indices(condition))
         if result is sympy.nan:
             raise NotSymbolic("contains NaN")

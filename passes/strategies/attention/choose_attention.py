@@ -368,9 +368,9 @@ def _kernel_rate(
         kind = Kind.BAND if window else Kind.FULL
     bias_dtype = None if mask is None or mask.meta["val"].dtype == torch.bool else _operand_dtype(mask, call.node)
     has_dropout, has_score = call["dropout_p"] > 0, bool(call.get("score"))
-    scores = has_dropout, has_score, bias_dtype, mask in trained  # what a kernel must support
+    features = has_dropout, has_score, bias_dtype, mask in trained  # that the kernel must support
     visible = Window(window - 1, 0) if window else FULL_WINDOW
-    key = KernelKey(_planned_device(q), _operand_dtype(q, call.node), kind, head_dim, MANY_ROWS, *scores, visible)
+    key = KernelKey(_planned_device(q), _operand_dtype(q, call.node), kind, head_dim, MANY_ROWS, *features, visible)
     return expected_kernel(key).rate
 
 

@@ -123,7 +123,7 @@ class ControlChannel:
         with self.lock:
             self.check_broken()
             start_time, finished = time.monotonic(), False
-            _waiting_channels.set()
+            _waiting_channels.set()  # no heartbeats of this process until the end of the exchange
             try:
                 links = self.links or self._connect(message, start_time)
                 result = run(links, partial(self._check_progress, message, start_time))
