@@ -54,7 +54,7 @@ def argument_name(node: Node) -> str:
         return re.sub(r"^\['(\w+)'\]", r"\1", path)
     if getattr(base, "is_varargs", local == "args"):
         return re.sub(r"^\[(\d+)\]", lambda match: _positional_name(int(match[1])) or local + match[0], path)
-    is_state = source.guard_source.is_unspecialized_nn_module()
+    is_state = source.guard_source.is_unspecialized_nn_module()  # a parameter or buffer of the model: "fc.weight"
     return path.removeprefix(".") if is_state else local + path
 
 

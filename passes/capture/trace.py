@@ -207,7 +207,7 @@ class _TracingInterpreter(Interpreter):
 
         node_args = pytree.tree_map(to_node, tuple(args))
         node = active_tracer().create_node("call_function", target, node_args, dict(kwargs))
-        node.meta["val"] = None
+        node.meta["val"] = None  # no tensor; later calls that read the result find its node by `state_nodes`
         if result is not None:
             self.state_nodes[result] = node
         return result
@@ -243,7 +243,7 @@ class _TracingInterpreter(Interpreter):
         with torch_compat.suspend_trace(self.fake_mode):
             with torch.no_grad():
                 lowered = trace(body, [torch.empty_like(tensor), *_make_leaves(closed_over)], self.fake_mode)
-            out = tensor.view_as(tensor)
+            out = tensor.view_as(tensor)  # a new tensor, so that the hooked value has a node of its own
         result = _record_node(target, args, kwargs, {body: lowered}, out)
         _hook_every_use(tensor, result)
         return result

@@ -165,6 +165,7 @@ class AttentionShape:
         The rank with the maximum determines the seconds of an attention, so strategies multiply the FLOPs by it.
         """
         chunks = LAYOUTS[layout].chunks
+        # Balanced order, zigzag order without documents, or nothing to compute.
         if LAYOUTS[layout].balances_causal(self.documents) or not self.q_len * self.kv_len:
             return 1.0
         rows = self.q_len / parts / chunks

@@ -106,7 +106,8 @@ class OffloadValues(Pass):
         if math.isinf(self.machine.memory):
             return {}
         is_sharded = bool(context.memory) and context.options.state == "sharded"
-        state = context.memory[-1].state if is_sharded else None  # bytes of a model that FSDP shards
+        # The bytes of a model that FSDP shards; None if every device stores all parameters.
+        state = context.memory[-1].state if is_sharded else None
         graph_step = GraphStep.of(forward, backward, context.options.uses_inductor, context.input_bytes)
         step, n = StepMemory(state or ModelBytes(0, 0, 0, 0), graphs=[graph_step]), context.ranks.n
         if state is not None:

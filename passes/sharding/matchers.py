@@ -267,7 +267,8 @@ def _cancel_chain(node: Node, operand: Node, origins: dict[Node, Node]) -> Node:
         origins: Origins of the values before it: the first values with the same elements at the same positions.
     """
     order, is_reshape, source = permutation_of(node), keeps_order(node), operand
-    # Between `source` and the node there are only permutations, which bring its dims to `order`, or only reshapes.
+    # Go back from the operand, `source`, as long as there are only permutations between it and the node, which bring
+    # its dims to `order`, or only reshapes; stop at a source that is equal to the node.
     while True:
         if _is_identity_order(order) or (is_reshape and _has_same_shape(source, node)):
             return origins[source]
@@ -313,6 +314,7 @@ def value_readers(node: Node) -> list[Node]:
     derived_values = [node]  # the value, and copies and views of it
     for value in derived_values:  # which grows in this loop
         for user in value.users:
+            # A copy or view of the value, with readers of its own.
             if is_rearrangement(user) and user.users and OpCall(user).operands[0] is value:
                 derived_values.append(user)
             else:

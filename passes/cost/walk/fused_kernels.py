@@ -188,6 +188,7 @@ class KernelSchedule:
             if start >= position[kernel.nodes[0]]:
                 continue
             is_related = candidate.reads & large_reads or candidate.writes & kernel.reads
+            # What the kernel reads from others must be written before the candidate runs.
             other_reads = kernel.reads - candidate.writes - kernel.writes
             if not is_related or any(last_write.get(key, -1) >= start for key in other_reads):
                 continue

@@ -82,7 +82,7 @@ class ChooseAttention(Pass):
         nodes = [n for n in attention_nodes(gm) if _is_shardable(n, plan)]
         shapes = {n: _attention_shape(n, plan, job, trained) for n in nodes}
         machines = {n: job.machine_of(n) for n in nodes}
-        # Offloading uses the memory that remains after sharded weights.
+        # Estimate the memory for the choice here, and for `OffloadValues`, which reads the bytes of sharded weights.
         may_offload = job.options.offload == "auto" and job.options.state == "sharded"
         if nodes or may_offload:
             machine = job.machine_of_nodes(nodes or gm.graph.nodes)
@@ -96,7 +96,7 @@ class ChooseAttention(Pass):
         folds = order.folds
         has_ring = any(d.chosen.ring > 1 for d in decisions[order].values())
         if order.is_balanced and not balanced_inputs(job) and not has_ring:
-            # Without a ring the chosen strategies have full sequences, so the program keeps its own order of rows.
+            # Without a ring the chosen strategies have full sequences, so the program keeps its own order, `job.folds`.
             why = "attention is not sharded along the sequence, so there is no work to balance"
             self._reject_balanced(why)
             folds = job.folds

@@ -141,8 +141,8 @@ class ControlChannel:
     def _connect(self, message: Message, start_time: float) -> PeerLinks:
         """Connect all ranks after all have arrived, and return the connections; arguments are those of `_exchange`.
 
-        Each rank writes its address to the store, which counts the arrived ranks. A rank that stops waiting is removed
-        from the count.
+        Each rank writes its address to the store, which counts the arrived ranks. A rank that gives up (a timeout, or
+        another rank has stopped: `_check_progress` raises) leaves the count, so that a later attempt counts it anew.
         """
         counted: list[bool] = []  # not empty if this rank is in the count
         me, size = self.ranks.index(dist.get_rank()), len(self.last_fields)
@@ -240,7 +240,7 @@ class ControlChannel:
         cause = f"\n{str(error).splitlines()[0][:200]}" if str(error or "") else ""
         details = (f", in {place}" if place else "") + cause
         operation = " ".join(_read_line(message)).strip()
-        # Only waits for messages are announced; for a collective of the program (0.0) the absent ranks are not known.
+        # Only waits for messages are announced. In a collective of the program (0.0), absent ranks are not looked up.
         absent = self._absent_ranks(0.0 if place else waited)
         who = f"rank {', '.join(map(str, absent))}" if absent else "other ranks"
         timeout = f"{operation} and timed out after {waited:.0f} s"
