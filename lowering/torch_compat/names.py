@@ -61,9 +61,9 @@ def argument_name(node: Node) -> str:
 def is_python_number(node: Node) -> bool:
     """Return True if the placeholder is a Python scalar that the user passed, not the size of a tensor.
 
-    Dynamo passes a float as a 0-dim tensor.
+    Dynamo passes a float as a 0-dim tensor, and an int whose value may change as a SymInt.
     """
-    argument = node.meta.get("grapharg")
+    argument = node.meta.get("grapharg")  # Dynamo's record of the argument; its source may be x.size() of a tensor x
     if argument is None or isinstance(argument.source, TensorPropertySource):
         return False
     return bool(argument.pass_arg_as_tensor) or isinstance(node.meta.get("example_value"), torch.SymInt)
@@ -106,7 +106,7 @@ def class_name(model: torch.nn.Module) -> str:
 def describe_training() -> str:
     """Return the modes of the models among the variables of the compiled function, such as "is in train()".
 
-    Of modules in another mode than their model the outermost are named. Returns "" without a model.
+    A module in another mode than its model is named, but not the modules inside of it. Returns "" without a model.
     """
     values: list[Any] = []
     for value in _compiled_locals().values():

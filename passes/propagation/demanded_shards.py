@@ -46,7 +46,7 @@ def shard_demanded(plan: PlacementPlan, gm: GraphModule, axes: Axes, n: int, sta
         if not isinstance(shard, Shard) or not (is_constant or _is_square(axes, node, shard)):
             continue
         step = NodeStep((), (shard,)) if is_constant else _shard_result(plan, node, shard, n)
-        if step is not None and step.wants is not None:
+        if step is not None and step.wants is not None:  # no `wants`: the node cannot run on shards
             plan.wants[node], plan.placements[node] = step.wants, step.results
 
 

@@ -206,7 +206,7 @@ def map_coordinates(node: Node, coordinates: Sequence[Any]) -> tuple[Node, tuple
     if any(f and f not in coordinate_of for f in rule.operands[0]):  # a dim that is split or merged
         return None
     source_coordinates = [coordinate_of.get(f, 0) for f in rule.operands[0]]  # 0 in dims that broadcast
-    if rule.window is not None:  # a slice or a pad of this dim: position i of the result is start + i of the operand
+    if rule.window is not None:  # the op cuts this dim: position i of the result is start + i of the operand
         start, _ = rule.spans[0]
         source_coordinates[rule.window] += start
     return source, tuple(source_coordinates)
