@@ -70,7 +70,7 @@ class FindSequences(Pass):
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Set `sequence_inputs` and `candidates` of the job; return True if a symbolic length became constant.
 
-        Lengths of at most as many rows as there are ranks are made constant, see `_fix_short_lengths`.
+        Lengths that do not exceed the number of ranks are made constant, see `_fix_short_lengths`.
 
         Set `job.refusal` or raise SpError if the graph cannot run on shards, and must not run replicated.
         """

@@ -137,7 +137,7 @@ class RewriteFlexAttention(RewriteMasks):
         """
         call = _FlexCall(*node.args)
         # A row of finite fills attends to all keys equally, unless sinks take all of its weight: then (None) fills need
-        # no distinction from -inf. Otherwise the function tells which values may contain them.
+        # no distinction from -inf. Otherwise the function returns True for values that may contain them.
         is_fill = self._may_contain_fills if _match_sinks(node) is None else None
         return write_score(call.score_body, call.score_captured, conditions, call.mask_captured, self, node, is_fill)
 

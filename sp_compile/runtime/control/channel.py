@@ -142,7 +142,7 @@ class ControlChannel:
         """Connect all ranks after all have arrived, and return the connections; arguments are those of `_exchange`.
 
         Each rank writes its address to the store, which counts the arrived ranks. A rank that gives up (a timeout, or
-        another rank has stopped: `_check_progress` raises) leaves the count, so that a later attempt counts it anew.
+        another rank has stopped: `_check_progress` raises) leaves the count, so that a later attempt counts it again.
         """
         counted: list[bool] = []  # not empty if this rank is in the count
         me, size = self.ranks.index(dist.get_rank()), len(self.last_fields)
