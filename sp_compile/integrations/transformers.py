@@ -63,9 +63,10 @@ class SequenceParallel(SampleSharer, ItemCounter, WeightSaver):
         self.count_generations()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the Trainer's method, with each row once also if the Trainer gathers by `Accelerator.gather`.
+        """Run the Trainer's method, such that predictions are gathered without repeated rows.
 
-        Seq2SeqTrainer does so, which repeats rows of the first batch if replicas do not divide the last one.
+        If replicas do not divide the last batch, loaders fill it with rows of the first one. `gather_for_metrics` drops
+        these; `Accelerator.gather`, which Seq2SeqTrainer calls, does not.
 
         Args:
             *args: Arguments of the Trainer's method.
