@@ -230,8 +230,10 @@ def _band_runs(q: Range, k: Range, lower: int, upper: int) -> list[AttendedRun]:
 def supports_window(window: Window, queries: int, keys: int) -> bool:
     """Return True if FlashAttention applies a window correctly to at least two more queries than keys.
 
-    FlashAttention counts from the last key, and clips the right limit to ``keys``. The first queries of more queries
-    than keys then see too few keys, or, without a left limit, too many: more than those of the window.
+    A window counts from the end: the last query has the position of the last key, so the first queries are before the
+    first key, at positions down to keys - queries. FlashAttention treats a right limit of ``keys`` or more as none.
+    Beside a left limit it then uses ``keys``, so that these queries see too few keys; without a left limit, all queries
+    see all keys, too many unless the window excludes none.
 
     Args:
         window: The window.
@@ -241,7 +243,7 @@ def supports_window(window: Window, queries: int, keys: int) -> bool:
     left, right = window
     if right is None:  # beside a left limit, FlashAttention replaces it by `keys`
         return left is None
-    if right < keys:  # not clipped
+    if right < keys:  # applied as it is
         return True
     excludes_no_key = left is None and right >= queries - 1  # then the queries cannot see too many keys
     return excludes_no_key
