@@ -164,6 +164,7 @@ def _group_arguments(target: Any) -> tuple[tuple[int, str], ...]:
         names = [argument.name for argument in schema_of(op).arguments]
     else:
         names = list(inspect.signature(op).parameters)
+    # Arguments called `forward` and `backward` name groups in sp::reduce_pair only.
     of_groups = GROUP_ARGUMENTS + (LISTS_OF_GROUPS if op is sp.reduce_pair.default else ())
     return tuple((i, name) for i, name in enumerate(names) if name in of_groups)
 
