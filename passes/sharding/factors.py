@@ -190,7 +190,9 @@ class BoundRule:
         i = factors.index(factor)
         before, after = self._size_of(factors[:i]), self._size_of(factors[i + 1 :])
         if shard.frame.block > 1:
-            for end in range(i + 1, len(factors) + 1):  # factors[i + 1 : end] may be the rows of a chunk
+            # factors[i + 1 : end] may be the rows of a chunk. `merge` returns a frame that counts rows (block 1), if
+            # they are all rows of a chunk.
+            for end in range(i + 1, len(factors) + 1):
                 merged = shard.frame.merge(self._size_of(factors[i + 1 : end]))
                 if merged is not None and merged.block == 1 and is_same_size(shard.inner, 1):
                     return Shard(shard.dim, merged, before * shard.outer, self._size_of(factors[end:]))

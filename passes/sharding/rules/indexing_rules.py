@@ -157,7 +157,8 @@ def _masked_put_rule(call: OpCall) -> BoundRule | None:
     sizes_of_positions = value_shape[: max(len(value_shape) - len(unmasked), 0)]
     if not all(is_same_size(size, 1) for size in sizes_of_positions):
         return None
-    # x[mask] has one dim in place of the masked ones; its size is unknown, and no dim of the values is equal to it.
+    # The values broadcast to x[mask], which has one dim, of unknown size (0 here), in place of the masked ones. It is
+    # never sharded, so its name is "".
     target, target_shape = ("", *unmasked), (0, *call.shape()[len(masked) :])
     return BoundRule((dims, masked, align_names(value_shape, target_shape, target)), (dims,))
 
