@@ -205,12 +205,12 @@ class PassContext:
         if any(isinstance(p, Shard) and p.frame.order.is_balanced for p in self.inputs.values()):
             return True
         order = LAYOUTS.get(self.options.layout)  # None for "auto"
-        return self.folds == BALANCED.folds or (order is not None and order.is_balanced)
+        return self.folds == BALANCED.folds or (order is not None and order.is_balanced)  # BALANCED.folds is 0
 
     def times(self, node: Node) -> int:
         """Return the number of nodes that the node represents, by which its costs are multiplied.
 
-        It is 1 unless the graph is a model reduced to one layer of each kind, to predict costs quickly (`repeats`).
+        It is 1 unless the graph is a model reduced to few layers of each kind, to predict costs quickly (`repeats`).
 
         Args:
             node: A node of the graph.
