@@ -38,8 +38,9 @@ def graph_step(lowered: RankProgram, options: SPConfig, offloads: bool) -> Graph
         The step as the options offload it. With `offloads`, the step with nothing on the host, and as its `hosted` that
         with all offloadable values there.
     """
-    # `requested` are all passes over the two graphs, `passes` those that the partition runs. With `offloads` these omit
-    # the offload of all values, which is run between two walks of the graphs.
+    # `requested` are all passes over the two graphs, `passes` those that the partition runs; both are None if there is
+    # nothing to overlap or to offload. With `offloads`, `passes` omit the offload of all values, which is run between
+    # two walks of the graphs.
     if offloads:
         requested = lowered.partitioned_passes(replace(options, offload=1.0))
         passes = requested and PartitionedPasses(replace(requested.job, options=replace(options, offload="never")))

@@ -245,6 +245,7 @@ class CompileSession(RankQueries):
         Names of groups differ between ranks, so groups are named by their number.
         """
         numbers = {ranks.group: i for i, ranks in enumerate(self.all_groups)}
+        # -1 for a group of the program that is not in `all_groups`.
         groups = [sorted(numbers.get(name, -1) for name in named_groups(node)) for node in gm.graph.nodes]
         facts = [self.facts[ranks.group] for ranks in self.groups]
         labels = [[sorted(names) for names in (fact.differing, fact.equal or (), fact.constants)] for fact in facts]
@@ -280,10 +281,12 @@ class CompileSession(RankQueries):
             return error
         error = self._protocol.finish(error)
         stopped = self._protocol.stopped_groups.keys() & set(self.groups)
+        # `opened`: all ranks have started to compile, and none runs another operation instead.
         meets_at_call = self._protocol.opened and not stopped
         if meets_at_call or error is None:
             return error
-        if self._protocol.opened:  # ranks of other groups have compiled, and wait for this rank at the call
+        if self._protocol.opened:  # ranks of groups that have not stopped wait for this rank at the call
+            # As a new notice replaces the last one, it repeats the group whose exchange is broken (`within`).
             publish_stop(str(error).replace("\n", " "), subject=program_subject(gm), within=broken_context())
         sp_error = wrap_error(error)
         assert sp_error is not None
@@ -299,7 +302,8 @@ class CompileSession(RankQueries):
         except BaseException as error:
             subject = program_subject(gm)
             text = f"{type(error).__name__} when it compiles {subject}"
-            publish_stop(text, subject=subject, within=broken_context())  # it replaces the last notice of this rank
+            # The notice replaces the last one of this rank, and repeats its group whose exchange is broken, if any.
+            publish_stop(text, subject=subject, within=broken_context())
             raise
 
 
