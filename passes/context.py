@@ -154,7 +154,7 @@ class PassContext:
     outputs: str | Sequence[str] = "gather"  # for all outputs, or one for each
     # Facts about the graph and the ranks.
     machine: Machine | None = None  # measured constants of the cost model; None for the device's defaults
-    folds: int = 1  # number of chunks of the sequence per rank, as in `RowOrder`
+    folds: int = 1  # chunks of the sequence per rank, 2 in zigzag order; 0: the balanced order (`RowOrder.folds`)
     aligned: frozenset[str] | None = None  # groups of the program whose ranks have the same rows; None for all
     repeats: FewLayers | None = None  # a program of a few layers that represents one of many
     fragment: bool = False  # a piece of a model (graph break), which need not contain a sequence

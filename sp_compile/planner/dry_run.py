@@ -233,7 +233,7 @@ class DryRun:
         """Lower a graph in the configuration of a result, as the backend does, and examine it in place of compiling."""
         session = CompileSession(program.graph, program.inputs, result.options, measures=False)
         report, options = result.report, result.options
-        if session.splits:
+        if session.may_split:
             report.n = _simulate_ranks(session, result.sp, simulate=self.compare is not None)
             if self.compare is not None:  # complete results are compared
                 options = replace(options, outputs="gather")

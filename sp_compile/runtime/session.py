@@ -43,7 +43,7 @@ from .input_checks import check_options, combine_facts, input_digests
 register_sendable(Machine)
 register_sendable(LatencyBandwidth)
 on_recompile_limit(partial(publish_stop, continues=True))  # the other ranks do not wait for a rank that runs eagerly
-JOINT_OPTIONS = ("merge_reductions", "sequence_parallel_linear")  # options that affect collectives
+JOINT_OPTIONS = ("merge_reductions", "sequence_parallel_linear")  # options of the passes on collectives
 
 
 class CompileSession(RankQueries):
@@ -64,8 +64,8 @@ class CompileSession(RankQueries):
         has_mesh: True if the user has passed a mesh.
         names_sequence: True if the options name the ranks or the dims of a sequence.
         groups: Groups of the program's own collectives, in the order of their appearance.
-        splits: True if the program may be split along a sequence: it has no groups, or the mesh has a further axis.
-        split: True once the program is being split, so that the guard compares the ranks of the sequence.
+        may_split: True if the program may be split along a sequence: it has no groups, or the mesh has a further axis.
+        split: True from the moment when the passes split it, so that the guard compares the ranks of the sequence.
         ranks: Ranks over which the sequence is split; a single rank if there are none.
         problem: The error of an invalid mesh, or None.
         sequence: [ranks] if the program has both groups and ranks for a sequence, else [].
@@ -90,11 +90,11 @@ class CompileSession(RankQueries):
         self.names_sequence = self.has_mesh or self.given.get("seq_dims", "auto") != "auto"
         self.options = _parse_or_default(self.given)
         self.groups = program_groups(gm, inputs) if gm is not None else []
-        self.splits = not self.groups or can_split_sequence(mesh, mesh_dim, self.groups)
-        must_resolve = self.splits or not self.has_mesh  # an axis without a mesh is an error in every program
+        self.may_split = not self.groups or can_split_sequence(mesh, mesh_dim, self.groups)
+        must_resolve = self.may_split or not self.has_mesh  # an axis without a mesh is an error in every program
         resolved, self.problem = _resolve_or_single(mesh, mesh_dim) if must_resolve else (SINGLE_RANK, None)
-        self.ranks = resolved if self.splits else SINGLE_RANK
-        self.sequence = [self.ranks] if self.groups and self.splits and self.problem is None else []
+        self.ranks = resolved if self.may_split else SINGLE_RANK
+        self.sequence = [self.ranks] if self.groups and self.may_split and self.problem is None else []
         self.all_groups = [*self.groups, *(ranks for ranks in self.sequence if ranks not in self.groups)]
         self.facts: dict[str, InputFacts] = {}
         self.grids: dict[str, GroupGrid] = {}

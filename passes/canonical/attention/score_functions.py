@@ -240,6 +240,7 @@ class _ScoreWriter:
         # A size that other calls may change was a number when the body was traced, and is a tensor (a table) here, for
         # which the op has another overload.
         has_table = any(isinstance(x, Node) and x.op == "placeholder" and x.name.startswith("table") for x in args)
+        # Without options that are None, which is their default, and without pin_memory, which changes no value.
         kwargs = {k: v for k, v in kwargs.items() if v is not None and k != "pin_memory"}
         return self.call(node.target.overloadpacket if has_table else node.target, args, kwargs)
 

@@ -226,7 +226,7 @@ def _gather_rule(call: OpCall) -> BoundRule | None:
     index, dim = factor_names(call.ndim("index")), call.dim()
     sizes = zip(call.shape("self"), call.shape("index"), strict=True)
     unequal = [d for d, (x_size, index_size) in enumerate(sizes) if not is_same_size(x_size, index_size) and d != dim]
-    x = replace_dims(index, [dim, *unequal], "x")
+    x = replace_dims(index, [dim, *unequal], "x")  # along these dims, x has other positions than the index
     gathered = (x[dim], *(names[d] for names in (x, index) for d in unequal))
     return BoundRule((x, index), (index,), dict.fromkeys(gathered, "whole"))
 

@@ -87,7 +87,7 @@ def abort_if_connected(channel: ControlChannel | None, messages: Sequence[Messag
     raised = [message.raised for message in messages if message.raised]
     if channel is not None and raised and len(involved_groups()) > 1:
         rank, text = raised[0]
-        notice = StopNotice(rank, text, False, {}, raised=True)
+        notice = StopNotice(rank, text, False, {}, raised=True)  # False: the groups do not continue
         channel.break_group(notice, str(mine))
         abort_groups(notice)
 
