@@ -220,7 +220,7 @@ def _band_runs(q: Range, k: Range, lower: int, upper: int) -> list[AttendedRun]:
     if rows <= keys + 1 or supports_window(window, rows, keys):
         return [AttendedRun(q, k, window)]
     # Cut at the first query that sees the last key, and at the first one that does not see the first key: the windows
-    # of the parts have fewer limits.
+    # of the parts have fewer limits. For `k <= q` and `q - k <= 2` on 4 queries and 2 keys, cut at queries 1 and 3.
     first_at_last_key = 0 if right is None else rows - 1 - right
     first_without_first_key = rows if left is None else rows - keys + left + 1
     cuts = sorted({0, rows, *(cut for cut in (first_at_last_key, first_without_first_key) if 0 < cut < rows)})

@@ -83,7 +83,7 @@ def unroll_step(
         steps: A list to which the `Unroll` is appended, from which a plan computes the step for any share; or None.
     """
     options, n = lowered.options, lowered.ranks.n
-    context = PassContext(lowered.ranks, options, machine=lowered.machine)
+    context = PassContext(lowered.ranks, options, machine=lowered.machine)  # only to select the machine
     machine = context.machine_of_nodes(lowered.graph.graph.find_nodes(op="placeholder"))
     unroll = Unroll.of(step, () if repeats is None else repeats.order, machine)
     if steps is not None:

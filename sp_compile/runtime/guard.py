@@ -156,7 +156,7 @@ class GuardedProgram:
         # known from its earlier calls.
         written = self.run.written if isinstance(self.run, GatheredProgram) else self.boundary.written
         alias_error = find_alias_error(args, sorted(written), self.inputs.names) if written and not is_traced else None
-        with mark_agreed():
+        with mark_agreed():  # all ranks raise the SpError of this block, so it is not published again
             call = self._agree(args, alias_error) if self.ranks.n > 1 and not is_traced else Message(CALL_VERB)
         if alias_error is not None:  # single rank only; several ranks raise it together in _agree
             raise alias_error

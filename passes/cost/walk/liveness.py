@@ -130,7 +130,7 @@ def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> LivenessWalk:
             product=product,
             layer=node_layer(node),
             traffic=traffic,
-            flops=0 if attends else node_flops(computed),
+            flops=0 if attends else node_flops(computed),  # the cost of attention is predicted separately
             attends=attends,
         )
         result.moments.append(moment)
