@@ -235,7 +235,7 @@ class DryRun:
         """Lower a graph in the configuration of a result, as the backend does, and examine it in place of compiling."""
         session = CompileSession(program.graph, program.inputs, result.options, measures=False)
         report, options = result.report, result.options
-        if session.splits:  # else the program's own collectives use all axes of the mesh
+        if session.may_split:  # else the program's own collectives use all axes of the mesh
             report.n = _simulate_ranks(session, result.sp, simulate=self.compare is not None)
             if self.compare is not None:  # complete results are compared
                 options = replace(options, outputs="gather")
