@@ -58,6 +58,7 @@ class BlockPlanner:
             SpError: If the predicate reads a symbol without a value.
         """
         self._conditions = language.split_conjuncts(predicate)
+        # Each condition as a linear inequality of q and k, such as k - q <= 0; None for one that is not linear.
         self._linears = {text: language.as_linear(text, sizes) for text in self._conditions}
         self._q_rows, self._k_rows = q_rows, k_rows
         self._key_ranges = valid_ranges(k_rows)  # several if there is padding between keys

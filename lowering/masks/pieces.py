@@ -223,11 +223,13 @@ def _fit_pieces(values: Ints) -> Ints:
     """
     length = values.shape[1]
     starts = _line_starts(values)
-    # Move the last position of a piece to the next one if it fits there better.
+    # Move the last position of a piece to the next one if it fits there better. [0, 0, 1, 2, 3] is split greedily into
+    # [0, 0] and [1, 2, 3], which the second 0 continues with slope 1.
     ends = np.append(starts[1:], length) - 1
     starts[1:] -= _last_fits_next(values, starts, ends)  # True is 1
     ends = np.append(starts[1:], length) - 1
     first, last = values[:, starts], values[:, ends]
+    # The difference of the first two values; 0 in a piece of one position.
     slopes = np.where(ends > starts, values[:, np.minimum(starts + 1, length - 1)] - first, 0)
     return np.stack([starts, *_batch_bounds(first, last, slopes, ends - starts)])
 

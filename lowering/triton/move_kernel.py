@@ -229,7 +229,7 @@ def copy_strided(target: Tensor, source: Tensor) -> bool:
 def _launch_move(tiling: TileShape, target: Tensor, source: int) -> None:
     """Launch the kernel that copies from the address ``source`` to the memory of ``target``."""
     loops = [NO_STRIDE] * (MAX_LOOPS - len(tiling.loops)) + [*tiling.loops]  # always MAX_LOOPS dims
-    rows, columns, run = tiling.tile
+    rows, columns, run = tiling.tile  # of one tile; `tiling.rows`, `.columns` and `.run` are those of the arrays
     with use_device(target):
         _move_kernel[(tiling.programs,)](
             source, target.data_ptr(),

@@ -73,6 +73,7 @@ class ScatterLayers(Passes):
         facts = map_facts(copied, context.session.facts[ranks.group], context.shapes)
         if facts is None or context.options.sequence_parallel_linear == "never":
             reason = REGROUPED_REASON if facts is None else NEVER_RUNS
+            # The note has the name of the step, under which the report lists all decisions about scattered layers.
             self.notes = [Note(NoteKind.DECLINED, SequenceParallelLinear.name, reason, where=f"group {ranks.group}")]
             context.notes += self.notes
             return 0

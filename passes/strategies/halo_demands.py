@@ -74,13 +74,14 @@ class ExchangeHalos(DemandPass):
 
     def _rewrite_window(self, node: Node) -> None:
         """Replace an op with windows (conv1d, max_pool1d, roll) by its sp:: op on shards."""
+        # `have` is the placement of the first operand, on whose rows the windows are; other operands are weights.
         call, (have, *_), (result,) = OpCall(node), self.plan.wants[node], self.plan.placements[node]
         assert isinstance(have, Shard)
         assert isinstance(result, Shard)
-        window_call = sliding_calls(call)[have.dim]
+        window_call = sliding_calls(call)[have.dim]  # the sp:: op for windows along the sharded dim
         with self.graph.inserting_before(node):
             x = call.operands[0]
-            if window_call.first is not None:  # the same op along other dims, such as a pad
+            if window_call.first is not None:  # an op of several dims, such as a pad: the other dims come first
                 op, args = window_call.first
                 x = self.compute(op, (x, *args), node)
             new = self._emit_on_shards(window_call, x, have, result, node.meta["val"], node)

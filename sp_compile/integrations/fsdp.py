@@ -66,7 +66,9 @@ def compile_under_fsdp(
     """
     if is_compiled(model):
         raise SpError("SP831", COMPILED)
-    wrap_generation()  # before other code reads the method, such as `register_fsdp_forward_method`
+    # `generate()` is to run the model eagerly. It is replaced before other code reads the method, such as
+    # `register_fsdp_forward_method`.
+    wrap_generation()
     if not isinstance(model, FSDPModule):
         raise SpError("SP833", f"model: expected a result of fully_shard, got a {type(model).__name__} without it.")
     merged: dict[str, Any] = {"mesh": mesh, "param_grads": "partial", **options}

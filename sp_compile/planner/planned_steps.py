@@ -276,7 +276,9 @@ class StepPlanner:
         count: dict[AttentionShape, float] = {}
         for decision in result.report.attention:
             shape = decision.shape
-            if not shape.order.is_balanced:  # in a balanced order the program permutes its rows itself
+            # The plan chooses the layout, so shapes that differ in it only are one. A balanced order is no choice: the
+            # program permutes its rows itself.
+            if not shape.order.is_balanced:
                 shape = replace(shape, order=CONTIGUOUS)
             count[shape] = count.get(shape, 0.0) + decision.nodes
         return list(count.items())

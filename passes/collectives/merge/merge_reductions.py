@@ -218,7 +218,8 @@ class MergeReductions(CollectivePass):
     def _nodes_between(self, chain: CollectiveChain, block: LinkIndices) -> Iterator[Node]:
         """Yield the remaining nodes between the first and the last merged collective, to infer their values again.
 
-        These include other collectives of the chain, as a block may skip some.
+        These include other collectives of the chain, as a block may skip some: `block` has the indices of the links
+        to merge, in ascending order, and `chain.steps[i]` the nodes between the links i and i + 1.
         """
         for i in range(block[0], block[-1]):
             yield from chain.steps[i]

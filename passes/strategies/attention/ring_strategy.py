@@ -197,7 +197,8 @@ def ring_sends(call: OpCall, n: int, ulysses: int, hops: int) -> tuple[Size, Siz
     relayout = relayout_bytes(call, heads.exchange_bytes(1), n)  # rows to zigzag order and back, if requested
     key_bytes = heads.repeat_keys(ulysses)
     forward = exchange + relayout + hops * collective_bytes("shift", key_bytes, places)
-    # Gradients travel with the keys and one hop further, or a reduce_scatter sends all parts but that of the rank.
+    # Gradients of keys travel with the keys and one hop further, or are reduce-scattered: a rank then sends those of
+    # all places but its own. `widening` is the size of a gradient's element, in multiples of a key's.
     grad_sends = hops + 1 if call["grads"] == "travel" and hops else places - 1
     return forward, forward + grad_sends * heads.widening * key_bytes
 

@@ -167,8 +167,9 @@ class UlyssesAttention(AttentionPass):
             if isinstance(have, Shard):
                 moved[x] = have
         groups = _group_by_frame(moved)
-        # The heads of q, k and v are split by one frame, that of the fewest heads (of a symbolic number, if there is
-        # one). In an operand with more heads, each position of the frame has several of them.
+        # The heads of q, k and v are split by one frame, in which the operand with the fewest heads has one head per
+        # position and another has several: with 8 heads of q and 2 of k, a position is 1 head of k and 4 of q. A
+        # symbolic number of heads is not compared and counts as the fewest.
         heads = min((call.shape(i)[HEADS_FROM_END] for i in range(3)), key=lambda h: h if isinstance(h, int) else 0)
         heads_dim = (HEADS_FROM_END, (1, heads, 0, heads))
         exchanged: dict[Node, Node] = {}
