@@ -249,7 +249,8 @@ def _line_starts(values: Ints) -> Ints:
     last_long = np.maximum.accumulate(np.where(is_long, run_numbers, -1))  # number of the last long run, or -1
     # A long run (of three or more positions) is a line. Of consecutive runs of two positions every second is one, since
     # its neighbors share its positions: the second, fourth, .. after a long run, which owns a position of the first;
-    # the first, third, .. if there is no long run before them.
+    # the first, third, .. if there is no long run before them. 0 0 0 1 3 7 has the runs [0, 2], [2, 3], [3, 4] and
+    # [4, 5]: [0, 2] and [3, 4] are lines, and the last position is a line of its own.
     is_line = np.where(last_long >= 0, run_numbers - last_long, run_numbers) % 2 == 0
     # The first position of a run belongs to the run before it if that is a line.
     starts = (starts + np.append(False, is_line[:-1]))[is_line]
@@ -284,8 +285,8 @@ def sorted_unique(x: Ints) -> Ints:
 def _batch_bounds(first: Ints, last: Ints, slopes: Ints, spans: Ints) -> tuple[Ints, Ints, Ints]:
     """Return (lows, highs, slopes) of pieces that are lines in each batch entry: bounds over all batch entries.
 
-    If the slopes of the entries differ, or a value is too large for sums of int64, the slope is 0 and the bounds are
-    those of all values of the piece.
+    If the slopes of the entries differ, the slope is 0 and the bounds are those of all values of the piece. If a value
+    is too large for sums of int64, the slope is 0 and the bounds are -FAR_VALUE and FAR_VALUE.
 
     Args:
         first: (batch, pieces), the value at the first position of each piece.

@@ -136,7 +136,7 @@ def _sent_bytes(call: OpCall, n: int) -> _SentBytes | None:
         row_bytes = row_elements * call.operands[0].meta["val"].element_size()
         nbytes = collective_bytes("shift", sum((as_size(rows) for _, rows in shifts), 0) * row_bytes, n)
         return _SentBytes(call.operands[:1], nbytes, nbytes)
-    if op not in MOVE_OPS or op is sp.window.default:  # sp::window: at most a row of a rank, not counted
+    if op not in MOVE_OPS or op is sp.window.default:  # the rows of sp::window are those of `_edge_bytes`
         return None
     # The bytes of these two follow from the shard, which is their result (see `collective_bytes`).
     operands = [call.node] if op in (sp.shard.default, sp.reduce_scatter.default) else call.operands

@@ -146,7 +146,7 @@ class ExchangeHalos(DemandPass):
 
     def _rewrite_cat(self, node: Node, cat: CatOfRow) -> None:
         """Replace a cat with one row by where(arange(S) == position of the row, row, shifted x)."""
-        call, (i, shard, result) = OpCall(node), cat
+        call, (i, shard, result) = OpCall(node), cat  # i: the index of x in the cat; its placement, and the result's
         # sp.shift(x, dim, before, after, 0): rows outside of x are 0, and the other operand has the row.
         shift = WindowCall(self._rows_of_x(call, i), sp.shift.default, (shard.dim,), (0,))
         length = call.result_shapes()[0][shard.dim]

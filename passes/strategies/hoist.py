@@ -147,6 +147,8 @@ class HoistSlices(DemandPass):
             longer = self._extend_chain(longer, node)
         if not best.steps:  # no value is narrower than the operand
             return None
+        # Nodes are ordered as in the graph. What computes the indices of the slice must be able to move before the
+        # first node of the chain, where its inputs are sliced.
         can_move = _late_inputs(node, piece.source, min(best.nodes)) is not None
         return best if can_move else None
 
@@ -202,6 +204,7 @@ class HoistSlices(DemandPass):
             chain: The nodes between it and the slice.
             cut: The slice.
         """
+        # A node that has a demand itself runs on gathered operands, or is another slice.
         if node.op != "call_function" or node in self.demanding:
             return False
         if (node in self.no_grad) != (cut in self.no_grad):

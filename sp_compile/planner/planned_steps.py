@@ -132,12 +132,12 @@ class PlannedStep:
         They are exact for the share of the dry run, if a few layers represent all, and for share 1. Others are
         interpolated between the shares 0 and 1.
         """
-        unrolls, n = self.dry_run.steps or [], self.config.ranks
+        unrolls, n = self.dry_run.steps or [], self.config.ranks  # for each graph, the steps for any share
         if share == self.config.offload:
             return StepPeaks.of(self.step, n)
         if self.exact:
             graphs = [unroll.step(unroll.share(share)) for unroll in unrolls]
-        elif share == 1.0:
+        elif share == 1.0:  # `hosted` is the step with all values on the host; None if there are none
             graphs = [unroll.graph.hosted or unroll.graph for unroll in unrolls]
         else:
             return self.peak_memory(0.0).with_offload(self.peak_memory(1.0), share)
@@ -300,6 +300,7 @@ class StepPlanner:
         strategies = [s.name for s in attention_strategies() if user_strategy in ("auto", s.name)]
         choices = []
         for strategy, layout in product(strategies, layouts):
+            # (strategy, layout) are the options of the attentions, the last argument is the layout of the program.
             choice = self._attention_choice(n, (strategy, layout), layout)
             has_layout = any(candidate.layout == layout for candidate, _ in choice.candidates)
             if has_layout:  # else all attentions permute their rows to another one
@@ -352,7 +353,7 @@ class StepPlanner:
         for state in self.states(step.config.ranks):
             row = self.plan_row(step, choice, state, self.offload)
             yield row
-            if not row.fits and step.dry_run.steps:
+            if not row.fits and step.dry_run.steps:  # kept by the dry run only to compute other shares
                 with_least_share = self.min_offload(step, choice, state)
                 if with_least_share is not None:
                     yield with_least_share

@@ -61,7 +61,8 @@ class ScanBuilder(BatchedOps):
         """Return the value of an op at every step as an affine function of a state, a * state + m @ state + b.
 
         For h * c + x with the state h, the leaves of the sum are the AffineValue c * h + 0 and x; the result is the
-        AffineValue c * h + x.
+        AffineValue c * h + x. Its lag is the number of steps from the state to the value: 1 for a function of the
+        previous state, 0 of the state of the same step. Values of different lags are not combined.
 
         Args:
             node: The op of one step.

@@ -260,7 +260,7 @@ def _ulysses_candidates(shape: AttentionShape, machine: Machine, layout: str) ->
     why = None if shape.heads % n == 0 else f"{n} ranks do not divide {shape.heads} query heads"
     workspace = shape.workspace(n, shape.kv_len) if why is None else 0
     memory = exchanged_memory(shape, n) + workspace if n > 1 else 0
-    rounds = (2, 2) if n > 1 else (0, 0)
+    rounds = (2, 2) if n > 1 else (0, 0)  # exchanges in the forward, in the backward: before and after the attention
     seconds = _ulysses_seconds(shape, machine, 1)
     candidates = [Candidate("ulysses", n, 1, layout, *seconds, memory, rounds, legal=why)]
     rank_heads = math.lcm(shape.kv_heads, n) // n  # key heads of a rank, after they are repeated
