@@ -324,7 +324,8 @@ def _coarsen(table: Ints, length: int) -> Ints:
     crowded = np.bincount(table[0] // CELL, minlength=length // CELL + 2) > MAX_PIECES
     if not crowded.any():
         return table
-    # Cut the pieces at both ends of crowded cells: where a cell, or the cell before it, is crowded.
+    # Cut the pieces at both ends of crowded cells: where a cell, or the cell before it, is crowded. The first cell
+    # has none before it: its start, 0, is an edge, too.
     edges = np.append(np.flatnonzero(crowded[1:] | crowded[:-1]) + 1, 0) * CELL
     table = cut_pieces(table, edges[edges < length])
     starts, lows, highs, slopes = table

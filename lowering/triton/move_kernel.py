@@ -105,8 +105,8 @@ def choose_tiling(
     rows = min(others, key=lambda dim: dim.written, default=NO_STRIDE)
     others = [dim for dim in others if dim is not rows]
     columns = NO_STRIDE
-    # Short runs need columns that are adjacent in the source, so that reads fill lines. A dim with stride 0 there, as of
-    # an expanded source, does not help.
+    # Short runs need columns that are adjacent in the source, so that reads fill lines. A dim with stride 0 there, as
+    # that of an expanded source, does not help.
     if run * unit < CACHE_LINE:
         columns = min((dim for dim in others if dim.read), key=lambda dim: dim.read, default=NO_STRIDE)
         if rows.read and rows.read < columns.read:  # the rows are adjacent in the source, too

@@ -73,7 +73,6 @@ class ScatterLayers(Passes):
         facts = map_facts(copied, context.session.facts[ranks.group], context.shapes)
         if facts is None or context.options.sequence_parallel_linear == "never":
             reason = REGROUPED_REASON if facts is None else NEVER_RUNS
-            # The note has the name of the step, under which the report lists all decisions about scattered layers.
             self.notes = [Note(NoteKind.DECLINED, SequenceParallelLinear.name, reason, where=f"group {ranks.group}")]
             context.notes += self.notes
             return 0
@@ -201,6 +200,7 @@ class OptimizeUserExchanges(Passes):
         if context.session.has_same_programs(gm):
             changes = super().apply(gm, context)
         else:
+            # Noted for the pass inside of `ScatterLayers` that users know, by its option `sequence_parallel_linear`.
             context.notes.append(Note(NoteKind.DECLINED, SequenceParallelLinear.name, OTHER_PROGRAMS))
         # The backward consists of all nodes that depend on a tangent.
         backward = reachable_set(graph_tangents(gm.graph), lambda node: node.users)

@@ -163,8 +163,8 @@ def _visit(
         n: The number of ranks.
         keep_replicated: If True, no sequence starts at the node.
         declines: As in `propagate`.
-        window: For a node at which a sequence starts whose rows are a part of another sequence, such as rows 2 to 8
-            of 8: the frame of these rows in the other sequence, by which they are then sharded. None for other nodes.
+        window: The frame by which a sequence that starts at the node is sharded, if it is not its own: that of h[:, 1:]
+            for an embedding that is added to it. Each rank then has the same rows of both. None for other nodes.
     """
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         return NodeStep(None, (_item_placement(plan, node, node.args[0]),))

@@ -167,7 +167,7 @@ class ExchangeHalos(DemandPass):
         Returns:
             (the shard of the operand, the shard that the node needs), or None.
         """
-        wants = self.plan.wants.get(node, ())
+        wants = self.plan.wants.get(node, ())  # () for a node that runs on replicated operands
         want: Placement = wants[demand.operand] if demand.operand < len(wants) else Replicate()
         have = demand.have
         if demand.kind != "align" or not isinstance(have, Shard) or not isinstance(want, Shard):

@@ -164,6 +164,7 @@ class HoistSlices(DemandPass):
         """
         n, source = self.job.ranks.n, OpCall(node).operands[0]
         results = [node] if is_tensor(node) else list(read_results(node).values())
+        # A slice that is a sequence is sharded in its own frame. The balanced order is computed for one sequence only.
         if all(self.axes.sequence_dims(x) for x in results):
             return not self.is_balanced
         if source not in self.rows_read:  # cached, as the number of its slices falls while they are rewritten

@@ -102,6 +102,7 @@ class RunInTiles(Pass):
         """
         node = view.to_local[region.seed_products[0]]
         if not tiles:
+            # Only regions without a loss are recomputed by tiles, which is the reason not to tile them.
             if not is_scalar_loss(view, region):
                 self.note_refusal(node, ONCE_REASON)
             return False
@@ -121,7 +122,7 @@ class RunInTiles(Pass):
         self.note(node, f"{tiles} tiles of {length} of {total} rows: {sizes}{repeated_work}")
         if is_recomputed and any(has_policy(view.to_local[n]) for n in region.nodes):
             self.note_refusal(node, "its checkpoint policy does not apply to tiles", "checkpoint_policy")
-        if region.shared:
+        if region.shared:  # wide values with other readers: the nodes of the region remain for them
             for n in region.nodes:
                 set_node_info(view.to_local[n], recomputed=True)
         tiled_region = TiledRegion(
@@ -236,8 +237,8 @@ def _refusal(view: TokenView, region: TileRegion) -> str | None:
 def _is_cast(node: Node) -> bool:
     """Return True if autocast may determine the node's result dtype, so that it cannot move to another autocast region.
 
-    An sp operator counts, as it may call such ops. One with a 0-dim result, such as the
-    sp::all_reduce of a loss, only exchanges it.
+    An sp operator counts, as it may call such ops. One with a 0-dim result, such as the sp::all_reduce of a loss, only
+    exchanges it.
     """
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):

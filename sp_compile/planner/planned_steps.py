@@ -382,6 +382,7 @@ class StepPlanner:
         """
         peaks, n, machine, weights = step.peak_memory(share), step.config.ranks, self.machine, self.weights
         has_attention = choice.key == step.config.key
+        # Bytes, and the phase of the peak. With another attention, the peak grows by the difference of its memory.
         memory, phase = peaks.memory(state, n, 0.0 if has_attention else choice.memory - step.attention.memory)
         seconds = step.seconds(step.actual_attention(choice), machine)
         shards = n if state == SHARDED_STATE else 1

@@ -174,7 +174,7 @@ def exchange_digest(gm: GraphModule) -> ProgramDigest:
             for text in nodes
             if text.node.op != "output"
         ]
-    lines = []
+    lines = []  # of all ops, to locate a difference between programs with different digests
     for text in inlined:
         if text.node.op not in ("placeholder", "output"):
             operands = ["input" if isinstance(operand, str) else operand for operand in text.operands]

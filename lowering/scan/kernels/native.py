@@ -73,6 +73,7 @@ def _compute_dtype(problem: ScanProblem) -> torch.dtype | None:
         return torch.int64 if problem.accumulate is torch.int64 and problem.result is not torch.bool else None
     if not floats or problem.accumulate not in (torch.float32, torch.float64):
         return None
+    # LogSumExp of native.cpp exists for double only.
     return torch.float64 if problem.op == "logsumexp" else problem.accumulate
 
 

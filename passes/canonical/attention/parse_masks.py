@@ -390,8 +390,8 @@ class RewriteMasks(base.CanonicalPass):
             mask: The mask.
             options: Keyword arguments of the new call.
         """
-        predicate = self.emit_predicate(mask, node)
-        args = (*call.operands[:3], *predicate, call["dropout_p"], call["scale"], call["enable_gqa"])
+        rows, cols, sizes, predicate = self.emit_predicate(mask, node)
+        args = (*call.operands[:3], rows, cols, sizes, predicate, call["dropout_p"], call["scale"], call["enable_gqa"])
         with self.graph.inserting_before(node):
             self.replace(node, self.emit(sp.masked_attention.default, args, node.meta["val"], node, options))
 

@@ -190,6 +190,7 @@ class ScanBuilder(BatchedOps):
             options = {"dtype": value.dtype, "device": value.device}
             identity = self.compute(aten.eye.default, (self.sizes(rows),), like, options)
             m = ops.add(ops.multiply(identity, affine.a), m)
+        # `align` moves the dim of the steps before the two dims of a matrix.
         maps = self.expand_to(self.align(m, 2), (*batch, steps, rows, rows), like)
         terms = self.expand_to(self.align(affine.b, 2), (*batch, steps, rows, columns), like)
         time = len(batch)

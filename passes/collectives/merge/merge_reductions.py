@@ -166,6 +166,7 @@ class MergeReductions(CollectivePass):
         for node in self._nodes_between(chain, block):
             self._reinfer(node)
         ranks = self.groups.size(name)
+        # The chunks are moved before a reduce_scatter, and after an all_gather, along another dim than 0.
         if last.chunks is not None and last.kind == "reduce_scatter":
             self._resize_chunks(last.chunks, ranks)
         x, op = last.operand, last.op
@@ -177,7 +178,7 @@ class MergeReductions(CollectivePass):
         last.node.args, last.node.kwargs = OpCall(last.node).with_operands([x], **changed)
         self._reinfer(last.node)
         if last.chunks is not None and last.kind == "all_gather":
-            if last.chunks.source is not last.node:
+            if last.chunks.source is not last.node:  # its wait, whose value has changed with that of the all_gather
                 self._reinfer(last.chunks.source)
             self._resize_chunks(last.chunks, ranks)
 

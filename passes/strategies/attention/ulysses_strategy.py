@@ -307,6 +307,7 @@ def exchange_seconds(shape: AttentionShape, machine: Machine, ranks: int, chunks
     result_bytes = shape.head_bytes.results
     operand_bytes = shape.head_bytes.exchange_bytes(ranks) - result_bytes
     exchanges = sum(machine.seconds("all_to_all", nbytes / chunks, ranks) for nbytes in (operand_bytes, result_bytes))
+    # Packing reads and writes each value once.
     return chunks * exchanges + machine.copy(2 * (operand_bytes + result_bytes))
 
 
