@@ -464,7 +464,7 @@ class BlockPlanner:
 def _known_runs(tile: CellPair) -> list[AttendedRun] | None:
     """Return the runs (rectangles with a window) whose pairs are those that attend in a tile; None if unknown.
 
-    They are runs of the tile as a whole, or else of its parts, if FULL and CAUSAL blocks can compute the latter.
+    They are runs of the tile as a whole, or else of its parts (`CellPair.parts`) if these are FULL and CAUSAL blocks.
     """
     runs = tile_runs(tile)
     if runs is None and tile.parts:

@@ -157,7 +157,7 @@ def _make_exchange(call: OpCall, sent: _SentBytes) -> Exchange:
     # A reduction of gradients belongs to the layers of its parameters; another exchange to the layer of its node.
     shares = _layer_shares(node, backward, values) if node.target is sp.reduce_grad.default else ()
     layer = shares[0][0] if len(shares) == 1 else node_layer(node)
-    attends = op_strategy(node.target) is not None
+    attends = op_strategy(node.target) is not None  # an sp:: op that contains both attention and exchanges
     return Exchange(name, node.name, _exchange_line(node), shown, sent.forward, backward, layer, shares, attends)
 
 

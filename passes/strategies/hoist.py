@@ -330,7 +330,8 @@ def _match_row_wise(node: Node, rows: RowsAt) -> RowWiseNode | None:
         return None
     dim, first = rows
     factor = rule.results[0][dim]
-    if rule.window == dim:  # a slice of the rows
+    # For each operand with rows, by its index: the dim of the rows, and the index of the first one that is needed.
+    if rule.window == dim:  # a slice of the rows, from `start` on
         start, _ = rule.spans[0]
         return RowWiseNode(call, rule, dim, {0: (dim, first + start)})
     operands = {i: (dims.index(factor), first) for i, dims in enumerate(rule.operands) if factor in dims}

@@ -458,7 +458,7 @@ def _best_candidate(shape: AttentionShape, kind: str, layout: str, machine: Mach
     candidates = [c for c in candidates_in_order(shape, machine) if kind in ("auto", c.kind)]
     if layout != "auto":
         candidates = [c for c in candidates if not c.relayout]
-    legal = [c for c in candidates if c.legal is None]
+    legal = [c for c in candidates if c.legal is None]  # `legal` is the reason why it is not possible, or None
     if legal:
         return choose_attention(legal)
     smallest = min((c for c in candidates if not c.fits), key=lambda c: (c.memory, c.seconds), default=None)

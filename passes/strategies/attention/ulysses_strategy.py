@@ -221,6 +221,7 @@ class UlyssesAttention(AttentionPass):
             node: The attention.
         """
         ndim, ranks = operands[0].meta["val"].ndim, self.job.ranks
+        # Exchanges keep the global view, so that the values of the results are those of the operands.
         dims_and_frames = [x for dim, frame in (scattered, gathered) for x in (ndim + dim, self.sizes.list(frame))]
         values = [x.meta["val"] for x in operands]
         results = self.emit(sp.all_to_all.default, (operands, *dims_and_frames, ranks.n, ranks.group), values, node)
@@ -283,7 +284,7 @@ def _ulysses_seconds(shape: AttentionShape, machine: Machine, chunks: int) -> tu
     """
     compute = machine.attention(shape.flops, shape.kv_len)
     exchange = exchange_seconds(shape, machine, shape.n, chunks)
-    visible = exchange / chunks + chunks * machine.call
+    visible = exchange / chunks + chunks * machine.call  # `call`: the launches of one attention
     hidden = exchange - exchange / chunks
     forward = machine.together(compute, hidden)
     backward = machine.together(machine.attention_backward(compute), hidden)
