@@ -259,7 +259,7 @@ class CompileSession(RankQueries):
         """Return True if the ranks compare the gradients of shared results (those that are equal on all ranks).
 
         Simulated ranks, threads without a process group, exchange values and so compare them. In a dry run on torch's
-        fake groups there is nobody to compare with.
+        fake groups there are no other ranks.
         """
         return ranks.process_group is None or ranks.has_other_processes
 

@@ -55,7 +55,7 @@ def fits_native(problem: ScanProblem) -> bool:
         return False
     if _compute_dtype(problem) is None:
         return False
-    # Operands of scans are cast before the kernel runs, the factors and summands of recurrences are not.
+    # The operand of a scan is cast to this dtype before the kernel runs, the factors of a recurrence are not.
     dtype = problem.dtype if problem.kind.startswith("linear") else _kernel_dtype(problem.dtype, problem.result)
     return _native_kernel(problem, dtype) is not None
 

@@ -165,7 +165,7 @@ def ring_candidate(shape: AttentionShape, machine: Machine, layout: str, ulysses
     travel_step = machine.together(compute_backward, hop_seconds + grad_hop_seconds) + machine.copy(3 * grad_bytes)
     travel = hops * travel_step + last_hop * grad_hop_seconds
     scatter = hops * machine.together(compute_backward, hop_seconds)
-    # A reduce_scatter of the parts of all places sends as many bytes as an all_gather of one part.
+    # A reduce_scatter of the parts of all places sends the bytes of an all_gather of one part.
     scatter += machine.seconds("all_gather", grad_bytes, places, ulysses)
     scatter_memory = memory + 2 * places * grad_bytes  # the gradients of all keys, and a packed copy of them
     is_travel_faster = forward + backward + travel <= TIE_RATIO * (forward + backward + scatter)
