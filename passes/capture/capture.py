@@ -187,6 +187,7 @@ def _fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[An
             has_fake_shard = isinstance(x, Sharded) and isinstance(x.local, FakeTensor)  # then its sizes have symbols
             full = x if has_fake_shard else convert_to_mode(x)
             fake = _new_fake(x, full.shape, full.stride(), mode)
+            # The trace refuses methods of other subclasses, such as quantized weights, by the mark.
             return fake if isinstance(x, Sharded | DTensor) else mark_subclass(fake, x)
         if isinstance(x, FakeTensor):
             return x if x.fake_mode is mode else mode.from_tensor(x)

@@ -94,10 +94,14 @@ def _is_cut(node: Node, plan: PlacementPlan) -> bool:
 
 
 def _is_loose(node: Node, plan: PlacementPlan, n: int) -> bool:
-    """Return True if the node computes finite padded rows that differ from the nearest valid row."""
-    if node.target is operator.getitem:
+    """Return True if the node computes finite padded rows that differ from the nearest valid row.
+
+    These are random draws and the ops with "finite" in `PADDED`; rows that a window cuts off are found by `_is_cut`.
+    """
+    if node.target is operator.getitem:  # a result of an op with several results
         return is_tensor(node) and _is_loose(node.args[0], plan, n)
     placements = [p for p in plan.placements.get(node, ()) if isinstance(p, Shard)]
+    # Without shards there is no padding. Nodes without `wants` run on replicated operands.
     if node.op != "call_function" or not placements or node not in plan.wants:
         return False
     has_own_rows = PADDED.get(node.target) == "finite" or is_random(node)

@@ -100,14 +100,17 @@ def _chunk_sources(gm: GraphModule, axes: Axes) -> dict[int, Atom]:
     chunks an op relates count, by a scan, sum or selection along the dim of chunks. Otherwise the chunks are
     independent, such as the sequences of a batch that was flattened.
     """
-    splits: dict[int, list[Split]] = {}  # by the class of the dim of chunks
+    splits: dict[int, list[Split]] = {}  # by the class of the dim of chunks, the first factor of a split
     for split in axes.all_splits():
         splits.setdefault(axes.find(split.factors[0].name), []).append(split)
     sources: dict[int, Atom] = {}
     for call, rule in _ruled_calls(gm) if splits else ():
+        # What the op does along each dim: a sum relates chunks only in a contraction; a plain one may be that over
+        # a flattened batch.
         for dim, kind in _classify_factors(axes, call, rule):
             if kind in CHUNK_RELATIONS or (kind == "sum" and rule.is_contraction):
-                for split in (s for a in dim for s in splits.get(axes.find(a.name), ())):
+                splits_of_dim = (s for a in dim for s in splits.get(axes.find(a.name), ()))
+                for split in splits_of_dim:
                     for factor in split.factors:
                         sources.setdefault(axes.find(factor.name), split.source)
     return sources

@@ -232,6 +232,7 @@ def _find_apart(parts: Sequence[JoinedPart], dim: int, n: int, work: RowWork, ax
     longest, joined_rows = lengths.index(max(lengths)), ceil_div(sum(lengths), n)
     apart = []
     for i, (part, length) in enumerate(zip(parts, lengths)):
+        # A placed part is read from a value as long as the joined sequence, which has the frame of the result already.
         if part.is_placed or (i == longest and n * length > sum(lengths)):
             continue
         rows = min(length, joined_rows)  # that a rank computes without a frame of its own

@@ -89,7 +89,7 @@ def decline_product(call: OpCall, rule: BoundRule | None, have: Sequence[Placeme
     """
     if rule is None:
         return None
-    # An op that reduces all dims to one number, such as a loss; in a model, it reads the result of the last layer.
+    # Not only products: a sum or mean of all elements, in practice the end of a loss, has no sharded result.
     if rule.vanishing and all(is_same_size(size_product(shape), 1) for shape in call.result_shapes()):
         return "the result of the last layer is reduced to one number, so it has no rows to scatter"
     if not rule.is_contraction:

@@ -257,7 +257,11 @@ class CompileSession(RankQueries):
         return hash_text(str((graph_digest(gm).digest, groups, labels, relations, sizes)))
 
     def compares_gradients(self, ranks: Ranks) -> bool:
-        """Return True if gradients of shared results are compared; not in a dry run on torch's fake groups."""
+        """Return True if the ranks compare the gradients of shared results (those that are equal on all ranks).
+
+        Simulated ranks, threads without a process group, exchange values and so compare them. In a dry run on torch's
+        fake groups there are no other ranks.
+        """
         return ranks.process_group is None or ranks.has_other_processes
 
     # After the passes.

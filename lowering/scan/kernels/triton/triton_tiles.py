@@ -283,7 +283,10 @@ class Sweep:
 
     @property
     def start(self) -> float:
-        """Return the value of the neutral state."""
+        """Return the result of the scan before its first element.
+
+        For "linear" that is the state h = 0, as `neutral` is the neutral factor, 1.
+        """
         return 0 if self.op == "linear" else self.neutral
 
     def totals(self) -> Sweep:
