@@ -68,6 +68,7 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
         The new (out, lse) in lse's dtype.
     """
     total_lse = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    # `mask_empty` replaces -inf, the lse of a row without keys and with a sink of -inf, by +inf: its factor is 0.
     return out.to(lse.dtype) * torch.exp(lse - mask_empty(total_lse)).unsqueeze(-1), total_lse
 
 

@@ -92,7 +92,8 @@ LINEAR_ATTENTION_OPS = (sp.linear_attention.default, sp.linear_attention_state.d
 def _process_tokens(*operands: Any) -> tuple[ScanShards, Tensor, Tensor]:
     """Compute both results of linear attention from the operands of its operators, `ATTENTION_OPERANDS`.
 
-    A fold is one of the contiguous runs of tokens of a rank: one, or two in a zigzag frame.
+    A fold is one of the contiguous runs of tokens of a rank: one, or two in a zigzag frame. Documents have states of
+    their own if `opened` is given: it has the number of the document at its first token, `closed` at its last one.
 
     Returns:
         The shards; the result (B, S, H, V); and the state after each fold, (B, H, folds, K, V), or if documents have
@@ -101,7 +102,8 @@ def _process_tokens(*operands: Any) -> tuple[ScanShards, Tensor, Tensor]:
     *rows, initial, scale, kernel = operands[:13]  # `rows`: the ten fields of TokenRows
     shards = ScanShards(*operands[13:])  # the frame and the ranks
     tokens = TokenRows(*rows)
-    exchange, size = shards.carry_exchange(tokens.v, 1, False), chunk_tokens(tokens.decay.shape[-1])
+    exchange = shards.carry_exchange(tokens.v, dim=1, reverse=False)  # of the states, between ranks
+    size = chunk_tokens(tokens.decay.shape[-1])
     dtype = state_dtype(tokens.v)
     tokens = tokens.map(lambda x: x[(...,) + (None,) * (4 - x.ndim)])  # 4 dims, for beta, starts and marks, too
     tokens = tokens.map(lambda x: shards.fill_padding(x, 1, 0))  # padded rows keep the state

@@ -65,14 +65,14 @@ def _reaches_reader(
         node: The value.
         user: A user of the value.
         plan: The plan of the graph.
-        read_nodes: The nodes after the value for which this is known to be True.
+        read_nodes: The nodes after the value of which a reader may depend on padded rows, as found so far.
         ignores_padding: Returns True for ops whose valid rows do not depend on padded rows of this kind.
     """
     if user.op == "output":
         return isinstance(plan.of(node), Shard)  # another graph may read it
-    if user.target is operator.getitem:
+    if user.target is operator.getitem:  # it selects one result of the node, with the same rows
         return user in read_nodes
-    if not _is_sharded(node, plan) or user not in plan.wants:  # a user that is not on shards reads gathered rows
+    if not _is_sharded(node, plan) or user not in plan.wants:  # not on shards: rows are gathered without padding
         return False
     if user in read_nodes and not drops_padding(user):
         return True  # the user's result has the same padded rows, and a reader of the result depends on them
@@ -94,7 +94,10 @@ def _is_cut(node: Node, plan: PlacementPlan) -> bool:
 
 
 def _is_loose(node: Node, plan: PlacementPlan, n: int) -> bool:
-    """Return True if the node computes finite padded rows that differ from the nearest valid row."""
+    """Return True if the node, in the global graph, computes finite padded rows unlike the nearest valid row.
+
+    A node is in `plan.wants` if it runs on shards. Others have results without padded rows until these are sharded.
+    """
     if node.target is operator.getitem:
         return is_tensor(node) and _is_loose(node.args[0], plan, n)
     placements = [p for p in plan.placements.get(node, ()) if isinstance(p, Shard)]
@@ -176,7 +179,7 @@ class PaddingProof:
         if node.op == "output":
             self._check_output(node)
         elif node.target is operator.getitem:  # its rows are those of its operand
-            for nodes in (self.loose, self.cut):
+            for nodes in (self.loose, self.cut):  # `cut`: the loose nodes whose padded rows may be infinite or NaN
                 if node.args[0] in nodes:
                     nodes.add(node)
         elif node.op == "call_function":

@@ -241,7 +241,8 @@ class _RivalChoice:
         gm: Graph.
         axes: Axes, whose `sequences` are the candidates with the strongest evidence; updated.
         found: The evidence for dims of several positions, the strongest first.
-        chunk_sources: The atoms that are split into chunks, by the classes of their factors.
+        chunk_sources: The atoms (factors of dims) that are split into chunks, by the classes of their factors: for a
+            dim s that is reshaped to (c t), c and t each map to s.
         preferred: Classes that are chosen over any other.
     """
 
@@ -250,7 +251,8 @@ class _RivalChoice:
     ) -> None:
         """Collect the candidates: the classes of dims with evidence, by the name of the class (`Axes.find`)."""
         self.gm, self.axes, self.found, self.preferred = gm, axes, found, preferred
-        self.rows: dict[int, set[int]] = {}  # the classes of a candidate and of its chunks
+        # Each dict is by the name of a candidate.
+        self.rows: dict[int, set[int]] = {}  # its class, and those of the dims of chunks into which it is split
         self.sizes: dict[int, Size] = {}  # positions of a candidate
         self.kinds: dict[int, str] = {}  # its strongest evidence
         for evidence in found:

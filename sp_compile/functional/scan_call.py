@@ -341,7 +341,9 @@ class LinearCall(ShardCall):
         return [size for i, size in enumerate(shape) if i != self.dim % len(shape)]
 
     def errors(self) -> Iterator[SpError]:
-        """Yield an error for each invalid argument.
+        """Yield an error for each invalid argument; the caller reads the first one only.
+
+        A check may therefore rely on those before it.
 
         Returns:
             SP454, SP502 to SP507, SP512, SP513, and SP526.

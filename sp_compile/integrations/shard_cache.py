@@ -229,14 +229,15 @@ class CacheSharing:
         _tried.add(self.model)
 
     def _step(self, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Return the result of the eager model, with the attention function that merges the ranks."""
+        """Return the result of the eager model for one new token; its attention merges the results of the ranks."""
         from ._compat.attention_names import select_attention
         from .cached_rows import ROWS_ATTENTION
 
         message = Message(CALL_VERB, f"{self.name}: {STEP}")
         with (
-            announce_failures(channel_of(self.ranks), message, {}, {}),  # to ranks that wait in the attention
-            mark_running([self.ranks]),
+            # To ranks that wait in the attention. {}: no lines of collectives or nodes, since nothing is compiled.
+            announce_failures(channel_of(self.ranks), message, {}, {}),
+            mark_running([self.ranks]),  # raises if the channel of the ranks is ended meanwhile
             mark_agreed(),  # every rank refuses an attention that is not supported
             select_attention(self.model, ROWS_ATTENTION),
             torch.compiler.set_stance("force_eager"),

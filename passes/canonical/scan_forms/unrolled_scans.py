@@ -196,6 +196,7 @@ def _match_combine(
     def symbol(x: Node) -> sympy.Symbol | None:
         """Return the symbol of an operand, left or right rows of a leaf; None for values computed from operands."""
         source, row_slice = _match_rows(x, level.dim)
+        # At even rows, combine(odd[:-1], x[2::2]): the left operand is a result of the inner level, not rows of a leaf.
         if source is level.odd and num_results and row_slice == (0, 1, num_results):
             return left
         if row_slice is None or row_slice not in sides:

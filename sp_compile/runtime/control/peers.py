@@ -181,7 +181,7 @@ class PeerListener:
             on_wait: Called while the rank waits.
 
         Raises:
-            OSError: A rank cannot be reached.
+            OSError: A rank cannot be reached, or does not connect in time (ConnectionError).
         """
         rounds = range((size - 1).bit_length())
         sending = [_connect_to((rank + (1 << k)) % size, rank, k, find, timeout, on_wait) for k in rounds]
@@ -197,7 +197,7 @@ class PeerListener:
                     raise ConnectionError(_describe_failure(missing[0], "it has not connected to this rank")) from None
                 on_wait()
                 continue
-            k = self._identify(sock, rank, size)
+            k = self._identify(sock, rank, size)  # the round, or None for a connection of another program
             if k is not None:
                 accepted[k] = _set_options(sock)
         return PeerLinks(rank, size, sending, [accepted[k] for k in rounds])
