@@ -112,9 +112,11 @@ def _count_known_pairs(
         col_tables: Tables of the vectors over keys that it reads.
     """
     args = predicate, q_rows, k_rows, sizes, row_tables, col_tables
+    # A predicate that reads no vectors depends on positions only.
     plan = plan_blocks(*args) if row_tables or col_tables else tiles_by_position(*args[:4])
-    rows, cols = list(map(_table_values, row_tables)), list(map(_table_values, col_tables))
-    return _count_planned_pairs(plan, args, rows, cols, 1, torch.device("cpu"))
+    rows, cols = list(map(_table_values, row_tables)), list(map(_table_values, col_tables))  # the vectors
+    batch_entries = 1
+    return _count_planned_pairs(plan, args, rows, cols, batch_entries, torch.device("cpu"))
 
 
 def _count_planned_pairs(

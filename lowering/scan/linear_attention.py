@@ -264,10 +264,11 @@ def _affine_scan(factor: Tensor, state: Tensor, initial: Tensor | None, exchange
     """
     if exchange.is_single:
         return sp.affine_scan(factor, state, initial, 2, exclusive=True)
-    rows = exchange.n * factor.shape[2]
-    frame = [1, rows, 0, rows, exchange.folds]
+    rows = exchange.n * factor.shape[2]  # chunks of all ranks
+    frame = [1, rows, 0, rows, exchange.folds]  # all chunks are valid; as many folds as the tokens have
+    reverse, accumulate, exclusive = False, None, True
     return sp.affine_scan(
-        factor, state, initial, 2, False, None, True, frame, exchange.method, exchange.n, exchange.group
+        factor, state, initial, 2, reverse, accumulate, exclusive, frame, exchange.method, exchange.n, exchange.group
     )
 
 
@@ -287,10 +288,12 @@ def _run_kernel(
         out, end = run_attention_kernel(*rows[:8], initial, scale, kernel)  # all but the marks of documents
         return out, end.unsqueeze(2)
     identity = torch.eye(size, dtype=state_dtype(tokens.v), device=tokens.v.device)
-    first = F.pad(identity, (columns, 0)).expand(rows.v.shape[0], rows.v.shape[2], -1, -1)  # zeros, then the identity
+    # The state before each fold, (B * folds, H, K, V + K): zeros, then the identity. `end` has the same shape.
+    first = F.pad(identity, (columns, 0)).expand(rows.v.shape[0], rows.v.shape[2], -1, -1)
     out, end = run_attention_kernel(*rows._replace(v=F.pad(rows.v, (0, size)))[:8], first, scale, kernel)
+    # (B * folds, H, K, V + K) -> (B, H, folds, K, V) and (B, H, folds, K, K)
     state, factor = end.unflatten(0, (-1, folds)).movedim(1, 2).split([columns, size], -1)
-    before = _affine_scan(factor, state, initial, exchange)
+    before = _affine_scan(factor, state, initial, exchange)  # (B, H, folds, K, V)
     out, reads = (x.unflatten(0, (-1, folds)) for x in out.split([columns, size], -1))  # (B, folds, rows, H, ...)
     out = out + (reads.transpose(2, 3).to(before.dtype) @ before.movedim(2, 1)).transpose(2, 3).to(out.dtype)
     return out.flatten(1, 2), factor @ before + state

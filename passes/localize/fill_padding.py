@@ -228,7 +228,8 @@ class PaddingProof:
     def _is_longer(self, operand: Node, want: Shard) -> bool:
         """Return True if the operand has more valid rows than the demanded window.
 
-        The node that cut off the rows has no call in the local graph, so the operand is the uncut value.
+        A node that cuts off rows, such as x[:, :-1], has no call in the local graph: its reader there has the operand
+        x. The windows then differ; the demanded one is always the shorter one.
         """
         origin = node_info(operand).origin
         have = None if origin is None else self.plan.of(origin)

@@ -214,6 +214,7 @@ def _find_evidence(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None
     found = list(_found_dims(gm, axes, chunk_sources))
     if not found:
         return
+    # `found` is ordered by kind, the strongest one first.
     strongest = [x for x in found if x.kind == found[0].kind]
     long = [x for x in found if not is_same_size(x.atom.size, 1)]
     # A sequence of one token, as in decoding, is a sequence only if there is no longer one: it cannot be sharded.

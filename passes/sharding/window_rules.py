@@ -102,6 +102,7 @@ def place_window(sliding: SlidingRows, shard: Shard, n: int) -> Shard | str:
         return "the size of its halo is not known"
     # Rows of other ranks that a rank reads, before and after its own.
     halo = max(-first_row, 0) + max(first_row + sliding.width - sliding.stride, 0)
+    # A shift (width 1) is exempt: it reads as many rows as the rank has, from any distance.
     if sliding.width > 1 and 2 * halo > assume_large(frame.size):
         return f"its halo has {halo} rows, more than half of the sequence of {frame.size}"
     return replace(shard, frame=result_frame)
@@ -302,7 +303,8 @@ def _pad_windows(call: OpCall) -> WindowCalls:
 def _roll_windows(call: OpCall) -> WindowCalls:
     """Return the form of a roll along each of its dims: a roll of the other dims (`first`), then sp::roll of this one.
 
-    A dim that is named twice is rolled by the sum of its shifts.
+    A dim that is named twice is rolled by the sum of its shifts. The result is {} for a roll without dims, which rolls
+    the flattened tensor.
     """
     shape, shifts, shift_of_dim = call.shape(), call["shifts"], dict[int, Size]()
     for d, shift in zip(call["dims"] or (), shifts if isinstance(shifts, Sequence) else [shifts]):

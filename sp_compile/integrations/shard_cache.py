@@ -245,7 +245,10 @@ class CacheSharing:
             return forward(**arguments)
 
     def _prompt(self, forward: Callable[..., Any], arguments: dict[str, Any], cache_name: str) -> Any:
-        """Return the compiled model's result, and replace the cache's layers by ones with this rank's rows."""
+        """Return the compiled model's result, and replace the cache's layers by ones with this rank's rows.
+
+        Dummy layers of transformers, those of model layers without keys and values of their own, remain as they are.
+        """
         from sp_compile.backend import sp
 
         from .cached_rows import PromptLayer

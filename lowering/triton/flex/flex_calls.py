@@ -225,7 +225,7 @@ def _run_program(
 
 
 def _compile_program(fn: Callable[..., Any], xs: list[Tensor], lengths: list[tuple[int, ...]]) -> FlexProgram:
-    """Compile a function with dynamic ``lengths``.
+    """Compile a function of the tensors ``xs``; ``lengths`` are the dims of each tensor whose sizes may differ later.
 
     A failure warns and marks flex_attention as unavailable, so that later calls compute scores densely.
     """

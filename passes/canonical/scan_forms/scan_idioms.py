@@ -82,7 +82,7 @@ class ScanMatch:
 def match_scan(node: object) -> ScanMatch | None:
     """Return the scan that computes a value, a torch op or an sp.scan of the global view; else None.
 
-    Also None for an sp.scan with other options than a direction and exclusion, which no idiom combines with.
+    Also None for an sp.scan with segments, its own accumulation dtype or a frame: no idiom applies to these.
     """
     node = value_origin(node)
     if not isinstance(node, Node) or node.target not in (*CUMULATIVE_OPS, sp.scan.default):

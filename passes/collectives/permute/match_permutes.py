@@ -136,7 +136,8 @@ def downstream_moves(node: Node) -> list[Node]:
 def _upstream_chain(sent: Node, x: Node) -> set[Node] | None:
     """Return all nodes from x to the sent value, or None if the exchange cannot replace them.
 
-    It cannot if one does not only move data, or if other nodes read a copy among them, which would remain.
+    It cannot if one of them is no move, such as an add, or if another node reads a copy among them: the copy would
+    remain. A view with other readers costs nothing.
     """
     chain = reachable_set([sent], lambda n: moved_operands(n) if n is not x and is_move(n) else ()) | {x}
     for node in chain - {x}:

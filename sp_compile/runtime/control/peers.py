@@ -86,6 +86,7 @@ class PeerLinks:
         number, length = LENGTH.unpack(self._receive(k, before, LENGTH.size, on_wait))
         self._check_number(k, number)
         received = bytearray()
+        # In chunks that sockets buffer: if both sides first sent all of a long payload, both sends could wait forever.
         for start in range(0, max(length, len(payload)), CHUNK_BYTES):
             _send(after, payload[start : start + CHUNK_BYTES], on_wait)
             received += self._receive(k, before, max(0, min(CHUNK_BYTES, length - start)), on_wait)
