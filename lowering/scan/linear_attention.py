@@ -66,7 +66,7 @@ def linear_attention(*operands: Any) -> Tensor:
     backward. Backward: through the same products, differentiable once.
     """
     shards, out, _ = _process_tokens(*operands)
-    return shards.window(out, 1)
+    return shards.window(out, 1)  # padded rows repeat the nearest valid row, and have zero cotangents
 
 
 @composite(f"linear_attention_state({ATTENTION_OPERANDS}) -> Tensor")
@@ -220,9 +220,11 @@ def _solve(system: Tensor, values: Tensor) -> Tensor:
 
 
 def _decayed_products(x: Tensor, y: Tensor, at_x: LogDecay, at_y: LogDecay, is_allowed: Tensor) -> Tensor:
-    """Return the sum over k of x_ik y_jk, decayed from j to i, and 0 for pairs (i, j) that are not allowed.
+    """Return the sum over k of x_ik y_jk d_ijk, with the decay d from token j to token i; 0 where not allowed.
 
-    These are the products of rows of tokens i and of earlier tokens j.
+    These are the products of rows of tokens i and of earlier tokens j. `at_x` and `at_y` are the decays from the start
+    of the chunk to the tokens of x and of y, so that d_ij is exp(at_x_i - at_y_j). With one decay for all k, d is a
+    factor of the product x @ y.mT.
     Shapes: x, y (..., T, K); at_x, at_y (..., T, 1) or (..., T, K); is_allowed (..., T, T) -> (..., T, T).
     """
     if at_x.log.shape[-1] == 1:

@@ -82,7 +82,7 @@ def flex_forward(q: Tensor, k: Tensor, v: Tensor, call: FlexSetup) -> tuple[Tens
         call: The functions and settings.
     """
     out, lse, *_ = torch.ops.higher_order.flex_attention(q, k, v, call.score_mod, *call.arguments(q, k))
-    return out, lse * LN2
+    return out, lse * LN2  # flex_attention's log-sum-exp is to base 2
 
 
 def flex_backward(

@@ -163,7 +163,7 @@ def _visit(
         n: The number of ranks.
         keep_replicated: If True, no sequence starts at the node.
         declines: As in `propagate`.
-        window: The window of another sequence as which a sequence starts at the node, if any.
+        window: A frame of another sequence, if a sequence that starts at the node is a window of that one.
     """
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         return NodeStep(None, (_item_placement(plan, node, node.args[0]),))
@@ -189,7 +189,8 @@ def _visit(
     if declined is not None:
         step = replicate_operands(node, have, "gathered", declined, len(step.results))
     step = _mark_varying(node, rule, have, step)
-    # The step runs on replicated operands: gradients and random draws must then be equal on all ranks.
+    # A step on replicated operands must have equal gradients and random draws on all ranks. SUMMAND_GRAD is the
+    # placement of a replicated value of whose gradient each rank computes one summand.
     if step.wants is None and VARYING not in step.results:
         demands += [Demand(node, i, "invariant", p, why=INVARIANT) for i, p in enumerate(have) if p == SUMMAND_GRAD]
     demands += step.demands

@@ -149,6 +149,7 @@ def _add_parts(gm: GraphModule, axes: Axes) -> None:
             if not axes.sequences.isdisjoint(result | operand):
                 for classes in (result, operand):
                     candidates |= classes if len(classes) == 1 else set()  # a flattened dim has several
+        # A value with two sequences can be sharded along one only, so that the earlier sequence remains.
         new = {name for name in candidates - axes.sequences if not _has_rivals(axes, name)}
         if not new:
             break
@@ -377,7 +378,8 @@ def sequence_candidates(gm: GraphModule, axes: Axes) -> list[SequenceCandidate]:
         is_chosen = name in axes.sequences
         why = "" if is_chosen else axes.lost.get(name, "the others have stronger evidence, or are named by seq_dims")
         is_input = name in input_names
-        candidates.append(SequenceCandidate(size, kind, len(nodes), is_input, is_chosen, is_chosen, share, why))
+        is_split = is_chosen  # until the placements are known
+        candidates.append(SequenceCandidate(size, kind, len(nodes), is_input, is_chosen, is_split, share, why))
     return sorted(candidates, key=lambda c: (not c.is_chosen, -assume_large(c.size)))
 
 

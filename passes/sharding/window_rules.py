@@ -239,11 +239,12 @@ def _image_numbers(value: Any, default: Any, count: int = 1) -> list[Any]:
 
 
 def _avg_pool_windows(call: OpCall) -> WindowCalls:
-    """Return the windows of an average pool along its last dim.
+    """Return the windows of an average pool of a sequence (avg_pool1d) along its last dim.
 
-    The sp:: op divides each sum by the same number. So the result is empty if some windows have a smaller divisor:
-    those that end beyond the padding, and those that contain padding if it is not counted.
+    The sp:: op divides each sum by the same number. So the result is {} if some windows have a smaller divisor: those
+    that end beyond the padding, and those that contain padding if it is not counted.
     """
+    # Each argument is a number or a list of one; the stride is [] if it is not given, and then the width.
     (width,), (before,) = (_image_numbers(call[name], 0) for name in ("kernel_size", "padding"))
     (stride,) = _image_numbers(call["stride"], width)
     sliding = SlidingRows(call.result_shapes()[0][-1], before, width, stride)

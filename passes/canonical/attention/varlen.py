@@ -47,6 +47,7 @@ class RewriteVarlenAttention(CanonicalPass):
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Replace every call of varlen_attn, and report the reason for those that remain."""
         changes = 0
+        # `varlen_attention` is None if this torch has no such op.
         calls = list(self.graph.find_nodes(op="call_function", target=varlen_attention)) if varlen_attention else []
         for node in calls:
             reason = _varlen_refusal(node)

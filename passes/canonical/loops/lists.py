@@ -163,7 +163,7 @@ class StackWrittenRows(CanonicalPass):
 
 
 def _match_write(node: Node) -> RowWrite | None:
-    """Return the write that a select_scatter, or a slice_scatter of one row, is; None for other nodes or indices."""
+    """Match the write of one row by select_scatter or slice_scatter; return None for other nodes or symbolic sizes."""
     if node.op != "call_function" or node.target not in SCATTERS:
         return None
     call = OpCall(node)

@@ -130,8 +130,9 @@ class UnrolledScans(RewriteAssociativeScans):
 def _match_level(join: Node) -> _Level | None:
     """Return the level of a tree of which a node is the join, flatten(stack([even, odd])), else None.
 
-    Also None if the rows of the join may not be those of the result, in order.
+    Also None if it is not certain that the rows of the join, in order, are those of the result.
     """
+    # The row x[:1] with which the even rows start: its source is the leaf x.
     first_row = match_interleaving(join)
     if first_row is None:
         return None

@@ -267,7 +267,7 @@ def _is_inverse(first: Node, second: Node) -> bool:
     factors = ExchangedFactors(cut[0], (table.new_factor(n),))
     result = exchange_factors(table, factors, before, scatter % ndim, gather % ndim)
     operand = ArrangementTracker(table, {first: result}).arrangement(second.args[0])  # of the second, in factors of x
-    if operand is None or operand.fixed:
+    if operand is None or operand.fixed:  # fixed: a piece of x only
         return False
     scatter, gather = (dim % len(operand.dims) for dim in second.args[1:3])
     cut = table.split_leading(operand.dims[scatter], n)

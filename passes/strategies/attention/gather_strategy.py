@@ -85,6 +85,7 @@ def _gather_sends(call: OpCall, n: int) -> tuple[Size, Size]:
     key_bytes = heads.keys if len(call["k_frame"]) else 0  # without a frame, every rank has all keys
     relayout = relayout_bytes(call, heads.queries + heads.results, n)  # rows to zigzag order and back, if requested
     forward = relayout + collective_bytes("all_gather", key_bytes, n)
+    # Gradients of keys are sent in float32: `widening` is 2 for bfloat16 keys.
     return forward, forward + collective_bytes("reduce_scatter", key_bytes * heads.widening, n)
 
 

@@ -151,7 +151,7 @@ class PeerListener:
         """Listen at a free port.
 
         Args:
-            store_host: The host of the store, or "".
+            store_host: The host of the group's store, whose route selects the network interface; "" without one.
 
         Raises:
             OSError: GLOO_SOCKET_IFNAME is no interface with an address, or the address is not one of this host.
