@@ -105,7 +105,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
     """
     args, (steps, grads, *mask_rows) = ShardArgs.of(arguments)  # mask_rows is [] if the dispatcher omits it (False)
     q, k, v = autocast(q, k, v)
-    return _attend_in_rings(q, k, v, args, 1, steps, grads, *mask_rows)
+    return _attend_in_rings(q, k, v, args, 1, steps, grads, *mask_rows)  # 1: no neighborhoods, one ring of all ranks
 
 
 @composite(f"hybrid_attention({ATTENTION_ARGUMENTS}, int ulysses, str grads) -> Tensor", padded="finite")

@@ -86,6 +86,7 @@ def find_sequences(
     _add_parts(gm, axes)
     _find_granules(gm, axes)
     _find_strides(gm, axes)
+    # `axes.selected`: (dim of the result, dim of the operand) of each slice or index, which selects positions of it
     for dim, source in axes.selected if picks else ():
         names = {axes.find(a.name) for a in dim if not is_same_size(a.size, 1)} - axes.sequences
         if len(names) == 1 and any(axes.is_sequence(a) for a in source) and not _has_rivals(axes, *names):
@@ -329,7 +330,7 @@ def _chunk_classes(axes: Axes, chunk_sources: Mapping[int, Atom], name: int) -> 
 
     Args:
         axes: The axes.
-        chunk_sources: The atoms that are split into chunks, by the classes of their factors.
+        chunk_sources: The atoms that are split into chunks, by the classes of their factors (`_chunk_sources`).
         name: The class of the sequence.
     """
     chunks = {axes.find(split.factors[0].name) for split in axes.all_splits()}

@@ -75,7 +75,7 @@ class SplitNestedScans(DemandPass):
         total_splits, splits = 0, super().apply(gm, job)
         while splits:
             total_splits += splits
-            job.invalidate()
+            job.invalidate()  # the plan is computed again for the rewritten graph
             splits = super().apply(gm, job)
         return total_splits
 

@@ -115,7 +115,7 @@ def shards_of(group: Mesh, layout: str, length: int | None, exchange: str) -> Sc
     if layout != CONTIGUOUS.name or length is not None or exchange != "auto":
         raise SpError("SP511", "layout, length, exchange: not supported without group=.")
     if torch.compiler.is_compiling():
-        _declare_scan_routes("", 1)  # no route, only the version of the operators
+        _declare_scan_routes("", 1)  # no route; adds the version of the operators to the key of torch's caches
     return None
 
 

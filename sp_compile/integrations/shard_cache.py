@@ -138,6 +138,7 @@ class CacheSharing:
             """Return the result of `generate()` with a sharded cache."""
             own = self.model.generation_config
             given = kwargs.get("generation_config") or own
+            # The model's own config may set these, such as a default cache, which is replaced below.
             refused = [
                 name for name in REFUSED if kwargs.get(name) or (given is not own and getattr(given, name, None))
             ]
@@ -193,9 +194,9 @@ class CacheSharing:
             return self._step(forward, arguments)
         if not cache.layers:  # a cache that creates its layers at the first use
             cache.layers, cache.layer_class_to_replicate = self._new_cache().layers, None
-        if self.model not in _tried:
+        if self.model not in _tried:  # once per model: unsupported attention raises here, before any work
             self._try_step(forward, tokens, cache_name)
-        if tokens.shape[1] <= self.ranks.n:  # at most one position a rank
+        if tokens.shape[1] <= self.ranks.n:  # at most one position a rank: too short to shard, so it runs eagerly
             cache.layers = self._rows_layers(cache)
             return self._step(forward, arguments)
         return self._prompt(forward, arguments, cache_name)

@@ -101,7 +101,8 @@ class RewriteVarlenAttention(CanonicalPass):
         heads_first = [self._to_sdpa_layout(x, like) for x in qkv]
         predicate = " & ".join(["Eq(row0, col0)", *window_predicate(position, *window)])
         enable_gqa = not is_same_size(node_shape(q)[1], node_shape(k)[1])
-        args = (*heads_first, rows, cols, [], predicate, dropout_p, scale, enable_gqa)
+        sizes: list[Node] = []  # numbers that the predicate reads: none
+        args = (*heads_first, rows, cols, sizes, predicate, dropout_p, scale, enable_gqa)
         out = self.compute(sp.masked_attention.default, args, like, more)
         return self.compute(aten.transpose.int, (self.compute(aten.squeeze.dims, (out, [0]), like), 0, 1), like)
 

@@ -98,7 +98,7 @@ class StackWrittenRows(CanonicalPass):
     def _stack_chain(self, last: Node) -> bool:
         """Replace the chain of writes that ends in the write `last` by a stack or cat of its rows.
 
-        Returns False, and reports the reason if the chain looks like a loop, if it is not replaced.
+        Returns False if the chain is not replaced. The reason is reported only for a chain that looks like a loop.
         """
         chain = self._read_chain(last)
         if chain is None:

@@ -88,7 +88,7 @@ class UnrolledScans(RewriteAssociativeScans):
         # The result of an odd number of rows has a padding row, which the users of the join slice off.
         results = list(level.join.users) if level.rows % 2 else [level.join]
         leaves = [x for x in (combine.factors, level.leaf) if x is not None]  # as sp.linear_scan or sp.scan reads them
-        scan = CombineOp(combine.op, tuple(range(len(leaves))))
+        scan = CombineOp(combine.op, tuple(range(len(leaves))))  # of all leaves, by their indices
         has_equal_types = len({(node_shape(x), x.meta["val"].dtype) for x in (*leaves, *results)}) == 1
         if not has_equal_types or not self.supports_dtypes(leaves, scan):
             return False
@@ -207,11 +207,12 @@ def _match_combine(
             right_leaves[operand] = source
         return operand
 
+    # A detached value would have the same expression, but no gradient.
     if any(map(stops_gradient, nodes_before(value, lambda node: symbol(node) is not None))):
         return None
     expression = expression_of(value, symbol)
     # A scan of the leaf alone combines its left and right rows by one op, such as a sum.
-    scan = scan_of_leaf(expression, 0, [left], [right])
+    scan = scan_of_leaf(expression, 0, [left], [right])  # of leaf 0, the only one
     if scan is not None:
         return _LevelCombine(scan.op) if scan.op in KNOWN_OPS else None
     # A recurrence multiplies the left rows by the right rows of a second leaf, the factors.

@@ -79,7 +79,8 @@ def match_all_to_all(node: Node) -> AllToAllMatch | str:
     sent, received_sizes, sent_sizes = (call[name] for name in ("input", "output_split_sizes", "input_split_sizes"))
     if group is None:
         return "its group has no name"
-    # Other kinds of groups are the package's own, for exchanges between pairs of ranks.
+    # "": a process group; "among" and "across": its part of adjacent ranks, or of every k-th rank. Other kinds are the
+    # package's own, for exchanges between pairs of ranks.
     if route_kind(group) not in ("", "among", "across") or len(sent_sizes) == 1:
         return ""
     shares = [*as_sizes(received_sizes), *as_sizes(sent_sizes)]
