@@ -156,6 +156,7 @@ def _map_chunks(x: TokenRows, initial: Tensor | None) -> ChunkMaps:
         initial: (N, H, K, V), the initial states of N documents, if ``x.opened`` marks documents; else not used.
     """
     decays = Decays.of(x.decay, x.starts)
+    # The decays from the start of the chunk to the end of each token, and to the start of the token's document.
     after, base, causal = decays.after, decays.base, decays.causal_mask()
     kept_last = after.map(lambda y: y[..., -1:, :]).since(after)  # decay from each token to the end of the chunk
     if decays.segment is not None:

@@ -96,7 +96,7 @@ def _is_cut(node: Node, plan: PlacementPlan) -> bool:
 def _is_loose(node: Node, plan: PlacementPlan, n: int) -> bool:
     """Return True if the node, in the global graph, computes finite padded rows unlike the nearest valid row.
 
-    A node is in `plan.wants` if it runs on shards. Others have results without padded rows until these are sharded.
+    A node is in `plan.wants` if it runs on shards; all others compute full rows.
     """
     if node.target is operator.getitem:
         return is_tensor(node) and _is_loose(node.args[0], plan, n)

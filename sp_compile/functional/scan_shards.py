@@ -44,7 +44,7 @@ class ScanShardOptions:
         return LAYOUTS[self.layout].chunks
 
     def errors(self, shape: Sequence[int], dim: int) -> Iterator[SpError]:
-        """Yield an error for each option that does not match the shards.
+        """Yield an error for each option that does not match the shards; the caller reads the first one only.
 
         Args:
             shape: The shape of a shard.

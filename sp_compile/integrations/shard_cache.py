@@ -230,7 +230,7 @@ class CacheSharing:
         _tried.add(self.model)
 
     def _step(self, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Return the result of the eager model for one new token; its attention merges the results of the ranks."""
+        """Return the result of the eager model for a new token or a short prompt; its attention merges the ranks'."""
         from ._compat.attention_names import select_attention
         from .cached_rows import ROWS_ATTENTION
 

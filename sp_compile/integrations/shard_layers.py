@@ -221,7 +221,7 @@ def _weight_mesh(mesh: DeviceMesh) -> DeviceMesh:
         return flatten_mesh(mesh, SHARDED_AXES) if mesh.ndim > 1 else mesh
     others = tuple(name for name in names if name != HSDP_AXIS)
     if len(others) > 1:
-        flatten_mesh(mesh[others], SHARDED_AXES)
+        flatten_mesh(mesh[others], SHARDED_AXES)  # torch registers the result, by whose name `mesh` is then indexed
         others = (SHARDED_AXES,)
     return mesh[(HSDP_AXIS, *others)]
 
