@@ -163,7 +163,7 @@ def _count_block_pairs(masking: CallMask, blocks: Sequence[tuple[float, Block]],
     Each block has a weight: the number of blocks that it represents in a sample, or 1.
     """
     sums, factors = [], []
-    with use_real_tensors():  # a FLOP counter calls this inside its dispatch mode, which must not see these ops
+    with use_real_tensors():  # a tracer or mode that is active must not record these ops
         for weight, block in blocks:
             allowed = masking.evaluate_predicate(block)
             assert allowed is not None  # the block has a predicate

@@ -198,7 +198,7 @@ class PaddingProof:
         A padded row is loose if it differs from the nearest valid row, and cut if a window has cut it off.
         """
         origin, declared_padding = node_info(node).origin, PADDED.get(node.target)
-        if origin is None:  # arithmetic on sizes, which `Localize` has emitted
+        if origin is None:  # inserted by `Localize`, such as arithmetic on sizes: the value of no global node
             return
         if _is_sharded(origin, self.plan) and namespace_of(node.target) == "sp" and declared_padding is None:
             raise SpError("SP923", f"{describe_node(node)} returns shards and does not declare its padded rows.")

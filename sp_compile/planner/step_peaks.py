@@ -38,7 +38,7 @@ class StepPeaks:
     def of(step: StepMemory, n: int) -> StepPeaks:
         """Return the peaks of a step on n ranks. A line of the user's code has attention if one of its moments has."""
         points = list(step.points())
-        # `where` is the line of the user's code that computes at the moment, or "" if it is unknown.
+        # `where` is the line of the user's code that computes at the moment; "" is no line.
         attention_lines = {point.moment.where for point in points if point.moment.attends} - {""}
         near = {state: StepPeak(0.0, "forward") for state in STATES}
         elsewhere = dict(near)

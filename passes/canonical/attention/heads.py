@@ -117,4 +117,5 @@ def _is_tiled(node: Node) -> bool:
         return False
     shape = node_shape(OpCall(node).operands[0])
     heads = shape[HEADS_DIM] if len(shape) == 4 else 1
+    # Several heads, whose number the repeat changes: it may also repeat other dims only.
     return not is_same_size(heads, 1) and not is_same_size(heads, node_shape(node)[HEADS_DIM])
