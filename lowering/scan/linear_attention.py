@@ -268,7 +268,7 @@ def _affine_scan(factor: Tensor, state: Tensor, initial: Tensor | None, exchange
     if exchange.is_single:
         return sp.affine_scan(factor, state, initial, 2, exclusive=True)
     rows = exchange.n * factor.shape[2]  # chunks of all ranks
-    frame = [1, rows, 0, rows, exchange.folds]  # all chunks are valid; as many folds as the tokens have
+    frame = [1, rows, 0, rows, exchange.folds]  # all chunks are valid, with the folds of the tokens
     reverse, accumulate, exclusive = False, None, True
     return sp.affine_scan(
         factor, state, initial, 2, reverse, accumulate, exclusive, frame, exchange.method, exchange.n, exchange.group

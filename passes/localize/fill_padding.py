@@ -94,7 +94,7 @@ def _is_cut(node: Node, plan: PlacementPlan) -> bool:
 
 
 def _is_loose(node: Node, plan: PlacementPlan, n: int) -> bool:
-    """Return True if the node, in the global graph, computes finite padded rows unlike the nearest valid row.
+    """Return True if the global node computes finite padded rows that differ from the nearest valid row.
 
     A node is in `plan.wants` if it runs on shards; all others compute full rows.
     """

@@ -102,7 +102,7 @@ def place_window(sliding: SlidingRows, shard: Shard, n: int) -> Shard | str:
         return "the size of its halo is not known"
     # Rows of other ranks that a rank reads, before and after its own.
     halo = max(-first_row, 0) + max(first_row + sliding.width - sliding.stride, 0)
-    # A shift (width 1) is exempt: it reads as many rows as the rank has, from any distance.
+    # A shift (width 1) is exempt: it never reads more rows than the rank has, at any distance.
     if sliding.width > 1 and 2 * halo > assume_large(frame.size):
         return f"its halo has {halo} rows, more than half of the sequence of {frame.size}"
     return replace(shard, frame=result_frame)

@@ -238,7 +238,7 @@ class CacheSharing:
         with (
             # To ranks that wait in the attention. {}: no lines of collectives or nodes, since nothing is compiled.
             announce_failures(channel_of(self.ranks), message, {}, {}),
-            mark_running([self.ranks]),  # raises if the channel of the ranks is ended meanwhile
+            mark_running([self.ranks]),  # raises if the channel of the ranks was ended in the block
             mark_agreed(),  # every rank refuses an attention that is not supported
             select_attention(self.model, ROWS_ATTENTION),
             torch.compiler.set_stance("force_eager"),

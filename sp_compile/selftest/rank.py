@@ -134,9 +134,9 @@ def _test_strategy(
 ) -> StrategyResult:
     """Return the error, the bytes and the time of one attention strategy on all ranks.
 
-    The error is that of the small model `settings.values` against `truth`, its loss and gradients in float64 on one
-    device. It may be a few times `single.error`, that of the same dtype on one device. The time and the bytes are those
-    of the large model `settings.times`.
+    The error is that of the small model `settings.values` against `truth`, its loss and gradients in float64 on a
+    single device. It may be a few times `single.error`, that of the same dtype on a single device. The time and the
+    bytes are those of the large model `settings.times`.
     """
     options = {"attention": attention, "compiler": settings.compiler}
     model, ids = make_model(settings.values, settings.dtype, device)
