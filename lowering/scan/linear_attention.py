@@ -246,7 +246,8 @@ def _scan_states(maps: ChunkMaps, initial: Tensor | None, exchange: CarryExchang
         before = _affine_scan(factor, state, initial, exchange)
         after = factor @ before + state
         return before, after.unflatten(2, (exchange.folds, chunks))[:, :, :, -1]
-    # Diagonal factors: scan the chunks of each fold from zeros, then add the decayed state before the fold.
+    # Diagonal factors (B, H, N, K, 1): scan the chunks of a fold, dim 3 of (B, H, folds, chunks, K, ...) from 0.
+    # Then add the decayed state before the fold, `first`.
     factor, state = (x.unflatten(2, (exchange.folds, chunks)) for x in (factor, state))
     scanned, decay = sp.linear_scan(factor, state, None, 3), factor.cumprod(3)
     total = decay[:, :, :, -1] * torch.eye(factor.shape[-2], dtype=factor.dtype, device=factor.device)

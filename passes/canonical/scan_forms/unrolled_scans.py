@@ -75,6 +75,7 @@ class UnrolledScans(RewriteAssociativeScans):
         if outermost_trees(gm.graph):
             erase_dead(self.graph)  # a dead node would count as a reader of a join
         self.levels = {n: level for n in gm.graph.nodes if (level := _match_level(n)) is not None}  # by join
+        # `outermost_trees` yields the join of each tree first.
         outer = [self.levels[join] for join, _ in outermost_trees(gm.graph) if join in self.levels]
         # A level with half of the rows of an unknown tree may be a part of that tree, which is gathered as a whole.
         inner_rows = {level.rows // 2 for level in outer if self._match_tree(level) is None}

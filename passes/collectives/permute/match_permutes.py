@@ -226,7 +226,9 @@ def _match_dims(
         rows, block = table.resolve(before.dims[gather]), table.resolve(result.dims[scatter])
         if exact:
             is_match = bool(rows or block) and table.equal(result, after)
-        else:  # y has the elements in the same order; one of its dims starts with the factors of the gather dim
+        else:
+            # y has the elements in the same order, and one of its dims starts with the factors of the gather dim. Dims
+            # of size 1 have no factors, by which they could be found in y.
             gathered = table.resolve(result.dims[gather])
             starts_dim = any(is_leading(gathered, dim) for dim in after.dims)
             is_match = bool(rows and block) and starts_dim and table.order(result) == table.order(after)

@@ -107,7 +107,8 @@ def balanced_layout_refusal(nodes: Iterable[Node], plan: PlacementPlan, job: Pas
     for vector in (v for node in nodes for name in ("rows", "cols") for v in OpCall(node).get(name) or []):
         if not all(_is_available(n, plan) for n in iterate_reachable([vector], lambda n: n.all_input_nodes)):
             return refuse("SP411", f"{describe_node(vector)}, which a mask indexes, is computed from shards")
-    # An order that is only preferred is not used if another op needs gathered rows.
+    # A scan, or an op that reads neighbors of rows, refuses the order in any case; an op that needs gathered rows only
+    # if the order is merely preferred, neither requested nor that of the inputs.
     kinds = ORDERED_ROWS if job.options.layout == "auto" and not has_balanced_inputs else ("halo", "align")
     for demand in plan.demands:
         if demand.kind in ("scan", *kinds) and demand.node.op != "output":
