@@ -191,7 +191,8 @@ def _visit(
     if declined is not None:
         step = replicate_operands(node, have, "gathered", declined, len(step.results))
     step = _mark_varying(node, rule, have, step)
-    # The step runs on replicated operands: gradients and random draws must then be equal on all ranks.
+    # A step on replicated operands must have equal gradients and random draws on all ranks. SUMMAND_GRAD is the
+    # placement of a replicated value of whose gradient each rank computes one summand.
     if step.wants is None and VARYING not in step.results:
         demands += [Demand(node, i, "invariant", p, why=INVARIANT) for i, p in enumerate(have) if p == SUMMAND_GRAD]
     demands += step.demands
