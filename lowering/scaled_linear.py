@@ -143,6 +143,7 @@ class _ScaledLinear(torch.autograd.Function):
         from torchao.float8.float8_training_tensor import GemmInputRole as Role
 
         (x, w_t, grad_scale), casts, cast = ctx.saved_tensors, ctx.config.casts, ctx.config.cast
+        # cast(matrix, config, role, dim of axiswise maxima, scale or None to compute it, number of ranks, group)
         rows = grad.reshape(-1, grad.shape[-1])
         for_x = cast(rows, casts.cast_config_grad_output, Role.GRAD_OUTPUT, -1, None, *ctx.ranks)
         right = cast(w_t, casts.cast_config_weight_for_grad_input, Role.WEIGHT, -1)

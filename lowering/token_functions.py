@@ -37,6 +37,6 @@ def token_function(xs: list[Tensor], name: str) -> Tensor:
         xs: The operands.
         name: Result of `register_bodies`.
     """
-    forward, backward, options = BODIES[name]
+    forward, backward, options = BODIES[name]  # the graphs, and keyword arguments of `autograd_function_apply`
     result = autograd_function_apply(forward, backward, *xs, **options)
     return result[0] if isinstance(result, tuple | list) else result

@@ -155,7 +155,7 @@ class PassContext:
     outputs: str | Sequence[str] = "gather"  # for all outputs, or one for each
     # Facts about the graph and the ranks.
     machine: Machine | None = None  # measured constants of the cost model; None for the device's defaults
-    folds: int = 1  # number of chunks of the sequence per rank, as in `RowOrder`
+    folds: int = 1  # chunks of the sequence per rank, 2 in zigzag order; 0: the balanced order (`RowOrder.folds`)
     aligned: frozenset[str] | None = None  # groups of the program whose ranks have the same rows; None for all
     repeats: FewLayers | None = None  # a program of a few layers that represents one of many
     fragment: bool = False  # a piece of a model (graph break), which need not contain a sequence
@@ -206,12 +206,12 @@ class PassContext:
         if any(isinstance(p, Shard) and p.frame.order.is_balanced for p in self.inputs.values()):
             return True
         order = LAYOUTS.get(self.options.layout)  # None for "auto"
-        return self.folds == BALANCED.folds or (order is not None and order.is_balanced)
+        return self.folds == BALANCED.folds or (order is not None and order.is_balanced)  # BALANCED.folds is 0
 
     def times(self, node: Node) -> int:
         """Return the number of nodes that the node represents, by which its costs are multiplied.
 
-        It is 1 unless the graph is a model reduced to one layer of each kind, to predict costs quickly (`repeats`).
+        It is 1 unless the graph is a model reduced to few layers of each kind, to predict costs quickly (`repeats`).
 
         Args:
             node: A node of the graph.

@@ -60,7 +60,7 @@ class Report:
         self.notes.extend(note for note in notes if note not in self.notes)
 
     def merge(self, other: Report) -> None:
-        """Merge the report of another graph of the same model.
+        """Merge the report of another graph of the same model, of the same ranks.
 
         Args:
             other: The report, which is not changed.

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if unknown:
             cause = f"{args.command}: unknown argument {' '.join(unknown)!r}."
-            raise SpError("SP731", cause, _memory_fix(args.command, unknown[0]))
+            raise SpError("SP731", cause, _memory_fix(args.command, unknown[0]))  # a fix for --memory, None for others
         for path in filter(None, (args.json, getattr(args, "html", None))):
             _check_writable(path)
         return _run_selftest(args) if args.command == "selftest" else _run_command(args)

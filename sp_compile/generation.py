@@ -137,6 +137,7 @@ def _wrap_generate(owner: type, name: str) -> None:
     generate: Callable[..., Any] | None = getattr(owner, name, None)
     if generate is None or hasattr(generate, "runs_eagerly"):
         return
+    # `runs_eagerly` finds this code on the stack if a caller holds the method from before its replacement.
     code = inspect.unwrap(generate).__code__
     _generate_codes[id(code)] = code
 

@@ -86,10 +86,10 @@ class RankProgram:
     def add_boundary_outputs(self) -> None:
         """Add the outputs that sharded results need to the graph, and update the boundary; called before compilation.
 
-        A deferred result, such as logits, is computed only when it is read: its operands become outputs. For a result
-        in a load-balanced order, the tensors of this order do. For the gradient of a result, a gradient token does, a
-        tensor of one element: the backward stores the gradient of the result outside of the graph, and passes the
-        number under which it is stored as the gradient of the token.
+        A deferred result, such as logits, is computed only when it is read: its operands become outputs. A result in a
+        load-balanced order adds the tensors that describe this order. A result that may get a gradient adds a gradient
+        token, a tensor of one element: the backward stores the gradient of the result outside of the graph, and passes
+        the number under which it is stored as the gradient of the token.
         """
         job = BoundaryContext(
             self.ranks,
@@ -212,7 +212,7 @@ def guard_program(
         error: The error of the compilation on a rank, which every call raises on all ranks.
     """
     gm, info = program.graph, _describe_program(program, session, lowered)
-    # A program that is not split takes full tensors, so sharded arguments are gathered.
+    # A program that is not split takes full tensors. Sharded arguments are gathered here, or by the guard of a group.
     gathers = bool(info.unsplit_reason) if session.split else not session.groups and any_sharded(program.inputs)
     if run is not None and lowered is not None and gathers:
         run = GatheredProgram(run, lowered.eager)
@@ -233,6 +233,7 @@ def guard_program(
     boundary = GraphBoundary() if lowered is None else lowered.boundary
     if boundary.results or boundary.writes or boundary.views:
         run = ShardedProgram(run, session.ranks, info.subject, boundary)
+    # `InProcesses` refuses calls after the default process group has changed.
     return run if session.groups else InProcesses(run)
 
 

@@ -66,7 +66,7 @@ def lower(
         SpError: The ranks disagree, or the program cannot be split.
     """
     session.exchange_facts(program.graph, program.inputs)
-    if not session.splits:  # the program has its own collectives, and no axis of a mesh is left for a sequence
+    if not session.may_split:  # the program has its own collectives, and no axis of a mesh is left for a sequence
         return lower_unsplit(program, options, session)
     # Without a mesh or seq_dims, a program with collectives of its own is split only if it has a sequence.
     if not session.names_sequence and program.has_only_user_exchanges():

@@ -78,7 +78,7 @@ def _compare(gm: GraphModule, lowered: RankProgram, inputs: Sequence[Any]) -> No
         lowered: The program of one rank.
         inputs: The arguments of the call.
     """
-    set_step("single device")
+    set_step("single device")  # shown as the progress of the command
     largest_errors = dict(lowered.report.errors)  # name of a value -> error
     single_device = run_with_grads(gm, inputs)
     set_step(f"{lowered.ranks.n} simulated ranks")

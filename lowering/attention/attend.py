@@ -80,6 +80,7 @@ def _kernel_key(
     head_dim = max(q.shape[3], v.shape[3])
     q_rows, k_rows = math.prod(q.shape[:3]), v.shape[0] * v.shape[2]
     sizes = [head_dim * max(q_rows, k_rows * key_heads) for key_heads in (v.shape[1], q.shape[1])]
+    # Of the largest operand, also with key heads repeated to the query heads, as some kernels need.
     elements, repeated_elements = (size if isinstance(size, int) else 0 for size in sizes)  # a symbol: unknown
     return KernelKey(
         device, q.dtype, kind, head_dim, rows, dropout=dropout, score=score, bias=bias, bias_grad=mask_grad,
@@ -100,6 +101,7 @@ class KernelSelector:
             mask_grad: Whether the mask needs a gradient.
         """
         dropout, score = masking.dropout is not None, bool(masking.score)
+        # `select` replaces rows=0 by the rows of a block.
         self._key = _kernel_key(q.device, q, v, 0, masking.mask, mask_grad, dropout, score)
         self._plan, self._has_mask = masking.plan, masking.mask is not None
         self._batch, heads, self._rows, _ = q.shape
@@ -136,7 +138,7 @@ class KernelSelector:
         if not self._has_mask and not self.select(Kind.PACKED, self._rows).supports_masks:
             packed = [(call, self._select_for(call)) for call in self._plan.packed]
             blocks = [(block, self._select_for(block)) for block in self._plan.others]
-            window_kernels = [kernel for _, kernel in packed]
+            window_kernels = [kernel for _, kernel in packed]  # MASKED blocks have no window: any kernel may run them
             window_kernels += [kernel for block, kernel in blocks if block.kind is not Kind.MASKED]
             if not any(kernel.supports_masks for kernel in window_kernels):
                 return [*self._split_by_length(packed, len(blocks))], blocks
@@ -183,7 +185,8 @@ def _query_strips(q: Tensor, v: Tensor, masking: CallMask, mask_grad: bool) -> I
     # Blocks with the same queries are consecutive. A BAND is not merged with blocks for kernels without windows.
     for _, group in groupby(block_calls, key=lambda call: (call[0].query_rows, call[0].kind is Kind.BAND)):
         calls = list(group)
-        # A kernel without tensor masks creates none per query, and could not run a part of a causal block: no cut.
+        # A kernel without tensor masks has no tensors that grow with the queries. It is not cut, as it could not run
+        # the lower rows of a causal block either, whose diagonal is elsewhere.
         uncut: QueryStrip = [call for call in calls if not call[1].supports_masks]
         if uncut:
             yield uncut
@@ -358,7 +361,8 @@ def backward_workspace(
     elif packed:  # dk and dv are copied to the packed tensor
         after_kernel = key_grad_bytes
     is_zigzag = args.q_span[1] > 1
-    if widening > 1 and is_zigzag:  # a second call, for the other half of the queries, adds to existing results
+    # A second call, for the other half of the queries, adds to existing results: workspace, dq and dk, dv of this call.
+    if widening > 1 and is_zigzag:
         after_kernel = max(after_kernel, (workspace + operand_bytes(q)) // 2 + key_grad_bytes)
     return max(in_kernel, after_kernel)
 
@@ -468,7 +472,8 @@ def sum_gradients(
         accumulators: Three objects with a method add(part, rows).
 
     Returns:
-        The sign by which the sum of dq must be multiplied, and dmask.
+        The sign by which the sum of dq must be multiplied, and dmask. PyTorch's causal kernel requires a positive
+        scale: for a negative one, kernels get -q, so that they return -dq. For a scale of 0, the sign is 0.
     """
     grad, q, k, v, out, lse = operands
     q, sign, scale = _split_scale_sign(q, args.scale)
@@ -487,6 +492,7 @@ def sum_gradients(
         *parts, dbias = kernel.backward(block_grad, *_block_operands(q, k, v, block), *saved, kernel_args)
         for accumulator, part, rows in zip(accumulators, parts, (queries, keys, keys)):
             accumulator.add(part, rows)
-        if dbias is not None and isinstance(block, Block):  # the gradient of the block's part of an additive mask
+        # The gradient of a block's part of an additive mask; packed calls, which are no `Block`, have no tensor mask.
+        if dbias is not None and isinstance(block, Block):
             masking.add_grad(dmask, dbias, block)
     return sign, dmask

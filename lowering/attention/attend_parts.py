@@ -131,6 +131,7 @@ def attend_backward_parts(
     empty = _empty_parts(like_q, like_k, like_v, narrow)
     dq, dk, dv = (PartAccumulator(x, y) for x, y in zip((q, k, v), empty))
     sign, dmask = sum_gradients((grad, q, k, v, out, lse), args, mask_grad, (dq, dk, dv))
+    # The gradients are computed for the absolute value of the scale, with its sign in q.
     q_total = dq.total() if sign == 1 else dq.total() * sign
     return q_total, dk.total(), dv.total(), dq.rows(), dk.rows(), dmask
 

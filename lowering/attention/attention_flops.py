@@ -112,9 +112,11 @@ def _count_known_pairs(
         col_tables: Tables of the vectors over keys that it reads.
     """
     args = predicate, q_rows, k_rows, sizes, row_tables, col_tables
+    # A predicate that reads no vectors depends on positions only.
     plan = plan_blocks(*args) if row_tables or col_tables else tiles_by_position(*args[:4])
-    rows, cols = list(map(_table_values, row_tables)), list(map(_table_values, col_tables))
-    return _count_planned_pairs(plan, args, rows, cols, 1, torch.device("cpu"))
+    rows, cols = list(map(_table_values, row_tables)), list(map(_table_values, col_tables))  # the vectors
+    batch_entries = 1
+    return _count_planned_pairs(plan, args, rows, cols, batch_entries, torch.device("cpu"))
 
 
 def _count_planned_pairs(
@@ -161,7 +163,7 @@ def _count_block_pairs(masking: CallMask, blocks: Sequence[tuple[float, Block]],
     Each block has a weight: the number of blocks that it represents in a sample, or 1.
     """
     sums, factors = [], []
-    with use_real_tensors():
+    with use_real_tensors():  # a tracer or mode that is active must not record these ops
         for weight, block in blocks:
             allowed = masking.evaluate_predicate(block)
             assert allowed is not None  # the block has a predicate

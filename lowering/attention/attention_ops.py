@@ -105,7 +105,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
     """
     args, (steps, grads, *mask_rows) = ShardArgs.of(arguments)  # mask_rows is [] if the dispatcher omits it (False)
     q, k, v = autocast(q, k, v)
-    return _attend_in_rings(q, k, v, args, 1, steps, grads, *mask_rows)
+    return _attend_in_rings(q, k, v, args, 1, steps, grads, *mask_rows)  # 1: no neighborhoods, one ring of all ranks
 
 
 @composite(f"hybrid_attention({ATTENTION_ARGUMENTS}, int ulysses, str grads) -> Tensor", padded="finite")
@@ -158,7 +158,8 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tens
     mask_rows = len(optional) > 1 and bool(optional[1])
     q, k, v = autocast(q, k, v)
     keys = GatheredKeys(list(args.k_frame) or None, args.n, args.group, orders)
-    # With ``balance``, the queries are in the zigzag layout during the computation. Keys are gathered as they are.
+    # With ``balance``, the queries are in the zigzag layout during the computation. Keys are gathered as they are. The
+    # stride is 1: each rank has other rows.
     query_args = _to_zigzag(args, mask_rows) if args.balance else args
     q = to_zigzag_rows([q], args.n, args.group)[0] if args.balance else q
     out = attention(q, k, v, autocast_args(_local_args(query_args, q, 1, mask_rows)), keys, args.sinks, args.lse)

@@ -80,7 +80,7 @@ class GatheredKeys(NamedTuple):
             dmask = accumulate(dmask, part_dmask) if mask_grad else part_dmask
             if packed:
                 dk, dv = split_keys_values(self._reduce_scatter(dk, self._keeps_rank_order(args)), k, v)
-            elif self.frame is not None:  # one rank: add the padded rows that `_gather` has removed
+            elif self.frame is not None:  # one rank: add the padded rows that `_gather` has removed, as zeros
                 dk, dv = (pad_to_frame(x, SEQUENCE, self.frame, 1, edge=False) for x in (dk, dv))
             key_grads.append((dk, dv))
         assert dq is not None
@@ -124,7 +124,7 @@ class GatheredKeys(NamedTuple):
         rows = current_communicator().all_gather(_concat_keys_values(k, v, cat), n, self.group)
         rows = trim(to_sequence_order(rows, frame, n), 0, frame, n, inner=1)
         if self.orders:  # the ranks store the sequence in another order
-            order, inverse = self.orders
+            order, inverse = self.orders  # back to sequence order: as `reorder`, with the two permutations exchanged
             rows = torch.ops.sp.reorder(rows, 0, frame, inverse, order)
         return split_keys_values(rows.movedim(0, SEQUENCE), k, v)
 
@@ -142,7 +142,8 @@ class GatheredKeys(NamedTuple):
         rows = both.movedim(SEQUENCE, 0)
         if not in_rank_order:
             rows = torch.ops.sp.reorder(rows, 0, frame, *self.orders) if self.orders else rows
-            rows = to_rank_order(pad_to_frame(rows, 0, frame, n, edge=False), frame, n)
+            rows = pad_to_frame(rows, 0, frame, n, edge=False)  # padded rows of a gradient are zero
+            rows = to_rank_order(rows, frame, n)
         return current_communicator().reduce_scatter(rows, n, self.group).movedim(0, SEQUENCE)
 
 

@@ -40,7 +40,8 @@ def _copy_rows(*xs: Tensor) -> Sequence[Tensor]:
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
     """Run PyTorch's CPU flash kernel; return out (B, Hq, Q, E) and lse (B, Hq, Q).
 
-    It requires equal head dims, so that operands are padded, and out is trimmed.
+    It requires equal head dims, so that operands are padded, and out is trimmed. Operands that are read with strides
+    are copied first if that is faster (`_copy_rows`).
     """
     mask, width = args.additive_mask(q.dtype), max(q.shape[-1], v.shape[-1])
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -92,6 +93,8 @@ def _fused_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: KernelArgs
 ) -> Gradients:
     """Run flex_attention's backward; return dq, dk, dv and None (no gradient of a bias).
+
+    `args.pairs` has the texts of the mask and of the score function of all pairs of a query and a key.
 
     Adds the gradients of the score function's tables to ``args.table_grads`` in place.
     """

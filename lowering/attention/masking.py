@@ -142,7 +142,8 @@ class CallMask:
             scale: The factor of the scores.
             kernel: The kernel that runs the block.
         """
-        # Cases without mask tensors: a fused kernel evaluates the texts itself, other kernels have windows.
+        # Cases without mask tensors: a fused kernel evaluates the texts (predicate and score) for each pair itself;
+        # other kernels have a window, the numbers of keys before and after each query.
         if kernel.fused:
             texts = self.plan, self.q_rows, self.k_rows, self.predicate, self.score
             values = self.vectors, self.sizes, self.heads, self.tables, self.mask
@@ -152,8 +153,9 @@ class CallMask:
             return KernelArgs(scale, window=block.window, sequences=sequences)
         if block.kind is Kind.BAND:
             return KernelArgs(scale, window=block.window)
-        # Mask tensors: the evaluated predicate, unless the kernel is causal itself, and the block's part of the mask.
-        # Of the kernels with a causal flag, only those aligned at the end are called with the flag and a mask tensor.
+        # Mask tensors: the evaluated predicate, unless the kernel is causal itself, and the block's part of the mask. A
+        # dense kernel, which stores all scores, has no causal flag. Of the others, only those aligned at the end (the
+        # last query attends to all keys) are called with the flag and a mask tensor.
         causal = block.kind is Kind.CAUSAL and not kernel.dense and (self.mask is None or kernel.aligned_at_end)
         allowed = None if causal else self.evaluate_predicate(block)
         bias = self._mask_block(block)

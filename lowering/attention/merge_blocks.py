@@ -68,6 +68,7 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
         The new (out, lse) in lse's dtype.
     """
     total_lse = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    # `mask_empty` replaces -inf, the lse of a row without keys and with a sink of -inf, by +inf: its factor is 0.
     return out.to(lse.dtype) * torch.exp(lse - mask_empty(total_lse)).unsqueeze(-1), total_lse
 
 
@@ -123,6 +124,7 @@ def merge_into(out: Tensor, lse: Tensor, block: Tensor, block_lse: Tensor) -> No
         return
     if out.device.type == "cpu":  # on a GPU this would synchronize
         rows = _rows_with_keys(block_lse)
+        # `rows` is a slice, so that these are views: the writes below change the accumulators.
         out, lse, block, block_lse = out[..., rows, :], lse[..., rows], block[..., rows, :], block_lse[..., rows]
     old_weight, block_weight, merged_lse = _merge_weights(lse, block_lse)
     out.mul_(old_weight).addcmul_(block, block_weight)
@@ -213,6 +215,7 @@ class GradAccumulator:
         Rows that have no value yet are written. A first part with all rows becomes the sum without a copy.
         """
         parts = self._written.add(rows)  # ranges (offset, length, is_new); is_new: rows without a value
+        # `_total` is None before the first part, if the caller has passed no buffer.
         if self._total is None and rows == (0, self._like.shape[2]) and part.dtype == self._dtype:
             self._total = part
             return

@@ -147,7 +147,9 @@ class LocalArgs(AttentionArgs):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """Return ``sp::attend_backward_parts`` over some keys: dq, dk, dv, q_rows, k_rows and dmask.
 
-        Arguments are those of `grads`, and ``narrow``: whether parts have the dtype of q.
+        Rows without a gradient are not filled: q_rows marks the rows of dq that are written, k_rows those of dk and dv
+        (bool, on the host). Arguments are those of `grads`, and ``narrow``: True if dq, dk and dv have the dtype of q,
+        False for float32 gradients of half types.
         """
         grad, out, lse = upstream
         args = replace(self, k_span=k_span).to_flat()

@@ -200,13 +200,15 @@ def _split_by_length(
 ) -> tuple[PackedCall, ...]:
     """Return the calls of `split_by_length` if one may have to be split. Equal calls, as of each layer, are cached.
 
-    A kernel with ``row_bytes`` allocates memory for each sequence of a call as for the longest. The call that allocates
-    the most is split into long and short sequences, until it allocates at most `max_ratio` times the rows in use.
+    With ``row_bytes`` (bytes of a query row) the kernel allocates memory for each sequence of a call as for the
+    longest. The call that allocates the most is split into long and short sequences, until it allocates at most
+    `max_ratio` times the rows in use, or few bytes. None for other kernels, such as FlashAttention: their calls need
+    only fit the grid. ``other_calls`` is the number of the attention's calls besides these, which limits the splits.
     """
     # Split calls into parts (lists of sequences) that fit CUDA's grid.
     max_runs = MAX_SEQUENCES // batch
     if row_bytes is None:
-        max_runs //= 3  # the queries and the keys between two runs are sequences, too
+        max_runs //= 3  # for each run, up to 3 sequences: itself, and the queries and the keys before the next run
     parts: list[Sequence[AttendedRun]] = []
     for call in calls:
         runs, step = call.runs(), max(1, max_runs)

@@ -97,6 +97,7 @@ class RingKeys(NamedTuple):
         lse: Any = None
         last_result: Tensor | None = None
         for step in self._ring_steps(k, v, torch.cat):
+            # The block runs after the shift of the next keys has started, and after the last block's result exists.
             after = _drop_none(step.next_shift, last_result)
             block_out, block_lse = args.attend(q, step.keys, step.values, step.span, after)
             if out is None:
@@ -141,7 +142,7 @@ class RingKeys(NamedTuple):
                 if self.steps > 1:  # dk is the packed gradient of keys and values
                     key_grads.add(dk)
             else:  # parts are added to the sums that exist
-                narrow = is_narrow(q, step.keys, args, step.span)
+                narrow = is_narrow(q, step.keys, args, step.span)  # the parts have q's dtype, without loss
                 step_dq, dk, dv, q_rows, k_rows, step_dmask = args.grad_parts(*operands, narrow, after)
                 torch.ops.sp.add_rows_into(dq, [step_dq], q_rows)
                 key_grads.add_rows([dk, dv], k_rows)
@@ -238,7 +239,7 @@ def _is_planned_once(
     predicate: str, q_span: tuple[int, ...], k_span: tuple[int, ...], queries: int, keys: int, sizes: tuple[int, ...]
 ) -> bool:
     """Return True if no block is masked, and on no rank two calls share a row, for kernels with and without windows."""
-    for rank in range(max(q_span[0], k_span[0])):
+    for rank in range(max(q_span[0], k_span[0])):  # the first number of a span is that of the ranks
         plan = plan_blocks(predicate, span_rows(q_span, queries, rank), span_rows(k_span, keys, rank), sizes)
         forms: list[list[Block | PackedCall]] = [[*plan.blocks], [*plan.packed, *plan.others]]
         if has_masked((*plan.blocks, *plan.others)):
@@ -318,8 +319,8 @@ class _ScatteredGradients:
         Returns the packed gradients of this rank's keys, summed over the ranks.
         """
         ring = self.ring
-        by_owner = torch.ops.sp.pack_by_owner(self.step_grads, ring.stride, ring.group)
-        route = routes.cross_route(ring.group, ring.stride)
+        by_owner = torch.ops.sp.pack_by_owner(self.step_grads, ring.stride, ring.group)  # a block for each rank
+        route = routes.cross_route(ring.group, ring.stride)  # between the ranks of this ring only
         return current_communicator().all_to_all(by_owner, ring.size, route).sum(0)
 
 

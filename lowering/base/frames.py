@@ -124,7 +124,8 @@ def is_padded(frame: FrameArg, n: int) -> bool:
 def row_of_position(position: int, frame: FrameArg, n: int) -> tuple[int, int]:
     """Return the rank that stores a position, and the index of its row on that rank.
 
-    The rows that fill padding are read from there. Positions may be symbolic: a comparison would add a guard.
+    For a sequence of 8 on 2 ranks, position 5 is row 1 of rank 1; in zigzag order, with chunks of 2 rows, it is row 3
+    of rank 1. Positions may be symbolic: a comparison, which would add a guard, is avoided.
     """
     if n == 1:
         return 0, position

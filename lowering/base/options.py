@@ -207,9 +207,10 @@ class SPConfig:
         """
         for name, rule in OPTION_RULES.items():
             rule.check(name, getattr(self, name))
-        for name, (supported, purpose) in JOINT_GRAPH_OPTIONS.items():
+        # Their other values need passes on the joint graph, for the purpose.
+        for name, (values_of_any_compiler, purpose) in JOINT_GRAPH_OPTIONS.items():
             value = getattr(self, name)
-            if value not in supported and not self.has_joint_passes:
+            if value not in values_of_any_compiler and not self.has_joint_passes:
                 cause = f"{name}={value!r} needs {purpose}, which compiler={self.compiler!r} does not support."
                 raise SpError("SP105", cause)
         for strategy in STRATEGIES.values():

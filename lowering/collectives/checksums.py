@@ -134,7 +134,7 @@ def summarize(x: torch.Tensor) -> torch.Tensor:
     norm_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     norm = torch.linalg.vector_norm(matrix, dtype=norm_dtype)
     projections = [(projected * weights).sum() for weights in (row_weights, row_weights.flip(0))]
-    return torch.stack([norm.double() / columns**0.5, *projections])
+    return torch.stack([norm.double() / columns**0.5, *projections])  # the norm is scaled like the projections
 
 
 def _pseudo_random(n: int, device: torch.device) -> torch.Tensor:

@@ -65,6 +65,7 @@ def _reduce_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str, edge:
             users can find in the graph. False for cotangents: padding has zeros, and the communicator may run an
             all-to-all and a local sum where that is faster.
     """
+    # Rows become dim 0, without the outer factor: the frame of dim 0 has outer = 1.
     rows = frames.pad_to_frame(frames.to_rows_first(x, dim, frame[0]), 0, [1, *frame[1:]], n, edge)
     summed = current_communicator().reduce_scatter(frames.to_rank_order(rows, frame, n), n, group, plain=edge)
     return frames.from_rows_first(summed, dim, frame[0])

@@ -174,7 +174,8 @@ class ShardStorage:
     def read(self, is_trained: bool = False) -> Tensor:
         """Return the full tensor, and store it in place of the rows. Every rank must call this.
 
-        The result for a traced value is not stored. That for a fake value has only a shape, computed without guards.
+        The result for a traced value is not stored, since it belongs to the trace, and the value itself is not read.
+        That for a fake value has only a shape, computed without guards.
 
         Args:
             is_trained: True if the reading code is differentiated.

@@ -121,7 +121,7 @@ def make_view(base: Tensor, steps: Iterable[Callable[[Any], Any]]) -> Any:
         base: The viewed result.
         steps: View functions, applied in order.
     """
-    token = _views_enabled.set(True)
+    token = _views_enabled.set(True)  # elsewhere, a view op of eager code reads the value
     try:
         return reduce(lambda x, step: step(x), steps, base)
     finally:
@@ -165,6 +165,8 @@ def view_storages(storage: ShardStorage | ViewStorage, shape: Sequence[int], op:
 
 def _view_storage(base: ShardStorage, shape: Sequence[int], like: Tensor) -> ViewStorage | None:
     """Return the storage of one view, or None if it has no layout or another dtype than its base.
+
+    A base whose sharded dim is flattened or a window (not `is_plain`) has no such views either.
 
     Args:
         base: Storage of the base.

@@ -434,6 +434,7 @@ def from_local(
     """
     shape = [length if dim == layout.dim else extent for dim, extent in enumerate(local.shape)]
     storage = ShardStorage(layout, length, local.detach(), origin or Origin())
+    # The function maps the rows of the gradient to the gradient of the last argument.
     if grad_token is None:
         return _FromLocalFunction.apply(storage, shape, lambda rows: [rows], local)
     return _FromLocalFunction.apply(storage, shape, lambda rows: [store_grad(rows)], grad_token)

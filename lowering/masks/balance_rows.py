@@ -109,6 +109,7 @@ def ordered_positions_table(order: ChunkOrder) -> Tensor:
     order on, the values ascend by 1 from its first position.
     """
     slopes = np.ones_like(order.firsts)
+    # Rows of a table: first row of each piece, lower and upper bound of the value there (equal here), step per row.
     table = np.stack([order.offsets, order.firsts, order.firsts, slopes])
     return pad_table(_merge_continued(table), 1, int(order.lengths.sum()))
 
@@ -121,19 +122,20 @@ def reorder_table(vector: Pieces, order: ChunkOrder) -> Tensor:
     """
     table = cut_pieces(vector.table, order.firsts)
     by_position = np.argsort(order.firsts)
-    # The chunk that contains each piece.
+    # The chunk that contains each piece, as its index in `order`. Its first position is moved to its offset.
     chunks = by_position[np.searchsorted(order.firsts[by_position], table[0], "right") - 1]
     table[0] += (order.offsets - order.firsts)[chunks]
     return pad_table(_merge_continued(table[:, np.argsort(table[0])]), vector.batch, vector.length)
 
 
 def _merge_continued(table: Ints) -> Ints:
-    """Return a table (4, pieces) without the pieces that continue the line of the previous piece.
+    """Return a table (4, pieces) without the pieces that continue the previous piece.
 
-    Cuts at the boundaries of chunks create such pieces.
+    Cuts at the boundaries of chunks create such pieces. A piece bounds a vector from the row `start` on: at row i, the
+    value is from low + slope * (i - start) to high + slope * (i - start).
     """
     starts, lows, highs, slopes = table
-    rise = slopes[:-1] * np.diff(starts)
+    rise = slopes[:-1] * np.diff(starts)  # of each piece's bounds, up to the start of the next one
     continues = (lows[1:] == lows[:-1] + rise) & (highs[1:] == highs[:-1] + rise) & (slopes[1:] == slopes[:-1])
     return table[:, np.append(True, ~continues)]
 

@@ -47,11 +47,12 @@ def tiles_by_position(predicate: str, q_rows: Rows, k_rows: Rows, sizes: tuple[i
     """Return a small plan for a predicate that reads no vectors, with which FLOP counters count pairs.
 
     Its blocks are for counting only: they may have windows that kernels do not support. The first possible form is
-    used: few FULL and CAUSAL blocks, blocks with windows, or one MASKED block for each range of valid keys.
+    used: few FULL and CAUSAL blocks, blocks with windows, or one MASKED block for each range of keys without padding.
+    All are `others`: none is a part of a packed call.
     """
     if not q_rows or not k_rows:
         return BlockPlan()
-    planner = BlockPlanner(predicate, q_rows, k_rows, sizes, (), ())
+    planner = BlockPlanner(predicate, q_rows, k_rows, sizes, (), ())  # without vectors of queries and of keys
     first_blocks = tuple(islice(planner.all_blocks(), MAX_PARTS + 1))  # all blocks, if they are few
     if len(first_blocks) <= MAX_PARTS and not has_masked(first_blocks):
         return BlockPlan(others=first_blocks)

@@ -58,6 +58,7 @@ class BlockPlanner:
             SpError: If the predicate reads a symbol without a value.
         """
         self._conditions = language.split_conjuncts(predicate)
+        # Each condition as a linear inequality of q and k, such as k - q <= 0; None for one that is not linear.
         self._linears = {text: language.as_linear(text, sizes) for text in self._conditions}
         self._q_rows, self._k_rows = q_rows, k_rows
         self._key_ranges = valid_ranges(k_rows)  # several if there is padding between keys
@@ -217,6 +218,7 @@ class BlockPlanner:
         """
         groups = list[list[TileBlocks]]()
         for tile, create_blocks in tile_blocks:
+            # The first and the last tile of the present group.
             if groups and self._can_merge(groups[-1][0][0], groups[-1][-1][0], tile):
                 groups[-1].append((tile, create_blocks))
             else:
@@ -225,7 +227,7 @@ class BlockPlanner:
             (first, create_blocks), (last, _) = group[0], group[-1]
             if len(group) == 1:
                 yield from create_blocks()
-            else:
+            else:  # the rectangle around the tiles, in which no condition holds for all pairs
                 yield Block.of((first.q[0], last.q[1]), (first.k[0], last.k[1]), Kind.MASKED, self._conditions)
 
     def _can_merge(self, first: CellPair, last: CellPair, tile: CellPair) -> bool:
@@ -251,6 +253,7 @@ class BlockPlanner:
         undecided = self._undecided_conditions(q, k)  # conditions that do not hold for all pairs
         segments = index_intervals(self._k_rows, *k)
         ascends = all(before[0] < after[0] for before, after in pairwise(segments))  # keys in sequence order
+        # The c of a causal condition k <= q + c, or None.
         shift = self._causal_shift(q, k, undecided[0]) if len(undecided) == 1 and ascends else None
         if shift is not None:
             yield from self._cover_causal(q, k, shift, undecided)
@@ -259,6 +262,7 @@ class BlockPlanner:
         if blocks:
             yield from blocks
             return
+        # The query that begins the second of two parts with less work together; None if there are no such parts.
         cut = self._best_cut(q, k, undecided) if undecided else None
         if cut is not None:
             yield from self.cover((q[0], cut), k)
@@ -344,6 +348,7 @@ class BlockPlanner:
         segment, the row after the first one that sees all keys, and the first row that sees a further key segment.
         Indices are positions in the sequence; rows are local.
         """
+        # The caller cuts at the first of these rows that is inside q: the others count only for a q of one segment.
         yield from index_boundaries(self._q_rows)
         (first_index, _), *_ = index_intervals(self._q_rows, *q)
         key_segments = index_intervals(self._k_rows, *k)  # (first index, last index) of each
@@ -431,14 +436,14 @@ class BlockPlanner:
     def _box_verdict(self, box: dict[str, tuple[int, int]]) -> Verdict:
         """Return the verdict of all conditions together if the value of each symbol is within its bounds (a box).
 
-        True if they do for all such values, False if one condition never holds, None if unknown.
+        True if all conditions hold for all such values, False if one of them never holds, None if unknown.
         """
         result: Verdict = True
         for condition in self._conditions:
             verdict = language.evaluate_over(condition, box)
             if verdict is False:
                 return False
-            result = result and verdict
+            result = result and verdict  # None once a verdict was None
         return result
 
     def _index_boxes(self, q: Range, k: Range) -> Iterator[dict[str, tuple[int, int]]]:
@@ -459,7 +464,7 @@ class BlockPlanner:
 def _known_runs(tile: CellPair) -> list[AttendedRun] | None:
     """Return the runs (rectangles with a window) whose pairs are those that attend in a tile; None if unknown.
 
-    They are runs of the tile as a whole, or else of its parts, if FULL and CAUSAL blocks can compute the latter.
+    They are runs of the tile as a whole, or else of its parts (`CellPair.parts`) if these are FULL and CAUSAL blocks.
     """
     runs = tile_runs(tile)
     if runs is None and tile.parts:

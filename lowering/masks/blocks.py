@@ -220,7 +220,7 @@ def _band_runs(q: Range, k: Range, lower: int, upper: int) -> list[AttendedRun]:
     if rows <= keys + 1 or supports_window(window, rows, keys):
         return [AttendedRun(q, k, window)]
     # Cut at the first query that sees the last key, and at the first one that does not see the first key: the windows
-    # of the parts have fewer limits.
+    # of the parts have fewer limits. For `k <= q` and `q - k <= 2` on 4 queries and 2 keys, cut at queries 1 and 3.
     first_at_last_key = 0 if right is None else rows - 1 - right
     first_without_first_key = rows if left is None else rows - keys + left + 1
     cuts = sorted({0, rows, *(cut for cut in (first_at_last_key, first_without_first_key) if 0 < cut < rows)})
@@ -230,8 +230,10 @@ def _band_runs(q: Range, k: Range, lower: int, upper: int) -> list[AttendedRun]:
 def supports_window(window: Window, queries: int, keys: int) -> bool:
     """Return True if FlashAttention applies a window correctly to at least two more queries than keys.
 
-    FlashAttention counts from the last key, and clips the right limit to ``keys``. The first queries of more queries
-    than keys then see too few keys, or, without a left limit, too many: more than those of the window.
+    A window counts from the end: the last query has the position of the last key, so the first queries are before the
+    first key, at positions down to keys - queries. FlashAttention treats a right limit of ``keys`` or more as none.
+    Beside a left limit it then uses ``keys``, so that these queries see too few keys; without a left limit, all queries
+    see all keys, too many unless the window excludes none.
 
     Args:
         window: The window.
@@ -241,7 +243,7 @@ def supports_window(window: Window, queries: int, keys: int) -> bool:
     left, right = window
     if right is None:  # beside a left limit, FlashAttention replaces it by `keys`
         return left is None
-    if right < keys:  # not clipped
+    if right < keys:  # applied as it is
         return True
     excludes_no_key = left is None and right >= queries - 1  # then the queries cannot see too many keys
     return excludes_no_key

@@ -247,6 +247,7 @@ class CellGrid:
             return np.repeat(np.arange(num_queries), num_keys), np.tile(np.arange(num_keys), num_queries)
         equations = [sums for sums in self._sums if sums is not None and sums.linear.relation == "=="]
         candidates = [_overlapping_keys(sums) for sums in equations]
+        # For query cell i, counts[i] key cells: order[firsts[i] : firsts[i] + counts[i]]. Of equal numbers, the last.
         fewest = min(reversed(candidates), key=lambda c: int(c.counts.sum()), default=None)
         if fewest is None or fewest.counts.sum() > limit:
             return None
@@ -327,7 +328,8 @@ class CellGrid:
         A band (lower, upper) means: the pairs with lower <= key - query <= upper attend, where query and key count from
         the first rows of the cells. A linear condition limits key - query if its sides are lines of opposite slopes in
         the cells. Example: `k <= q` for a query cell from index 4 on and a key cell from index 2 on is
-        2 + key <= 4 + query, the band (-number of queries, 2). Args: as of `_join_pairs`.
+        2 + key <= 4 + query, the band (-number of queries, 2). A side has in each cell the value `firsts` at the first
+        row and the step `slopes` per row, if it is exactly a line there (`known`). Args: as of `_join_pairs`.
         """
         # The bands without conditions: all pairs.
         lower, upper = -self._q.lengths[rows], self._k.lengths[keys]
@@ -358,7 +360,7 @@ def without_padding(tile: CellPair, key_ranges: Sequence[Range]) -> Iterator[Cel
     """Yield the parts of a tile in each of these ranges of valid keys, since blocks must not contain padding keys.
 
     The parts of a tile are the pairs of cells in it that attend. A part is in one range, since no cell has both valid
-    and padding keys.
+    and padding keys. A tile without a list of parts, such as a single pair of cells, is only cut.
     """
     for low, high in key_ranges:
         k = max(low, tile.k[0]), min(high, tile.k[1])
@@ -369,7 +371,7 @@ def without_padding(tile: CellPair, key_ranges: Sequence[Range]) -> Iterator[Cel
         has_no_pair = bool(tile.parts) and not parts  # all attending pairs of the tile are in other ranges
         if k[0] >= k[1] or has_no_pair:
             continue
-        # The band of the tile does not describe a smaller rectangle.
+        # The band counts keys from the first key of the tile, so it is not that of a part with fewer keys.
         yield parts[0] if len(parts) == 1 else CellPair(tile.q, k, tile.undecided, band=None, parts=parts)
 
 

@@ -223,11 +223,13 @@ def _fit_pieces(values: Ints) -> Ints:
     """
     length = values.shape[1]
     starts = _line_starts(values)
-    # Move the last position of a piece to the next one if it fits there better.
+    # Move the last position of a piece to the next one if it fits there better. [0, 0, 1, 2, 3] is split greedily into
+    # [0, 0] and [1, 2, 3], which the second 0 continues with slope 1.
     ends = np.append(starts[1:], length) - 1
     starts[1:] -= _last_fits_next(values, starts, ends)  # True is 1
     ends = np.append(starts[1:], length) - 1
     first, last = values[:, starts], values[:, ends]
+    # The difference of the first two values; 0 in a piece of one position.
     slopes = np.where(ends > starts, values[:, np.minimum(starts + 1, length - 1)] - first, 0)
     return np.stack([starts, *_batch_bounds(first, last, slopes, ends - starts)])
 
@@ -247,7 +249,8 @@ def _line_starts(values: Ints) -> Ints:
     last_long = np.maximum.accumulate(np.where(is_long, run_numbers, -1))  # number of the last long run, or -1
     # A long run (of three or more positions) is a line. Of consecutive runs of two positions every second is one, since
     # its neighbors share its positions: the second, fourth, .. after a long run, which owns a position of the first;
-    # the first, third, .. if there is no long run before them.
+    # the first, third, .. if there is no long run before them. 0 0 0 1 3 7 has the runs [0, 2], [2, 3], [3, 4] and
+    # [4, 5]: [0, 2] and [3, 4] are lines, and the last position is a line of its own.
     is_line = np.where(last_long >= 0, run_numbers - last_long, run_numbers) % 2 == 0
     # The first position of a run belongs to the run before it if that is a line.
     starts = (starts + np.append(False, is_line[:-1]))[is_line]
@@ -282,8 +285,8 @@ def sorted_unique(x: Ints) -> Ints:
 def _batch_bounds(first: Ints, last: Ints, slopes: Ints, spans: Ints) -> tuple[Ints, Ints, Ints]:
     """Return (lows, highs, slopes) of pieces that are lines in each batch entry: bounds over all batch entries.
 
-    If the slopes of the entries differ, or a value is too large for sums of int64, the slope is 0 and the bounds are
-    those of all values of the piece.
+    If the slopes of the entries differ, the slope is 0 and the bounds are those of all values of the piece. If a value
+    is too large for sums of int64, the slope is 0 and the bounds are -FAR_VALUE and FAR_VALUE.
 
     Args:
         first: (batch, pieces), the value at the first position of each piece.
@@ -321,7 +324,8 @@ def _coarsen(table: Ints, length: int) -> Ints:
     crowded = np.bincount(table[0] // CELL, minlength=length // CELL + 2) > MAX_PIECES
     if not crowded.any():
         return table
-    # Cut the pieces at both ends of crowded cells: where a cell, or the cell before it, is crowded.
+    # Cut the pieces at both ends of crowded cells: where a cell, or the cell before it, is crowded. The first cell
+    # has none before it: its start, 0, is an edge, too.
     edges = np.append(np.flatnonzero(crowded[1:] | crowded[:-1]) + 1, 0) * CELL
     table = cut_pieces(table, edges[edges < length])
     starts, lows, highs, slopes = table

@@ -79,8 +79,9 @@ def local_valid_rows(span: Sequence[int], local_length: int, group: str) -> Rows
         group: The process group, whose rank is read only if the sequence is sharded.
     """
     n, stride = int(span[0]), int(span[2])
-    rank = current_communicator().rank(group) // stride if n > 1 else 0
-    return span_rows(span, local_length, rank)
+    # `stride` consecutive ranks have the same rows, and `span_rows` takes the index of such a neighborhood.
+    neighborhood = current_communicator().rank(group) // stride if n > 1 else 0
+    return span_rows(span, local_length, neighborhood)
 
 
 def span_rows(span: Sequence[int], local_length: int, rank: int) -> Rows:

@@ -95,7 +95,7 @@ class _AffineFunction(Function):
 
         The gradient of b_i is w_i = g_i + m_(i+1)^T w_(i+1), a lagged scan in the other direction (an exclusive one for
         an exclusive result), and that of m_i is w_i h_(i-1)^T. The gradient of the initial state is the final state of
-        this scan.
+        this scan. The arguments are (m, b, initial, form, exchange); `form` and `exchange` have no gradient.
         """
         if grad is None:
             return None, None, None, None, None
@@ -103,14 +103,15 @@ class _AffineFunction(Function):
         is_exclusive, transposed = ctx.form == "exclusive", m.transpose(-1, -2)
         back_form = "exclusive" if is_exclusive else "lagged"
         w, _, final = _scan_chunks(transposed, grad.contiguous(), None, back_form, exchange.backward)
-        if carry is None:  # on one rank
+        if carry is None:  # on one rank: the state before its only chunk, at index 0 of the chunks, is the initial one
             first = torch.zeros_like(last_rows(h, exchange)[0]) if initial is None else initial
             carry = chunk_rows(first[None], exchange)
         previous = h if is_exclusive else shift_rows(h, carry, exchange)
         dm = w @ previous.transpose(-1, -2) if ctx.needs_input_grad[0] else None
         if final is None:  # on one rank: compute the state after the scan's last row
             factor, last_w, last_grad = (last_rows(x, exchange.backward)[0] for x in (transposed, w, grad))
-            # An exclusive w is the state before the row. Of a lagged scan, the state is s_i = m_i @ h_i, with h = w.
+            # The last row of this scan is row 0: the gradient of the initial state is m_0^T w_0, and also g_0 if the
+            # result is exclusive, whose row 0 is the initial state itself.
             final = factor @ last_w + last_grad if is_exclusive else factor @ last_w
         return dm, w, final if ctx.needs_input_grad[2] else None, None, None
 
@@ -134,6 +135,7 @@ def _scan_chunks(
     carried = [torch.zeros_like(states[0]) if initial is None else initial]  # states before each chunk, and the final
     for factor, state in zip(factors.unbind(), states.unbind()):
         carried.append(state + factor @ carried[-1])
+    # The states before this rank's chunks.
     carry = torch.stack(carried[:-1]).index_select(0, exchange.scan_positions(b.device))
     h = sp.local_affine_scan(m, b, carry.movedim(0, exchange.dim), *options)
     return h, chunk_rows(carry, exchange), carried[-1]
@@ -187,7 +189,7 @@ def local_affine_total(m: Tensor, b: Tensor, reverse: bool, form: str) -> Pair:
     identity = torch.eye(size, dtype=m.dtype, device=m.device).expand(factors.shape[0], -1, -1)
     total = torch.cat([identity, torch.zeros_like(terms[:, 0])], -1)  # (N, K, K + V): factor and state side by side
     for row in _scan_order(terms.shape[1], reverse):
-        if form == "lagged":
+        if form == "lagged":  # the summand of a row is added before its factor: state = m @ (state + b)
             total[..., size:] += terms[:, row]
             total = torch.bmm(factors[:, row], total)
         else:

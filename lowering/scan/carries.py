@@ -129,6 +129,7 @@ def extremes_carry(value: Tensor, index: Tensor, op: str, exchange: CarryExchang
         first = torch.full_like(value, identity), torch.zeros_like(index)
         return _exclusive_combine((value, index), first, select_combine(op), exchange)
     value, index = gather_parts([value, index], exchange)
+    # The running extreme of all chunks up to each one, and the number of the chunk that has it.
     best, best_chunk = sp.local_extremes(value, None, 0, op, False)
     positions = exchange.scan_positions(value.device)
     return _select_carries(best, identity, positions), _select_carries(index.gather(0, best_chunk), 0, positions)
@@ -157,6 +158,7 @@ def recurrence_carry(
         a, b = _exclusive_combine((factor, state), no_change, compose_affine, exchange)
         return torch.addcmul(b, a, first), None
     factor, state = gather_parts([factor, state], exchange)
+    # Along dim 0, from the first chunk on (no `reverse`, not `lagged`).
     states = sp.local_linear_scan(factor, state, first, 0, False, False, state.dtype, state.dtype)
     carries = torch.cat([first[None], states[:-1]])
     return carries.index_select(0, exchange.scan_positions(state.device)), states[-1]
@@ -216,13 +218,16 @@ def _select_carries(inclusive: Tensor, identity: float, positions: Tensor) -> Te
 def _scan_in_steps(
     total: Tensor, stops: Tensor | None, ends: Pair | None, op: str, exchange: CarryExchange
 ) -> tuple[Tensor, Tensor | None]:
-    """Implement `scan_carry` by shifts between ranks; each rank has one chunk."""
+    """Implement `scan_carry` by shifts between ranks; each rank has one chunk.
+
+    The results are the carry and, with `ends` (first and last segment id), whether this chunk begins a segment.
+    """
     combine: Combine = MONOIDS[op].combine
     empty = torch.full_like(total, MONOIDS[op].identity(total.dtype))
-    if stops is None:
+    if stops is None:  # no segments
         return _exclusive_combine(total, empty, combine, exchange), None
-    join = segment_combine(combine)
-    if ends is None:
+    join = segment_combine(combine)  # combines pairs (stops, total)
+    if ends is None:  # the stops include segments that begin at the first row of a chunk
         _, carry = _exclusive_combine((stops, total), (stops, empty), join, exchange)
         return carry, None
 

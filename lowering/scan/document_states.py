@@ -107,12 +107,15 @@ def final_states(
         closed: Marks of the last tokens (see the module), like `segment`.
         initial: (N, H, K, V), the states of the documents before their first tokens.
     """
+    # `select` takes the chunk of each document's last token, (N, H, T, ...), and `select_row` the token itself,
+    # (N, H, 1, ...). For documents that end on other ranks both take some token, and the result is set to 0.
     ends = find_documents(closed, initial.shape[0])
     segments, own_segment = ends.select(segment), ends.select_row(segment)
+    # The decays from the start of the chunk to the last token, and to the start of the document's segment.
     to_end, to_start = after.map(ends.select_row), base.map(ends.select_row)
     row = torch.arange(segment.shape[-2], device=segment.device).view(-1, 1)
     is_written = (segments == own_segment) & (row <= ends.row.view(-1, 1, 1, 1))
-    kept = to_end.since(after.map(ends.select), is_written)  # of what each token writes
+    kept = to_end.since(after.map(ends.select), is_written)  # the factor of what each token writes
     start = torch.where(own_segment == 0, ends.select(before), initial)  # segment 0 has started in an earlier chunk
     state = to_end.since(to_start).mT * start
     for key, values, reading in written:

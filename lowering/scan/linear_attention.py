@@ -66,7 +66,7 @@ def linear_attention(*operands: Any) -> Tensor:
     backward. Backward: through the same products, differentiable once.
     """
     shards, out, _ = _process_tokens(*operands)
-    return shards.window(out, 1)
+    return shards.window(out, 1)  # padded rows repeat the nearest valid row, and have zero cotangents
 
 
 @composite(f"linear_attention_state({ATTENTION_OPERANDS}) -> Tensor")
@@ -92,7 +92,8 @@ LINEAR_ATTENTION_OPS = (sp.linear_attention.default, sp.linear_attention_state.d
 def _process_tokens(*operands: Any) -> tuple[ScanShards, Tensor, Tensor]:
     """Compute both results of linear attention from the operands of its operators, `ATTENTION_OPERANDS`.
 
-    A fold is one of the contiguous runs of tokens of a rank: one, or two in a zigzag frame.
+    A fold is one of the contiguous runs of tokens of a rank: one, or two in a zigzag frame. Documents have states of
+    their own if `opened` is given: it has the number of the document at its first token, `closed` at its last one.
 
     Returns:
         The shards; the result (B, S, H, V); and the state after each fold, (B, H, folds, K, V), or if documents have
@@ -101,7 +102,8 @@ def _process_tokens(*operands: Any) -> tuple[ScanShards, Tensor, Tensor]:
     *rows, initial, scale, kernel = operands[:13]  # `rows`: the ten fields of TokenRows
     shards = ScanShards(*operands[13:])  # the frame and the ranks
     tokens = TokenRows(*rows)
-    exchange, size = shards.carry_exchange(tokens.v, 1, False), chunk_tokens(tokens.decay.shape[-1])
+    exchange = shards.carry_exchange(tokens.v, dim=1, reverse=False)  # of the states, between ranks
+    size = chunk_tokens(tokens.decay.shape[-1])
     dtype = state_dtype(tokens.v)
     tokens = tokens.map(lambda x: x[(...,) + (None,) * (4 - x.ndim)])  # 4 dims, for beta, starts and marks, too
     tokens = tokens.map(lambda x: shards.fill_padding(x, 1, 0))  # padded rows keep the state
@@ -154,6 +156,7 @@ def _map_chunks(x: TokenRows, initial: Tensor | None) -> ChunkMaps:
         initial: (N, H, K, V), the initial states of N documents, if ``x.opened`` marks documents; else not used.
     """
     decays = Decays.of(x.decay, x.starts)
+    # The decays from the start of the chunk to the end of each token, and to the start of the token's document.
     after, base, causal = decays.after, decays.base, decays.causal_mask()
     kept_last = after.map(lambda y: y[..., -1:, :]).since(after)  # decay from each token to the end of the chunk
     if decays.segment is not None:
@@ -218,9 +221,11 @@ def _solve(system: Tensor, values: Tensor) -> Tensor:
 
 
 def _decayed_products(x: Tensor, y: Tensor, at_x: LogDecay, at_y: LogDecay, is_allowed: Tensor) -> Tensor:
-    """Return the sum over k of x_ik y_jk, decayed from j to i, and 0 for pairs (i, j) that are not allowed.
+    """Return the sum over k of x_ik y_jk d_ijk, with the decay d from token j to token i; 0 where not allowed.
 
-    These are the products of rows of tokens i and of earlier tokens j.
+    These are the products of rows of tokens i and of earlier tokens j. `at_x` and `at_y` are the decays from the start
+    of the chunk to the tokens of x and of y, so that d_ij is exp(at_x_i - at_y_j). With one decay for all k, d is a
+    factor of the product x @ y.mT.
     Shapes: x, y (..., T, K); at_x, at_y (..., T, 1) or (..., T, K); is_allowed (..., T, T) -> (..., T, T).
     """
     if at_x.log.shape[-1] == 1:
@@ -241,7 +246,8 @@ def _scan_states(maps: ChunkMaps, initial: Tensor | None, exchange: CarryExchang
         before = _affine_scan(factor, state, initial, exchange)
         after = factor @ before + state
         return before, after.unflatten(2, (exchange.folds, chunks))[:, :, :, -1]
-    # Diagonal factors: scan the chunks of each fold from zeros, then add the decayed state before the fold.
+    # Diagonal factors (B, H, N, K, 1): scan the chunks of a fold, dim 3 of (B, H, folds, chunks, K, ...) from 0.
+    # Then add the decayed state before the fold, `first`.
     factor, state = (x.unflatten(2, (exchange.folds, chunks)) for x in (factor, state))
     scanned, decay = sp.linear_scan(factor, state, None, 3), factor.cumprod(3)
     total = decay[:, :, :, -1] * torch.eye(factor.shape[-2], dtype=factor.dtype, device=factor.device)
@@ -262,10 +268,11 @@ def _affine_scan(factor: Tensor, state: Tensor, initial: Tensor | None, exchange
     """
     if exchange.is_single:
         return sp.affine_scan(factor, state, initial, 2, exclusive=True)
-    rows = exchange.n * factor.shape[2]
-    frame = [1, rows, 0, rows, exchange.folds]
+    rows = exchange.n * factor.shape[2]  # chunks of all ranks
+    frame = [1, rows, 0, rows, exchange.folds]  # all chunks are valid, with the folds of the tokens
+    reverse, accumulate, exclusive = False, None, True
     return sp.affine_scan(
-        factor, state, initial, 2, False, None, True, frame, exchange.method, exchange.n, exchange.group
+        factor, state, initial, 2, reverse, accumulate, exclusive, frame, exchange.method, exchange.n, exchange.group
     )
 
 
@@ -285,10 +292,12 @@ def _run_kernel(
         out, end = run_attention_kernel(*rows[:8], initial, scale, kernel)  # all but the marks of documents
         return out, end.unsqueeze(2)
     identity = torch.eye(size, dtype=state_dtype(tokens.v), device=tokens.v.device)
-    first = F.pad(identity, (columns, 0)).expand(rows.v.shape[0], rows.v.shape[2], -1, -1)  # zeros, then the identity
+    # The state before each fold, (B * folds, H, K, V + K): zeros, then the identity. `end` has the same shape.
+    first = F.pad(identity, (columns, 0)).expand(rows.v.shape[0], rows.v.shape[2], -1, -1)
     out, end = run_attention_kernel(*rows._replace(v=F.pad(rows.v, (0, size)))[:8], first, scale, kernel)
+    # (B * folds, H, K, V + K) -> (B, H, folds, K, V) and (B, H, folds, K, K)
     state, factor = end.unflatten(0, (-1, folds)).movedim(1, 2).split([columns, size], -1)
-    before = _affine_scan(factor, state, initial, exchange)
+    before = _affine_scan(factor, state, initial, exchange)  # (B, H, folds, K, V)
     out, reads = (x.unflatten(0, (-1, folds)) for x in out.split([columns, size], -1))  # (B, folds, rows, H, ...)
     out = out + (reads.transpose(2, 3).to(before.dtype) @ before.movedim(2, 1)).transpose(2, 3).to(out.dtype)
     return out.flatten(1, 2), factor @ before + state

@@ -43,7 +43,12 @@ class Decays(NamedTuple):
 
     @classmethod
     def of(cls, decay: Tensor, starts: Tensor | None) -> Decays:
-        """Accumulate the logarithms (..., T, 1) or (..., T, K) of the decays of tokens, which start documents."""
+        """Accumulate the logarithms of decays over the T tokens of each chunk.
+
+        Args:
+            decay: The logarithm of each token's decay, (..., T, 1) or (..., T, K).
+            starts: Whether each token is the first one of a document, (..., T, 1) bool; None for a single document.
+        """
         is_reset = decay == -torch.inf
         token = LogDecay(decay.masked_fill(is_reset, 0), is_reset.to(torch.int64))
         after = token.map(lambda x: x.cumsum(-2))

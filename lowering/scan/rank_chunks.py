@@ -96,7 +96,7 @@ def scan_chunks(
     op, exclusive, exchange, dtype, accumulate = spec
     begins = None if cuts is None else segment_starts(cuts, exchange)
     options = op, exclusive, exchange.reverse
-    if exchange.is_single:
+    if exchange.is_single:  # False: the total is not needed
         return sp.local_scan(x, begins, exchange.rows, *options, dtype, accumulate, False)[0], None, None
     # The local scan is not rounded before the carry is added: the sum of both may be small where both are large.
     out, total = sp.local_scan(x, begins, exchange.rows, *options, accumulate, accumulate)
@@ -104,6 +104,7 @@ def scan_chunks(
     if cuts is not None and begins is not None:
         ends_at_last = last_rows(cuts, exchange)  # a segment ends at the chunk's last row: its total is not carried on
         total = total.masked_fill(ends_at_last, MONOIDS[op].identity(accumulate))
+        # Chunks whose carry goes no further, since a segment begins in them or ends at their last row.
         stops = chunks_first(begins.any(exchange.rows), exchange) | ends_at_last
     first, last = (last, first) if exchange.reverse else (first, last)  # in scan order
     # Ids have one row per chunk: `last_rows` returns it, without the dim of rows.
@@ -141,7 +142,8 @@ def _is_reached(begins: Tensor, cut: Tensor | None, exchange: CarryExchange) -> 
 
     Args:
         begins: Rows at which a segment begins.
-        cut: True if the first row of the chunk begins a segment, in addition to `begins`.
+        cut: True if the first row of the chunk in scan order (the last one in reverse) begins a segment, in addition
+            to `begins`; None if it does not.
         exchange: The direction and the exchange.
     """
     index, size = _row_indices(begins, exchange), begins.shape[exchange.rows]
@@ -157,7 +159,7 @@ def extremum_chunks(x: Tensor, op: str, exchange: CarryExchange) -> tuple[Tensor
 
     The carried extreme is (..., chunks, 1, ...), and None on one rank.
     """
-    best, index = sp.local_extremes(x, None, exchange.rows, op, exchange.reverse)
+    best, index = sp.local_extremes(x, None, exchange.rows, op, exchange.reverse)  # in each chunk; no segments (None)
     if exchange.is_single:
         return best, index, None
     first_positions = exchange.chunk_indices(x.device) * x.shape[exchange.rows]  # of the first row of each chunk
@@ -174,8 +176,9 @@ def recurrence_chunks(
     """Return h_i = a_i * h_(i-1) + b_i in spec.dtype, the carries into the chunks, and the state after the last chunk.
 
     If spec.lagged, the factor applies after the sum: h_i = s_(i-1) + b_i with s_i = a_i * h_i. The carries are
-    (..., chunks, 1, ...). `initial` and the final state are like h without chunks and rows. The carries
-    and the final state are None on one rank, and the final state with exchange in steps.
+    (..., chunks, 1, ...). `initial` and the final state are like h without chunks and rows. On one rank both the
+    carries and the final state are None. The final state is None also if the exchange is in steps from rank to rank,
+    since only the last rank then computes it.
     """
     lagged, exchange, dtype, accumulate = spec
     options = exchange.rows, exchange.reverse, lagged

@@ -75,11 +75,11 @@ class _ScanFunction(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         """Save the cuts and, unless the operation is a sum, the operand, the result and the carry."""
-        (x, cuts, *_, spec), (y, carry, cut) = inputs, output
-        _mark_undifferentiated(ctx, carry, cut)
+        (x, cuts, *_, spec), (y, carry, chunk_cuts) = inputs, output
+        _mark_undifferentiated(ctx, carry, chunk_cuts)
         ctx.spec, ctx.x_dtype = spec, x.dtype
         values = (None, None, None) if spec.op == "sum" else (x, y, carry)
-        ctx.save_for_backward(cuts, cut, *values)
+        ctx.save_for_backward(cuts, chunk_cuts, *values)
 
     @staticmethod
     @torch.compiler.disable
@@ -87,9 +87,11 @@ class _ScanFunction(Function):
         """Return the gradient of x, by a scan in the other direction."""
         if grad is None:
             return None, None, None, None, None
-        (cuts, cut, x, y, carry), spec = ctx.saved_tensors, ctx.spec
-        if cut is not None:
-            cuts = join_boundaries(cuts, cut, spec.exchange)
+        # `cuts` are the operand of the forward, where segments end within a chunk. `chunk_cuts` are a result of it, the
+        # cuts between chunks, for which ranks compared segment ids; None if no ids were passed.
+        (cuts, chunk_cuts, x, y, carry), spec = ctx.saved_tensors, ctx.spec
+        if chunk_cuts is not None:
+            cuts = join_boundaries(cuts, chunk_cuts, spec.exchange)
         if spec.op == "sum":  # its adjoint is the sum in the other direction
             backward_spec = spec._replace(exchange=spec.exchange.backward, dtype=grad.dtype)
             dx = scan_with_grad(grad, cuts, None, None, backward_spec).to(ctx.x_dtype)

@@ -99,7 +99,8 @@ def scan(
         accumulate = accumulate_dtype(op, dtype, x.device)
     if shards.frame is None and segments is None and not _may_need_gradient(x):
         # The code below is equivalent, but its overhead is measurable for short scans.
-        return sp.local_scan(x, None, exchange.dim, op, exclusive, reverse, dtype, accumulate, False)[0]
+        total = False  # not needed: the combination of all rows
+        return sp.local_scan(x, None, exchange.dim, op, exclusive, reverse, dtype, accumulate, total)[0]
     x = x if torch.promote_types(x.dtype, dtype) == dtype else x.to(dtype)  # kernels widen x without a copy
     x = shards.fill_padding(x, exchange.dim, MONOIDS[op].identity(x.dtype))
     spec = ScanSpec(op, exclusive, exchange, _saved_dtype(x, op, dtype, accumulate), accumulate)
@@ -168,9 +169,9 @@ def linear_scan(
     accumulate = accumulate_dtype("sum", dtype, a.device) if accumulate is None else accumulate
     a, b = a.to(dtype), b.to(dtype)
     if is_known(a.shape[exchange.dim] == 0):
-        return a * b
+        return a * b  # empty, but with the gradients of both operands
     a, b = shards.fill_padding(a, exchange.dim, 1), shards.fill_padding(b, exchange.dim, 0)
-    spec = RecurrenceSpec(False, exchange, dtype, accumulate)
+    spec = RecurrenceSpec(lagged=False, exchange=exchange, dtype=dtype, accumulate=accumulate)
     h, _, _ = autograd.recurrence_with_grad(to_chunks(a, exchange), to_chunks(b, exchange), initial, spec)
     return shards.window(h.flatten(exchange.dim, exchange.rows), exchange.dim)
 

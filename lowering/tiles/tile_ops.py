@@ -1,4 +1,4 @@
-"""Define ``sp::run_tiled``: run rows through a program tile by tile, forward and backward.
+"""Define ``sp::tiled``: run rows through a program tile by tile, forward and backward.
 
 No intermediate value of a tile is saved.
 
@@ -92,7 +92,7 @@ def _run_tiles(
             part = body.gradients if "gradients" in kinds else body.forward
             assert part is not None
             tile_results = iter(part(_slice_tile(operands, dims, first, length)))
-            for value, total in zip(values, totals):
+            for value, total in zip(values, totals):  # each takes its tensors from the iterator, in this order
                 value.add_tile(total, tile_results, first, length)
             del tile_results  # free the memory before the next tile runs
     return [total.to(value.dtype) for value, total in zip(values, totals)]
@@ -190,7 +190,8 @@ class _AtOnceFunction(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """Run the program and its backward in tiles, for a cotangent of 1, and save only the gradients.
 
-        The first ``num_rows`` operands are cut into tiles; every tile reads the others.
+        The first ``num_rows`` operands are cut into tiles; every tile reads the others. ``program`` is a name in
+        `PROGRAMS`, and ``seed`` that of its random numbers, if it draws any.
         """
         tile_program, rows, shared = PROGRAMS[program], list(operands[:num_rows]), list(operands[num_rows:])
         values = sp.tiles_at_once.default(rows, shared, tiles, program, seed)

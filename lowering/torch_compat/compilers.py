@@ -389,7 +389,10 @@ def _uncompiled_backend(
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     def partition(joint: torch.fx.GraphModule, values: Any, **options: Any) -> Any:
-        """Transform the joint graph, partition it, and transform the forward and the backward."""
+        """Transform the joint graph, partition it, and transform the forward and the backward.
+
+        AOTAutograd calls it as `partition_fn`; `values` are the example inputs of the joint graph.
+        """
         if transform is not None:
             transform(joint)
         if for_inductor:
@@ -401,7 +404,7 @@ def _uncompiled_backend(
         return forward, backward
 
     def infer(forward: torch.fx.GraphModule, values: Any) -> Any:
-        """Transform an inference graph, which has no backward."""
+        """Transform an inference graph, which has no backward, and return a function that runs it uncompiled."""
         if transform is not None:
             transform(forward)
         if partition_transform is not None:

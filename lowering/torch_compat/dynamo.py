@@ -241,7 +241,7 @@ def on_eager(
                 text = _shorten_reason(new_reasons[-1])
             else:
                 text = getattr(result, "skip_reason", None) or ""
-            if "no tensor" not in text:
+            if "no tensor" not in text:  # code without tensors has nothing to compile
                 warn(_classify_fallback(entered, frame.f_code, text))
         return result
 
@@ -314,7 +314,8 @@ def _entered_model(code: CodeType, caller: FrameType | None) -> Any:
         caller: Innermost frame around the one that runs the code.
     """
     module, module_file = None, torch.nn.modules.module.__file__
-    while caller is not None and caller.f_code.co_filename == module_file:  # Module.__call__ around a forward
+    # Skip the frames of Module.__call__ around a forward; their `self` is the module.
+    while caller is not None and caller.f_code.co_filename == module_file:
         module, caller = caller.f_locals.get("self"), caller.f_back
     if caller is None or (caller.f_code.co_filename, caller.f_code.co_name) != _COMPILED_CALL:
         return None  # not called directly by Dynamo's wrapper

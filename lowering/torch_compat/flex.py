@@ -82,7 +82,7 @@ def flex_forward(q: Tensor, k: Tensor, v: Tensor, call: FlexSetup) -> tuple[Tens
         call: The functions and settings.
     """
     out, lse, *_ = torch.ops.higher_order.flex_attention(q, k, v, call.score_mod, *call.arguments(q, k))
-    return out, lse * LN2
+    return out, lse * LN2  # flex_attention's log-sum-exp is to base 2
 
 
 def flex_backward(
@@ -145,7 +145,8 @@ class FlexProgram:
         fn: The function.
         xs: Example tensors.
         dynamic: Dims of each tensor whose sizes may differ in other calls.
-        compile_graph: Function of the graph, not decomposed, and its fake inputs, that compiles it; None for Inductor.
+        compile_graph: Called with the graph of ATen ops, without decompositions, and its fake inputs; returns the
+            compiled graph. None: Inductor compiles it.
     """
 
     def __init__(
@@ -153,6 +154,7 @@ class FlexProgram:
     ) -> None:
         self._shape_env, self._has_dynamic_dims = ShapeEnv(duck_shape=False), any(dynamic)
         mode = FakeTensorMode(shape_env=self._shape_env, allow_non_fake_inputs=True)
+        # The program is stored, so it must not depend on the modes of the call that compiles it.
         with torch.inference_mode(False), torch.autocast(xs[0].device.type, enabled=False):
             self._fakes = [_make_fake(mode, x.detach(), dims) for x, dims in zip(xs, dynamic)]
             with tracing(TracingContext(mode)), torch.no_grad():

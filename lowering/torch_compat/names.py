@@ -54,16 +54,16 @@ def argument_name(node: Node) -> str:
         return re.sub(r"^\['(\w+)'\]", r"\1", path)
     if getattr(base, "is_varargs", local == "args"):
         return re.sub(r"^\[(\d+)\]", lambda match: _positional_name(int(match[1])) or local + match[0], path)
-    is_state = source.guard_source.is_unspecialized_nn_module()
+    is_state = source.guard_source.is_unspecialized_nn_module()  # a parameter or buffer of the model: "fc.weight"
     return path.removeprefix(".") if is_state else local + path
 
 
 def is_python_number(node: Node) -> bool:
     """Return True if the placeholder is a Python scalar that the user passed, not the size of a tensor.
 
-    Dynamo passes a float as a 0-dim tensor.
+    Dynamo passes a float as a 0-dim tensor, and an int whose value may change as a SymInt.
     """
-    argument = node.meta.get("grapharg")
+    argument = node.meta.get("grapharg")  # Dynamo's record of the argument; its source may be x.size() of a tensor x
     if argument is None or isinstance(argument.source, TensorPropertySource):
         return False
     return bool(argument.pass_arg_as_tensor) or isinstance(node.meta.get("example_value"), torch.SymInt)
@@ -106,7 +106,7 @@ def class_name(model: torch.nn.Module) -> str:
 def describe_training() -> str:
     """Return the modes of the models among the variables of the compiled function, such as "is in train()".
 
-    Of modules in another mode than their model the outermost are named. Returns "" without a model.
+    A module in another mode than its model is named, but not the modules inside of it. Returns "" without a model.
     """
     values: list[Any] = []
     for value in _compiled_locals().values():
@@ -190,7 +190,7 @@ def _tracked_fields(value: Any, attributes: Any) -> Iterator[tuple[str, Any]]:
     items = getattr(getattr(value, "_base_vt", value), "items", None)  # `_base_vt`: of a subclass of dict
     if isinstance(items, dict):
         for key, item in items.items():
-            key_variable: Any = getattr(key, "vt", key)
+            key_variable: Any = getattr(key, "vt", key)  # Dynamo wraps the variables of keys to make them hashable
             if key_variable.is_python_constant():
                 yield key_variable.as_python_constant(), item
     elif items is not None and hasattr(value, "tuple_cls"):  # a named tuple

@@ -23,7 +23,12 @@ from torch._dynamo.source import ConstantSource, TensorPropertySource
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, statically_known_true
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    statically_known_true,
+)
 from torch.utils import _pytree as pytree
 
 # True for wrapper subclasses, whose values are stored in other tensors.
@@ -238,6 +243,7 @@ def depends_on_size(size: torch.SymInt) -> bool:
         return True
     if hint is None or not symbol.is_Symbol:
         return False
+    # Sizes of at least 2: torch compiles programs for 0 and 1 separately, so that most guards exclude these.
     samples = [max(n, 2) for k in range(20) for n in (hint >> k, hint << k, hint + k)]
     other_sizes = numpy.array([2, 3, *samples], dtype=object)
     return not all(_check_holds(check, str(symbol), other_sizes).all() for check in _symbol_checks(size))
@@ -291,18 +297,27 @@ def make_symbolic_mode(*hints: int) -> tuple[FakeTensorMode, list[torch.SymInt]]
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """Return the value of a size in the call that is traced, for estimates and messages. Adds no guard."""
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+    """Return the value of a size in the call that is traced, for estimates and messages. Adds no guard.
+
+    Raises:
+        GuardOnDataDependentSymNode: If the size depends on data, such as the length of x[mask].
+    """
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    if size.node.hint is None:
+        raise GuardOnDataDependentSymNode(size.node.expr, f"the size {size} depends on data")
+    return int(size.node.hint)
 
 
 def end_of_view(size: torch.SymInt) -> int | torch.SymInt:
-    """Return the end of a slice as a constant, if a symbol represents one; return other symbols unchanged.
+    """Return the end of a slice as an int if its symbol stands for a constant; return other symbols unchanged.
 
-    torch 2.13 creates such symbols, for the -1 of `x[:, :-1]` or the sys.maxsize of `x[:, 1:]`, when it repeats a view
-    of a wrapper for Dynamo, which cannot write guards on them.
+    When Dynamo fakes a view of a wrapper, torch 2.13 repeats the view op with a new symbol for each of its constants:
+    for the -1 of `x[:, :-1]` and the sys.maxsize of `x[:, 1:]`. Such a symbol has an ephemeral source, on which Dynamo
+    cannot write guards. Of other values it remains a symbol.
     """
     hint = size.node.hint  # None for an unbacked symbol
-    if hint is None or 0 <= hint < sys.maxsize:  # the length of a tensor
+    if hint is None or 0 <= hint < sys.maxsize:  # an end within the tensor, which may be symbolic in the program
         return size
     sources = size.node.shape_env.var_to_sources.get(size.node.expr, ())
     return int(hint) if any(source.is_ephemeral() for source in sources) else size

@@ -110,7 +110,7 @@ def without_saved_tensor_hooks() -> Iterator[None]:
     forbids torch.func, which the trace may contain, under any hook.
     """
     hooks, removed_hooks = torch._C._autograd, []
-    innermost = hooks._top_saved_tensors_default_hooks(True)
+    innermost = hooks._top_saved_tensors_default_hooks(True)  # True: also while torch traces
     while innermost is not None:
         removed_hooks.append(innermost)
         hooks._pop_saved_tensors_default_hooks()

@@ -105,7 +105,9 @@ def choose_tiling(
     rows = min(others, key=lambda dim: dim.written, default=NO_STRIDE)
     others = [dim for dim in others if dim is not rows]
     columns = NO_STRIDE
-    if run * unit < CACHE_LINE:  # short runs need columns that are adjacent in the source, so that reads fill lines
+    # Short runs need columns that are adjacent in the source, so that reads fill lines. A dim with stride 0 there, as
+    # that of an expanded source, does not help.
+    if run * unit < CACHE_LINE:
         columns = min((dim for dim in others if dim.read), key=lambda dim: dim.read, default=NO_STRIDE)
         if rows.read and rows.read < columns.read:  # the rows are adjacent in the source, too
             columns = NO_STRIDE
@@ -229,7 +231,7 @@ def copy_strided(target: Tensor, source: Tensor) -> bool:
 def _launch_move(tiling: TileShape, target: Tensor, source: int) -> None:
     """Launch the kernel that copies from the address ``source`` to the memory of ``target``."""
     loops = [NO_STRIDE] * (MAX_LOOPS - len(tiling.loops)) + [*tiling.loops]  # always MAX_LOOPS dims
-    rows, columns, run = tiling.tile
+    rows, columns, run = tiling.tile  # of one tile; `tiling.rows`, `.columns` and `.run` are those of the arrays
     with use_device(target):
         _move_kernel[(tiling.programs,)](
             source, target.data_ptr(),

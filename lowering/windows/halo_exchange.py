@@ -78,8 +78,8 @@ def read_around(x: Tensor, dim: int, low: int, high: int, frame: FrameArg, fill:
     in the forward and in the backward.
     """
     parts, pieces = split_by_owner(low, high, local_row_count(frame, n)), []
-    first = low
-    for part, piece in zip(parts, _collect_parts(x, dim, parts, False, fill, n, group)):
+    first, wraps = low, False
+    for part, piece in zip(parts, _collect_parts(x, dim, parts, wraps, fill, n, group)):
         pieces.append(_fill_outside(piece, dim, first, first + part.rows, frame, fill, n, group))
         first = first + part.rows
     return _join_pieces(pieces, dim)

@@ -47,8 +47,9 @@ def _read_rows(before: int, width: int, stride: int, frame: FrameArg, result: Fr
     Result row j reads rows j * stride - before + [0, width). Arguments: as of `window_shifts`.
     """
     assert frame_folds(frame) == frame_folds(result) == 1, "the zigzag layout separates the neighbors of a window"
-    # A rank with s rows from position p on has the result's positions from p / stride on. The first of them is row
-    # j = p / stride - result[2] of the result, and x begins at position frame[2].
+    # A rank with s rows of x from position p on has the result's positions from p / stride on. The first of them is row
+    # j = p / stride - result[2] of the result, as result[2] is the start of its frame. Its window begins at row
+    # j * stride - before of x, which is at position frame[2] + j * stride - before. Minus p, this is `low`.
     low = frame[2] - before - stride * result[2]
     return low, low + local_row_count(frame, n) + width - stride  # the last window begins at low + s - stride
 
@@ -287,6 +288,7 @@ def roll_shifts(shift: int, frame: FrameArg, n: int) -> list[tuple[int, int]]:
     if not is_padded(frame, n):  # rank 0 follows the last rank
         return ring_shifts(-shift, s - shift, s, n, wraps=True)
     wrapped = wrapped_rows(shift, frame, s)
+    # The rows [low, high) of the shifted window, then those from which the wrapped rows are read, which are far away.
     return ring_shifts(-shift, s - shift, s, n) + ring_shifts(*wrapped.source, s, n)
 
 

@@ -93,7 +93,7 @@ class AddGradientTokens(Pass):
             if storage_counts[storage_of(node.meta["val"])] > 1:
                 continue  # AOTAutograd treats outputs that share memory as one
             if any(user is not output for user in node.users):
-                token = insert_tap(node)
+                token = insert_tap(node)  # an op that adds the stored gradient of the output to the node's gradient
                 leaves[i] = insert_detach(node)
                 tokens[i] = len(leaves)
                 leaves.append(token)
@@ -127,7 +127,8 @@ class BoundaryPasses(Passes):
         num_outputs = len(output_leaves(gm))
         changes = super().apply(gm, context)
         num_outputs += len(context.boundary.balanced_order)
-        tokens_and_operands = range(num_outputs, len(output_leaves(gm)))  # a rank has only its part of each
+        tokens_and_operands = range(num_outputs, len(output_leaves(gm)))
+        # `rows`: the outputs of which a rank has only its part, as of each of these.
         rows = context.boundary.rows.union(tokens_and_operands)
         context.boundary = replace(context.boundary, num_program_outputs=num_outputs, rows=rows)
         return changes

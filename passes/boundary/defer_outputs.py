@@ -90,7 +90,7 @@ def _return_operand(x: Node, leaves: list[Any], trains: bool) -> DeferredOperand
     grad_token = None
     if trains and x.op == "call_function" and _needs_gradient(x):
         grad_token = len(leaves)
-        leaves.append(insert_tap(x))
+        leaves.append(insert_tap(x))  # the token of sp::tap, which adds the gradient that the deferred graph computes
     argument = _argument_number(x)
     if argument is not None:
         return DeferredOperand(is_argument=True, position=argument, grad_token=grad_token)

@@ -86,14 +86,15 @@ class ReplaceMaskedWrites(CanonicalPass):
         """Return the write of masked_scatter(x, mask, source), with one row of the source for each written position.
 
         The dims of an element are the last dims of x along which the mask is equal. The source is read in memory order;
-        it may have more elements than the mask writes.
+        it may have more elements than the mask writes. For x (B, S, D) and a mask that is expanded from (B, S, 1), a
+        position is (b, s), an element has D numbers, and the source becomes (rows, D).
         """
         call, shape = OpCall(node), node_shape(node)
         mask, num_elements = _without_repetition(call["mask"]), size_product(node_shape(call["source"]))
         # The number of dims of x up to the last one along which the mask differs; the dims after it are an element's.
         num_dims = max((d + 1 for d, n in enumerate(_align_shape(mask, shape)) if not is_same_size(n, 1)), default=1)
         num_rows = exact_quotient(num_elements, size_product(shape[num_dims:]))
-        if num_rows is None:  # not a number of whole rows
+        if num_rows is None:  # not a number of whole rows: elements are single numbers
             mask, num_dims, num_rows = call["mask"], len(shape), num_elements
         mask = self.reshape(mask, _align_shape(mask, shape)[:num_dims], node)
         values = self.reshape(call["source"], (num_rows, *shape[num_dims:]), node)
@@ -116,7 +117,7 @@ class ReplaceMaskedWrites(CanonicalPass):
         For x[:, mask] = v with x (S, H, W, D) and a mask (H, W), values (S, 1, D) become (S, 1, 1, D).
         """
         shape, row_dim, start = node_shape(write.values), write.row_dim, write.start
-        if row_dim < 0:
+        if row_dim < 0:  # no dim for the positions: the values have dims of an element only, or none
             return write.values
         leading_dims = shape[max(row_dim - start, 0) : row_dim]  # dims of x; any others before them have size 1
         position_dims = (1,) * len(node_shape(write.mask))  # x[mask] has one dim in place of them

@@ -67,7 +67,8 @@ class FoldPaddings(CanonicalPass):
         while (source_pad := pad_of_source(inner_pad)) is not None:
             inner_pad = source_pad
         length, rows = node_shape(node)[pad.dim], node_shape(inner_pad.source)[inner_pad.dim]
-        # Such a padded slice, or a cat of constants and a slice, is a shift itself if no longer than the sequence.
+        # Such a padded slice, or a cat of constants and a slice, is a shift itself if no longer than the sequence: all
+        # `length` rows of the padded value, from row 0 on.
         shift = _shift_call(inner_pad, 0, length)
         is_cut_and_padded = match_join(node) is not None or inner_pad is not pad
         if is_cut_and_padded and _is_within_sequence(length, inner_pad) and _is_static(shift, rows):

@@ -112,7 +112,7 @@ def _find_windows(call: OpCall) -> PatchWindows | None:
     padding = [0] if call["padding"] == "valid" else call["padding"]
     if call.ndim() != call.ndim("weight") or call["groups"] != 1 or any(d != 1 for d in call["dilation"]):
         return None
-    if isinstance(padding, str):
+    if isinstance(padding, str):  # "same"
         return None
     # A single number is that of all dims.
     strides, widths = (list(x) * (len(kernel) if len(x) == 1 else 1) for x in (call["stride"], padding))

@@ -42,9 +42,10 @@ class ReplaceReducePairs(CanonicalPass):
         """
         bodies = function_bodies(node)
         operands = [a for a in node.args[2:] if is_tensor(a)]  # the first two arguments are the bodies
-        # The result that each user reads: an int for a getitem; another user may read all, and represents itself.
+        # The call returns a tuple. Find the only result that is read: all users are getitems with one index (an int).
+        # A user that is no getitem may read all results; it is in the set itself, so that `index` is then no int.
         read_indices = {user.args[1] if user.target is operator.getitem else user for user in node.users}
-        index = read_indices.pop() if len(read_indices) == 1 else None  # an int if only one result has readers
+        index = read_indices.pop() if len(read_indices) == 1 else None
         if len(bodies) != 2 or len(operands) != 1 or not isinstance(index, int):
             return False
         output, gradients = (body.graph.output_node().args[0] for body in bodies)

@@ -181,10 +181,13 @@ def _fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[An
         """Return the fake tensor of an input; return other values, such as SymInts, unchanged."""
         if not isinstance(x, torch.Tensor):
             return x
+        if x.is_nested:  # its ragged size has no symbol in Dynamo
+            raise CaptureError("SP212", "inputs: expected tensors of one length, got a nested tensor with jagged rows.")
         if torch_compat.is_wrapper(x):  # its fake is a plain tensor of its full shape
             has_fake_shard = isinstance(x, Sharded) and isinstance(x.local, FakeTensor)  # then its sizes have symbols
             full = x if has_fake_shard else convert_to_mode(x)
             fake = _new_fake(x, full.shape, full.stride(), mode)
+            # The trace refuses methods of other subclasses, such as quantized weights, by the mark.
             return fake if isinstance(x, Sharded | DTensor) else mark_subclass(fake, x)
         if isinstance(x, FakeTensor):
             return x if x.fake_mode is mode else mode.from_tensor(x)

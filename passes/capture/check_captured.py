@@ -45,6 +45,7 @@ def require_functional(gm: GraphModule, name: str) -> None:
     """
     for node in gm.graph.nodes:
         if _mutates_other_reads(node):
+            # c10d collectives write in place; with strict=True, Dynamo replaces them by functional ones.
             fix = STRICT_EXPORT if namespace_of(node.target) == "c10d" else None
             cause = f"{name}: expected a graph without in-place ops, got {node.target} ({node.name})."
             raise SpError("SP206", cause, fix)

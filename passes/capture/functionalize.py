@@ -204,6 +204,7 @@ class _Functionalizer:
         for target in mutation.targets:
             self.check_mutation(node, target)
         if mutation.value is not None:  # a functional form of the op computes it
+            # `assign` records the new value of the target; later readers of the op's result read the target.
             (target,) = mutation.targets
             self.assign(node, target, self.new_value(node, mutation))
             self.aliases.replace(node, target)
@@ -212,7 +213,7 @@ class _Functionalizer:
         emit = self.emitter(node)
         clones = {t: emit(aten.clone.default, self.current_value(t)) for t in mutation.targets}
         node.args, node.kwargs = map_arg(self.aliases.calls[node], lambda x: clones.get(x) or self.current_value(x))
-        with self.graph.inserting_before(node.next):
+        with self.graph.inserting_before(node.next):  # the new values of bases are computed from the mutated clones
             for target, clone in clones.items():
                 self.assign(node, target, clone)
         if mutation.returns_target:
@@ -306,8 +307,9 @@ class _Functionalizer:
             view = parent[base] if view.target is operator.getitem else base
         version = self.version[root] = self.version.get(root, 0) + 1
         self.root_values[root] = view_value
-        self.values[root] = _ViewValue(view_value, version, True)
-        self.values[target] = _ViewValue(value, version, True)
+        # with_grad: these values have their gradients, or the detach has cut them; no reader computes them again.
+        self.values[root] = _ViewValue(view_value, version, with_grad=True)
+        self.values[target] = _ViewValue(value, version, with_grad=True)
 
     def emit_new_base(self, node: Node, view: Node, new: Node, emit: view_inverses.Emit) -> Node:
         """Emit the new value of the base of `view`, and return it.

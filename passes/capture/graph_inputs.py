@@ -84,7 +84,7 @@ def capture_shards(
     graph = capture(gm, example_inputs, fakes=global_fakes)
     placements: dict[str, Placement] = {}
     for node, fake in zip(graph.graph.find_nodes(op="placeholder"), fakes):
-        set_node_info(node, local=fake)
+        set_node_info(node, local=fake)  # the input as the ranks pass it
         if node.name in dims:
             dim = dims[node.name]
             placements[node.name] = Shard(dim, Frame.full(as_size(node.meta["val"].shape[dim])))
@@ -269,7 +269,7 @@ def global_view(
     # append the names and options of the latter two.
     write_backs = _write_backs(graph)
     views, first_views = _omit_views(graph, example_inputs, options.inputs, outputs)
-    names += [f"a tensor of which {names[view.number]} is a view" for view in first_views]
+    names += [f"a tensor of which {names[view.number]} is a view" for view in first_views]  # of the hidden results
     writes = _return_writes(graph, example_inputs, write_backs)
     names += [arguments[i] for i in writes]
     outputs += ["lazy"] * len(writes)
@@ -294,7 +294,7 @@ def _sharded_inputs(
     for i, (node, x) in enumerate(zip(graph.graph.find_nodes(op="placeholder"), example_inputs, strict=True)):
         if not isinstance(x, Sharded) or (x.sharding.n, x.sharding.group) != (ranks.n, ranks.group):
             continue
-        if not x.sharding.is_plain or x.sharding.is_balanced != accept_balanced:
+        if not x.sharding.is_plain or x.sharding.is_balanced != accept_balanced:  # plain: along a complete dim
             continue
         layout, value = replace(x.sharding, balanced=None), node.meta["val"]  # without the row order of this call
         with mode, torch.no_grad():
@@ -338,11 +338,12 @@ def _omit_views(
     of_inputs = [view for view in shared.views if view.of_argument and inputs != "local" and has_memory[view.base]]
     n_results, hidden = len(outputs), list[ResultView]()
     for view in of_results:
+        # `base` is the index of a result; the hidden ones, in order of their first views, have those after the others.
         if view.base == n_results + len(hidden):  # the first view of the next hidden result
             hidden.append(view)
             outputs.append(outputs[view.number])
         options = outputs[view.base], outputs[view.number]
-        outputs[view.base] = max(options, key=OUTPUTS.index)  # the one that satisfies both
+        outputs[view.base] = max(options, key=OUTPUTS.index)  # the stronger one, which satisfies both
     views = tuple(sorted([*of_results, *of_inputs], key=lambda view: view.number))
     omit_views(graph, views, len(hidden))
     return views, hidden
@@ -452,7 +453,7 @@ def _output_options(
     node_names = ["" if node is None else node.name for node in results]
     options = ["auto"] * len(names)
     for key, option in outputs.items():
-        # Names of the user take precedence over indices and names of nodes.
+        # Names that the user gave, those that differ from the node's, take precedence over indices and names of nodes.
         matches = [i for i, name in enumerate(names) if key == name != node_names[i]]
         if not matches:
             matches = [i for i, name in enumerate(node_names) if key in (i, name, _without_number(name))]

@@ -41,7 +41,10 @@ _replaced: set[Any] = set()  # functions and classes
 
 
 def replace_package_kernels() -> None:
-    """Make Dynamo trace stand-ins for the kernel functions of all modules that were imported since the last call."""
+    """Make Dynamo trace stand-ins for the kernel functions of all modules that were imported since the last call.
+
+    Functions are searched in kernel packages, and in the models of transformers, which wrap or import them.
+    """
     for name in [name for name in sys.modules if name not in _searched]:
         _searched.add(name)
         module = sys.modules.get(name)
@@ -102,7 +105,7 @@ def _replace(kernel: str, function: FunctionType, is_wrapper: bool) -> None:
         return
     _replaced.add(function)
     called: Callable[..., Any] = function  # the function whose signature callers use
-    if is_wrapper:
+    if is_wrapper:  # its closure has the function of the package, if that is installed
         called = inspect.getclosurevars(function).nonlocals.get("implementation") or function
     elif kernel in KERNELS:
         register_kernel(kernel, function, "cuda")
@@ -120,7 +123,8 @@ def _replace_class(cls: Any) -> None:
         _replace_apply(cls)
     elif issubclass(cls, torch.nn.Module) and cls.__name__ in DISABLED_MODULES:
         _replaced.add(cls)
-        cls.forward = inspect.unwrap(cls.forward)  # Dynamo has no substitutes for methods
+        # Remove the wrapper that disables Dynamo. Substitutes, as for functions, do not exist for methods.
+        cls.forward = inspect.unwrap(cls.forward)
 
 
 def _replace_apply(cls: type[torch.autograd.Function]) -> None:

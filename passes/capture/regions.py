@@ -51,10 +51,11 @@ def inline_regions(gm: GraphModule) -> GraphModule:
     parameters and submodules of `gm`.
     """
     inliner = _RegionInliner(gm, Graph())
-    output = inliner.graph.output(inliner.inline_graph(gm, "", {}, {}))
+    results = inliner.inline_graph(gm, path="", copies={}, tags={})  # the root, outside of any checkpoint
+    output = inliner.graph.output(results)
     output.meta = dict(gm.graph.output_node().meta)
     torch_compat.keep_calling_convention(inliner.graph, gm.graph)
-    erase_dead(inliner.graph, ("get_attr",))  # those of the sub-graphs
+    erase_dead(inliner.graph, ("get_attr",))  # reads of the sub-graphs, which no op runs any more
     flat = GraphModule(gm, inliner.graph)
     flat.meta.update(gm.meta)
     return flat

@@ -109,11 +109,13 @@ class _TracingInterpreter(Interpreter):
     def run_node(self, n: Node) -> Any:
         """Run a node, or the functorch region that starts with it; errors become CaptureError with its line.
 
-        A functorch region is the nodes of a torch.func transform (vmap, grad, jvp).
+        A functorch region is the nodes of a torch.func transform (vmap, grad, jvp). They run together when its first
+        node is reached: `inline_functorch` sets their values and adds them to `done`.
         """
         if n in self.done:
             return self.env.get(n)
         try:
+            # Under no_grad, the trace would let later nodes read detached operands, see `run_without_grad`.
             if n in self.functorch:
                 return self.inline_functorch(self.functorch[n], n)
             return super().run_node(n) if torch.is_grad_enabled() else self.run_without_grad(n)
@@ -205,7 +207,7 @@ class _TracingInterpreter(Interpreter):
 
         node_args = pytree.tree_map(to_node, tuple(args))
         node = active_tracer().create_node("call_function", target, node_args, dict(kwargs))
-        node.meta["val"] = None
+        node.meta["val"] = None  # no tensor; later calls that read the result find its node by `state_nodes`
         if result is not None:
             self.state_nodes[result] = node
         return result
@@ -241,7 +243,7 @@ class _TracingInterpreter(Interpreter):
         with torch_compat.suspend_trace(self.fake_mode):
             with torch.no_grad():
                 lowered = trace(body, [torch.empty_like(tensor), *_make_leaves(closed_over)], self.fake_mode)
-            out = tensor.view_as(tensor)
+            out = tensor.view_as(tensor)  # a new tensor, so that the hooked value has a node of its own
         result = _record_node(target, args, kwargs, {body: lowered}, out)
         _hook_every_use(tensor, result)
         return result
@@ -274,7 +276,7 @@ class _TracingInterpreter(Interpreter):
             interpreter.env = {**values, **dict(zip(variables, args, strict=True))}
             for n in nodes:
                 interpreter.env[n] = interpreter.run_node(n)
-                if n.target is torch_compat.set_grad_enabled:
+                if n.target is torch_compat.set_grad_enabled:  # no op, so that make_fx itself does not record it
                     active_tracer().create_node("call_function", n.target, n.args, n.kwargs)
             return tuple(interpreter.env[n] for n in outputs)
 

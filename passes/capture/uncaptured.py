@@ -13,7 +13,12 @@ from contextlib import contextmanager
 
 from sp_compile.lowering.base.errors import CaptureError, SpError, failed_node_line, shorten_error
 from sp_compile.lowering.base.warn import warn_once
-from sp_compile.lowering.torch_compat import RestartAnalysis, ShortenTraceback, is_fallback_error
+from sp_compile.lowering.torch_compat import (
+    GuardOnDataDependentSymNode,
+    RestartAnalysis,
+    ShortenTraceback,
+    is_fallback_error,
+)
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +36,8 @@ raises_internal_errors = False  # True in tests: an unsplit program would have c
 def wrap_failures() -> Iterator[None]:
     """Convert unexpected exceptions of the lowering to CaptureError, so that the program runs unsplit.
 
+    Sizes that depend on data are the user's (SP212); other exceptions are bugs of a pass (SP213).
+
     SpError, MemoryError, Dynamo's own errors, and torch's errors on which Dynamo falls back to eager are not converted.
     """
     try:
@@ -38,10 +45,16 @@ def wrap_failures() -> Iterator[None]:
     except (SpError, RestartAnalysis, ShortenTraceback, MemoryError):
         raise
     except Exception as error:
-        if is_fallback_error(error) or raises_internal_errors:
+        if is_fallback_error(error):
             raise
         line = failed_node_line(error)
         place = f", at {line}" if line else ""
+        if isinstance(error, GuardOnDataDependentSymNode):
+            raise CaptureError(
+                "SP212", f"expected sizes that do not depend on data, got {error.cond}{place}."
+            ) from error
+        if raises_internal_errors:
+            raise
         raise CaptureError("SP213", f"internal error: {shorten_error(error).rstrip('.')}{place}.") from error
 
 

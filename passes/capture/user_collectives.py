@@ -34,7 +34,7 @@ def functionalize_collectives(gm: GraphModule) -> None:
         group_node = node.args[2]  # get_attr of a process group
         group = dist.ProcessGroup.unbox(getattr(gm, group_node.target))
         split_sizes = _split_sizes(editor, node, group.size())
-        if split_sizes is not None and not node.users:
+        if split_sizes is not None and not node.users:  # a user reads the Work handle, which has no functional form
             _replace_exchange(editor, node, split_sizes, group.group_name)
             if not group_node.users:
                 gm.graph.erase_node(group_node)

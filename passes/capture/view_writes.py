@@ -129,12 +129,12 @@ def find_shared_results(gm: GraphModule) -> SharedResults:
             candidates = [_result_view(aliases, i, nodes[i], root, True, base_index, known) for i in indices]
             views += [view for view in candidates if view is not None]
             continue
-        if root.op == "get_attr":  # views of a buffer are not recreated
+        if root.op == "get_attr":  # a buffer, neither an argument nor a result, of which views could be recreated
             continue
         for group in _overlapping_groups(aliases, {i: nodes[i] for i in indices}):
             # The base is a result of which the others are views, or else the root, as a new, hidden result.
             base = _common_base(aliases, [nodes[i] for i in group]) or root
-            if aliases.resolve(base) is not base:  # its shape was changed in place
+            if aliases.resolve(base) is not base:  # its shape was changed in place: it would be returned in the new one
                 continue
             base_index = next((i for i in group if nodes[i] is base), len(results))
             members = [i for i in group if i != base_index]

@@ -165,6 +165,7 @@ class AttentionShape:
         The rank with the maximum determines the seconds of an attention, so strategies multiply the FLOPs by it.
         """
         chunks = LAYOUTS[layout].chunks
+        # Balanced order, zigzag order without documents, or nothing to compute.
         if LAYOUTS[layout].balances_causal(self.documents) or not self.q_len * self.kv_len:
             return 1.0
         rows = self.q_len / parts / chunks
@@ -177,8 +178,8 @@ class AttentionShape:
 def halving_documents(length: int) -> list[tuple[int, int]]:
     """Return documents as (start, length), each half of the remaining positions: (0, 4), (4, 2), (6, 1), (7, 1) for 8.
 
-    They model documents of unknown lengths in `AttentionShape.pairs`. No split balances them, which is true for
-    log-normal lengths as well (`benchmarks/plans.py`), and there are long and short documents for any sequence length.
+    They model documents of unknown lengths in `AttentionShape.pairs`. As with documents of log-normal lengths
+    (`benchmarks/plans.py`), there are long and short ones, and neither contiguous nor zigzag order balances their work.
     """
     documents: list[tuple[int, int]] = []
     start = 0
@@ -292,7 +293,8 @@ def candidates_in_order(shape: AttentionShape, machine: Machine) -> list[Candida
     """Return the candidates for a program whose rows are already in `shape.order`, from which a pass chooses.
 
     In a permuted order (zigzag, balanced) the keys of a window are on many ranks, so a ring costs the same as without
-    the window. Candidates with rings are then computed without it, in this order only.
+    the window. Candidates with rings are then computed without it, in this order only. For the balanced order, all
+    candidates are.
     """
     if shape.order.is_balanced:
         return all_candidates(replace(shape, window=None), machine)
@@ -347,7 +349,7 @@ def _complete_candidate(c: Candidate, shape: AttentionShape, machine: Machine) -
     """
     if not LAYOUTS[c.layout].is_in_order and c.layout != shape.order.name:
         extra = _relayout_seconds(shape, machine, c.folds_keys)
-        rounds = (c.rounds[0] + 2, c.rounds[1] + 2)  # before and after the attention
+        rounds = (c.rounds[0] + 2, c.rounds[1] + 2)  # collectives of (forward, backward): one before, one after
         c = replace(c, relayout=True, forward=c.forward + extra, backward=c.backward + extra, rounds=rounds)
     if shape.mask:  # one byte for each query of the `ulysses` ranks and each key
         c = replace(c, memory=c.memory + shape.batch * c.ulysses * shape.q_rows * shape.kv_len)

@@ -79,6 +79,7 @@ def _candidate_row(c: Candidate, chosen: Candidate, reason: str) -> tuple[object
     The last column is `reason` for the chosen candidate, else the reason why it is not legal, or the additional time
     relative to the chosen one.
     """
+    # "groups": heads that are exchanged separately, one group after the other
     layout = c.layout + (", moved" if c.relayout else "") + (f", {c.chunks} groups" if c.chunks > 1 else "")
     numbers = [x * 1e3 for x in (c.forward, c.backward, c.seconds)] + [c.memory / 2**20]
     shown = numbers if c.legal is None or c == chosen else [None] * 4

@@ -136,7 +136,7 @@ def _sent_bytes(call: OpCall, n: int) -> _SentBytes | None:
         row_bytes = row_elements * call.operands[0].meta["val"].element_size()
         nbytes = collective_bytes("shift", sum((as_size(rows) for _, rows in shifts), 0) * row_bytes, n)
         return _SentBytes(call.operands[:1], nbytes, nbytes)
-    if op not in MOVE_OPS or op is sp.window.default:
+    if op not in MOVE_OPS or op is sp.window.default:  # the rows of sp::window are those of `_edge_bytes`
         return None
     # The bytes of these two follow from the shard, which is their result (see `collective_bytes`).
     operands = [call.node] if op in (sp.shard.default, sp.reduce_scatter.default) else call.operands
@@ -157,7 +157,7 @@ def _make_exchange(call: OpCall, sent: _SentBytes) -> Exchange:
     # A reduction of gradients belongs to the layers of its parameters; another exchange to the layer of its node.
     shares = _layer_shares(node, backward, values) if node.target is sp.reduce_grad.default else ()
     layer = shares[0][0] if len(shares) == 1 else node_layer(node)
-    attends = op_strategy(node.target) is not None
+    attends = op_strategy(node.target) is not None  # an sp:: op that contains both attention and exchanges
     return Exchange(name, node.name, _exchange_line(node), shown, sent.forward, backward, layer, shares, attends)
 
 

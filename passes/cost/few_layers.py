@@ -81,8 +81,9 @@ class LayerList:
     def order(self) -> list[str]:
         """Return for each layer the path of the layer of its kind that represents it in the reduced model.
 
-        Of the most common kind, which has two, the second one represents all layers except the first itself. Example:
-        for the kinds (0, 0, 1, 0) the reduced model has the layers 0, 1 and 2, and the order is 0, 1, 2, 1.
+        Of the most common kind, which has two, the second one represents all layers except the first itself. These two
+        are the layers 0 and 1 of the reduced model (`reduced_positions`), and those of other kinds follow. For the
+        kinds (0, 1, 1, 1) the reduced model has the layers 1, 2 and 0 of the model, and the order is 2, 0, 1, 1.
         """
         first_index, *later_indices = self.reduced_positions
         representatives = {self.kinds[i]: position for position, i in enumerate(later_indices, 1)}

@@ -117,7 +117,7 @@ def _is_row_exchange(node: Node) -> bool:
     """Return True if the collective may move rows: it is more than a reduction of scalars or vectors.
 
     Such reductions, as of losses over data-parallel ranks, move no rows. The kind of reduction (sum, max, ...) is
-    ignored, because ranks that disagree on it must communicate to detect that.
+    ignored: if it differs between ranks, all of them must still get the same answer, and then find the difference.
     """
     if namespace_of(node.target) not in TORCH_EXCHANGES:
         return node_packet(node) is sp.all_to_all_permute
@@ -164,6 +164,7 @@ def _group_arguments(target: Any) -> tuple[tuple[int, str], ...]:
         names = [argument.name for argument in schema_of(op).arguments]
     else:
         names = list(inspect.signature(op).parameters)
+    # Arguments called `forward` and `backward` name groups in sp::reduce_pair only.
     of_groups = GROUP_ARGUMENTS + (LISTS_OF_GROUPS if op is sp.reduce_pair.default else ())
     return tuple((i, name) for i, name in enumerate(names) if name in of_groups)
 
@@ -222,6 +223,7 @@ def group_grids(groups: Sequence[Ranks], all_gather: GatherRanks) -> dict[str, G
     for ranks in groups:
         gathered = all_gather(ranks, tuple(positions))
         # Row = a rank of this group; column = its rank in each of the groups. Level groups have a constant column.
+        # A rank that has failed sends None, and one with another program may have another number of groups.
         rows = [row for row in gathered if row is not None and len(row) == len(positions)]
         level[ranks.group] = frozenset(g.group for i, g in enumerate(groups) if len({row[i] for row in rows}) == 1)
     return {

@@ -69,7 +69,7 @@ def machine(ranks: Ranks, device: torch.device, meet: MeetFunction) -> Machine:
     Args:
         ranks: Ranks of the sequence.
         device: Device of the model.
-        meet: Exchange of these ranks; its exceptions propagate.
+        meet: Exchange of these ranks: meet(error, value) returns the values of all ranks, or raises on all.
     """
     group = ranks.process_group
     if not ranks.has_other_processes:
@@ -94,7 +94,8 @@ def fit_constants(
     Between nodes the all-to-all is limited by their links, and the links inside are those of `base`.
 
     Args:
-        lines: Lines of all-to-all, all-gather and attention; the last one is seconds per FLOP over 1 / keys.
+        lines: Lines of all-to-all, all-gather and attention: latency + x / bandwidth. For attention, x is 1 / keys and
+            the line is seconds per FLOP, so that `latency` is that with infinitely many keys.
         n: Number of ranks.
         ranks_per_node: Ranks per node.
         base: Default constants.
@@ -108,10 +109,11 @@ def fit_constants(
         constants |= {"all_gather_bandwidth": gather.bandwidth}
     else:  # the share of the bytes that leave the node
         constants |= {"inter_node_bandwidth": exchange.bandwidth * (n - ranks_per_node) / (n - 1)}
-    seconds_per_flop = attention.latency  # with infinitely many keys; 0 is noise
-    if seconds_per_flop:
+    seconds_per_flop = attention.latency
+    if seconds_per_flop:  # 0 is noise
         constants |= {"flops": 1 / seconds_per_flop / base.efficiency(kernel)}
-        constants |= {"block_keys": 1 / seconds_per_flop / attention.bandwidth}  # slope / latency of the line
+        # The number of keys at which a FLOP takes twice as long: slope / latency of the line.
+        constants |= {"block_keys": 1 / seconds_per_flop / attention.bandwidth}
     return replace(base, **constants)
 
 
@@ -276,9 +278,10 @@ def _measure_and_fit(jobs: Sequence[Measurement], repeats: int, meet: MeetFuncti
 def _time_calls(call: Callable[[], object] | None, job: Measurement, meet: MeetFunction) -> float:
     """Return the seconds of a call of a job between two barriers; 0 for a rank that does not take part.
 
-    The barriers are exchanges: of the exception of these calls, and before it of that of the previous ones or of the
-    setup. The ranks leave a barrier at different times. The first call of a collective waits for the last rank, so it
-    is not timed, and the others run back to back.
+    The barrier at the end is the exchange by which an exception of these calls is raised on all ranks; the one at the
+    start is that of the previous calls, or of the setup. The ranks leave a barrier at different times. The first call
+    of a collective waits for the last rank, so it is not timed (unless it is the only one), and the others run back to
+    back.
     """
     seconds, timed = 0.0, max(1, job.calls - 1)
     with _raised_on_all(meet):
@@ -332,6 +335,7 @@ def _base_constants(device: torch.device, meet: MeetFunction) -> Machine:
         limits = [memory, torch.cuda.get_device_capability(device)[0]]
     memory, generation = map(min, zip(*meet(None, limits)))
     base = replace(Machine.of(device.type), memory=memory)
+    # Before Hopper, attention runs by FlashAttention-2 at best: cuDNN's rate is that of Hopper.
     return base if generation >= HOPPER else replace(base, cudnn_efficiency=base.flash_efficiency)
 
 

@@ -148,7 +148,7 @@ def _linear_attention_bytes(call: OpCall, folds: int, extent: Callable[[Any], Si
 
     The state after the last token is gathered, too, for ``sp::linear_attention_state``.
     """
-    k, v = (x.meta["val"] for x in call.operands[1:3])
+    k, v = (x.meta["val"] for x in call.operands[1:3])  # (B, S, H, K) and (B, S, H, V)
     batch, heads, size, columns = map(extent, (k.shape[0], *k.shape[2:], v.shape[-1]))
     states = 2 if call.node.target is sp.linear_attention_state.default else 1
     itemsize = state_dtype(v).itemsize
@@ -160,7 +160,8 @@ def _segment_bytes(call: OpCall, dim: int, folds: int, extent: Callable[[Any], S
 
     A segment is a run of equal ids, at the start of which the scan restarts. Sent are the ids of the first and last row
     of each fold (chunk of rows of a rank), and a flag: True if a segment starts in it. (0, 0) for a scan without
-    segments. `dim` is the scanned dim of the operand; ids may have fewer dims.
+    segments. `dim` is the scanned dim of the operand; ids may have fewer dims. `extent` returns the size to assume for
+    a dim of a shape, which may be symbolic.
     """
     node: Node | None = call.get("segments")
     if node is None:

@@ -84,8 +84,9 @@ class GraphStep:
         copied = [n for n in tangents if not all(map(_is_row_major, node_tensors(n)))]
         backward_walk = walk(backward, fused, [*saved, *tangents])
         saved_sum, tangents_sum, copied_sum = (sum(storage_bytes(x).values()) for x in (saved, tangents, copied))
-        # A saved value belongs to the layer that reads it last in the backward. One that was computed outside of layers
-        # does so only if that is the first layer, whose input it then is; layers share others, such as positions.
+        # A saved value belongs to the layer that reads it last in the backward. A value that was computed outside of
+        # layers belongs to none (""), as layers share it (positions), unless its last reader is the first layer: then
+        # it is the input of this layer (the embedding).
         layers = {n.name: node_layer(n) for n in forward.nodes}
         first_layer = next(filter(None, layers.values()), "")
         saved_bytes = [
@@ -96,7 +97,7 @@ class GraphStep:
             forward_walk,
             backward_walk,
             inputs,
-            results=max(0, forward_walk.end - saved_sum),
+            results=max(0, forward_walk.end - saved_sum),  # what the forward leaves in memory, except for saved values
             saved=saved_sum,
             tangents=tangents_sum,
             copied=copied_sum,
@@ -216,6 +217,7 @@ class StepMemory:
                 continue
             moments = graph.backward.moments
             # The walk of this backward counts its saved values and tangents, so they are not counted as other bytes.
+            # Tangents beyond `later_gradients` are not in the other bytes: no later backward has computed them.
             other_bytes -= graph.saved + min(later_gradients, graph.tangents)
             has_loss = g == len(self.graphs) - 1
             loss_end = next((i for i, moment in enumerate(moments) if moment.product), 0) if has_loss else 0

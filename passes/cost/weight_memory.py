@@ -66,7 +66,8 @@ class ModelBytes:
             in_layer: True if a layer runs.
             arriving: True if the weights of the next layer are being gathered.
         """
-        if not self.unit:  # no layers: all weights are gathered for the forward, and again for the backward
+        # Without layers, all weights are one unit, which FSDP gathers for the forward, and again for the backward.
+        if not self.unit:
             return (1 + arriving) * self.outside_layers
         return self.outside_layers + (in_layer + arriving) * self.unit
 

@@ -51,6 +51,7 @@ def trace_function(
     Returns:
         The traced graph.
     """
+    # "real": make_fx uses the values as they are; these are fake tensors already.
     tracer = make_fx(run, dict(decompositions or {}), tracing_mode="real", pre_dispatch=pre_dispatch)
     with fake_mode_of(values), enable_python_dispatcher(), nullcontext() if gradients else torch.no_grad():
         gm = tracer(*values)

@@ -198,7 +198,8 @@ class SizeBuilder:
         if isinstance(expr, sympy.Symbol):
             if expr in self.sources:
                 return self._emit(torch.ops.aten.sym_size.int, self.sources[expr])
-            for known_size, node in list(self.known.items()):  # inputs="local": an input may be the symbol times n
+            # With the option inputs="local" a known size may be n * s0, of an input of n shards: s0 is that // n.
+            for known_size, node in list(self.known.items()):
                 factor, symbol = sympy.sympify(known_size).as_coeff_Mul()
                 if symbol == expr and factor.is_Integer and factor > 1:
                     return self._emit(operator.floordiv, (node, int(factor)))

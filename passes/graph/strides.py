@@ -54,7 +54,7 @@ def match_strides(node: Node, value: Tensor) -> Node:
         with node.graph.inserting_after(last):
             last = node.graph.call_function(target, (last, *args), kwargs)
         last.meta.update(node.meta, val=result)
-        set_node_info(last, origin=None)
+        set_node_info(last, origin=None)  # the node of the global graph has this node as its local value, not the copy
     return last
 
 

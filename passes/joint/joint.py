@@ -86,6 +86,7 @@ class ScatterLayers(Passes):
         replace_nodes(gm, linear_pass.gm)
         assumed = linear_pass.assumed  # names of the placeholders that must be equal on all ranks
         tangents = {node.name for node in graph_tangents(gm.graph)}
+        # tangent -> text that follows "the result" in an error, such as "created at <line>"
         equal_tangents = {name: result_lines.get(name) or "of this program" for name in assumed if name in tangents}
         tensors = [node.name for node in gm.graph.find_nodes(op="placeholder") if is_tensor(node)]
         equal_primals = [name for name in assumed if name in tensors and name not in tangents]
@@ -200,6 +201,7 @@ class OptimizeUserExchanges(Passes):
         if context.session.has_same_programs(gm):
             changes = super().apply(gm, context)
         else:
+            # Noted for the pass inside of `ScatterLayers` that users know, by its option `sequence_parallel_linear`.
             context.notes.append(Note(NoteKind.DECLINED, SequenceParallelLinear.name, OTHER_PROGRAMS))
         # The backward consists of all nodes that depend on a tangent.
         backward = reachable_set(graph_tangents(gm.graph), lambda node: node.users)

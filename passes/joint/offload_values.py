@@ -106,7 +106,8 @@ class OffloadValues(Pass):
         if math.isinf(self.machine.memory):
             return {}
         is_sharded = bool(context.memory) and context.options.state == "sharded"
-        state = context.memory[-1].state if is_sharded else None  # bytes of a model that FSDP shards
+        # The bytes of a model that FSDP shards; None if every device stores all parameters.
+        state = context.memory[-1].state if is_sharded else None
         graph_step = GraphStep.of(forward, backward, context.options.uses_inductor, context.input_bytes)
         step, n = StepMemory(state or ModelBytes(0, 0, 0, 0), graphs=[graph_step]), context.ranks.n
         if state is not None:
@@ -268,9 +269,9 @@ class OffloadValues(Pass):
         return max(0.0, -min(begins.values(), default=0.0))
 
     def _rebuild_views(self, saved: _SavedValues, x: Node, device_copy: Node) -> None:
-        """Replace reads of the saved values in the storage that x fills by views of `device_copy`, its copy.
+        """Let the backward read views of `device_copy`, the copy of x, in place of the saved values in x's storage.
 
-        A value that is equal to x is replaced by the copy itself.
+        Where a saved value has the shape and the strides of x, it reads the copy itself.
         """
         for value in saved.storages[x].values:
             view_node, view = device_copy, value.meta["val"]
@@ -278,7 +279,7 @@ class OffloadValues(Pass):
                 offset, *shape_and_strides = self.sizes.list(_storage_layout(view))
                 args = (device_copy, shape_and_strides[: view.dim()], shape_and_strides[view.dim() :], offset)
                 view_node = self.compute(aten.as_strided.default, args, value)
-            # The copy itself continues to read the input.
+            # The copy back, sp.reload, continues to read the backward's input, which is the copy in host memory.
             saved.inputs[value].replace_all_uses_with(view_node, lambda user: user is not device_copy)
 
 
@@ -401,6 +402,7 @@ class _OffloadSchedule:
         Args:
             chosen: The nodes x whose values fill the storages. `self.forward[x]` is the time at which x runs.
         """
+        # The time at which each copy to the host ends, and at which each copy back begins.
         ends, begins, offloaded = dict[Node, float](), dict[Node, float](), dict[Node, range]()
         seconds = {x: copy_seconds(self.saved.storages[x].nbytes, self.machine) for x in chosen}
         last_end, next_begin = 0.0, math.inf

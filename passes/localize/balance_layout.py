@@ -153,6 +153,7 @@ class BalanceLayout(Pass):
         work = self._attention_work(attentions)
         self._report_imbalance(work, self.sizes(length), n)
         # pairs of numbers of positions: those before and those after a window
+        # `fixed_ends` is the number of positions that other graphs may cut off at each end of a sharded output, or 0.
         outside_windows = {(frame.start, as_size(frame.size - frame.start - frame.length)) for frame in frames}
         fixed = sorted(outside_windows | {(self.fixed_ends, self.fixed_ends)}, key=str)
         front, back = (self.sizes.list(dict.fromkeys(numbers)) for numbers in zip(*fixed))  # without duplicates
@@ -208,6 +209,7 @@ class BalanceLayout(Pass):
         """
         predicates = tuple(map(position_conditions, work.predicates))
         weights, numbers = (tuple(map(_current_size, sizes)) for sizes in (work.weights, work.numbers))
+        # (): no tables of vectors, which the position conditions do not read.
         chunks = balance_rows(predicates, weights, numbers, (), _current_size(length), n)
         contiguous = f"contiguous {chunks.contiguous_imbalance:.2f}"
         text = f"the busiest rank has {chunks.imbalance:.2f} times the mean of query-key pairs, {contiguous}"

@@ -65,14 +65,14 @@ def _reaches_reader(
         node: The value.
         user: A user of the value.
         plan: The plan of the graph.
-        read_nodes: The nodes after the value for which this is known to be True.
+        read_nodes: The nodes after the value of which a reader may depend on padded rows, as found so far.
         ignores_padding: Returns True for ops whose valid rows do not depend on padded rows of this kind.
     """
     if user.op == "output":
         return isinstance(plan.of(node), Shard)  # another graph may read it
-    if user.target is operator.getitem:
+    if user.target is operator.getitem:  # it selects one result of the node, with the same rows
         return user in read_nodes
-    if not _is_sharded(node, plan) or user not in plan.wants:  # a user that is not on shards reads gathered rows
+    if not _is_sharded(node, plan) or user not in plan.wants:  # not on shards: rows are gathered without padding
         return False
     if user in read_nodes and not drops_padding(user):
         return True  # the user's result has the same padded rows, and a reader of the result depends on them
@@ -94,10 +94,14 @@ def _is_cut(node: Node, plan: PlacementPlan) -> bool:
 
 
 def _is_loose(node: Node, plan: PlacementPlan, n: int) -> bool:
-    """Return True if the node computes finite padded rows that differ from the nearest valid row."""
-    if node.target is operator.getitem:
+    """Return True if the node computes finite padded rows that differ from the nearest valid row.
+
+    These are random draws and the ops with "finite" in `PADDED`; rows that a window cuts off are found by `_is_cut`.
+    """
+    if node.target is operator.getitem:  # a result of an op with several results
         return is_tensor(node) and _is_loose(node.args[0], plan, n)
     placements = [p for p in plan.placements.get(node, ()) if isinstance(p, Shard)]
+    # Without shards there is no padding. Nodes without `wants` run on replicated operands.
     if node.op != "call_function" or not placements or node not in plan.wants:
         return False
     has_own_rows = PADDED.get(node.target) == "finite" or is_random(node)
@@ -176,7 +180,7 @@ class PaddingProof:
         if node.op == "output":
             self._check_output(node)
         elif node.target is operator.getitem:  # its rows are those of its operand
-            for nodes in (self.loose, self.cut):
+            for nodes in (self.loose, self.cut):  # `cut`: the loose nodes whose padded rows may be infinite or NaN
                 if node.args[0] in nodes:
                     nodes.add(node)
         elif node.op == "call_function":
@@ -195,7 +199,7 @@ class PaddingProof:
         A padded row is loose if it differs from the nearest valid row, and cut if a window has cut it off.
         """
         origin, declared_padding = node_info(node).origin, PADDED.get(node.target)
-        if origin is None:
+        if origin is None:  # inserted by `Localize`, such as arithmetic on sizes: the value of no global node
             return
         if _is_sharded(origin, self.plan) and namespace_of(node.target) == "sp" and declared_padding is None:
             raise SpError("SP923", f"{describe_node(node)} returns shards and does not declare its padded rows.")
@@ -225,7 +229,8 @@ class PaddingProof:
     def _is_longer(self, operand: Node, want: Shard) -> bool:
         """Return True if the operand has more valid rows than the demanded window.
 
-        The node that cut off the rows has no call in the local graph, so the operand is the uncut value.
+        A node that cuts off rows, such as x[:, :-1], has no call in the local graph: its reader there has the operand
+        x. The windows then differ; the demanded one is always the shorter one.
         """
         origin = node_info(operand).origin
         have = None if origin is None else self.plan.of(origin)

@@ -99,6 +99,7 @@ class _Localizer(GraphEditor):
         """Return the local GraphModule. `node_info(node).origin` maps its nodes to nodes of the global graph.
 
         Inputs come first, then their sizes, attributes and the reductions of gradients, which all other nodes may read.
+        At the end, the reductions are moved to their first readers, so that the backward reduces each gradient early.
         """
         sources = [n for n in self.old.graph.nodes if n.op in ("placeholder", "get_attr")]
         for node in sources:
@@ -113,6 +114,7 @@ class _Localizer(GraphEditor):
         for node in self.old.graph.nodes:
             if node.op == "output":
                 self.graph.output(torch.fx.map_arg(node.args[0], self.env.__getitem__)).meta.update(node.meta)
+            # Skip nodes that have a local value: one in `env`, or several in `split_values` (a split of the sequence).
             elif node not in self.env and node not in self.split_values:
                 self._emit(node)
         local = graph_module(self.old, self.graph)
@@ -135,7 +137,8 @@ class _Localizer(GraphEditor):
     def _restore_padding(self, old: Node, local: Node) -> Node:
         """Return the local value of the global node `old`, with restored padded rows if an op may depend on them.
 
-        sp::window makes each padded row equal to the nearest valid row.
+        `loose_padding` has the nodes whose padded rows do not repeat the nearest valid row, such as after x[:, :-1],
+        while an op may depend on it. sp::window makes them repeat it.
         """
         have = self.plan.of(old)
         if old not in self.loose_padding or not isinstance(have, Shard):
@@ -255,9 +258,10 @@ class _Localizer(GraphEditor):
     ) -> list[Node]:
         """Return the operands of a sum over the sequence, with padded rows filled such that they add zero.
 
-        Operands of other calls are unchanged. All operands of a product are filled with 0, as 0 * inf is NaN. A rule
-        may define one fill that removes the padded rows of all operands (`rule.pad`, such as the ignored class of a
-        loss); the padded rows of the others must then be finite, which those that a window cuts off may not be.
+        Operands of other calls are unchanged. All operands of a product are filled with 0, as 0 * inf is NaN. With
+        `rule.pad`, one operand's fill removes the padded rows of all, such as the ignored class among a loss's targets.
+        The others then need only finite values there. They have them, except for rows that a window of the sequence
+        cuts off (`_is_sequence_part`), which may be infinite; these are filled, too.
         """
         sums_over_sequence = any(isinstance(p, Partial) for p in self.plan.placements[call.node])
         if not sums_over_sequence or node_info(call.node).combines:  # `combines`: adds or scales results of sums
@@ -297,6 +301,7 @@ class _Localizer(GraphEditor):
             return self._convert_once(source, want, user)
         # The gradient of a partial-gradient node is summed at its operands, see reduce_gradients.py.
         needs_no_sum = have == want or source in self.partial_grad_nodes or source not in self.differentiable
+        # With `partial_grad`, each rank computes a summand of the operand's gradient.
         if isinstance(want, Replicate) and want.partial_grad and not needs_no_sum:
             return self._convert_once(source, want, user)
         return self.env[source]
@@ -341,6 +346,7 @@ class _Localizer(GraphEditor):
         ]
         parameters = [x for x in reduced if _is_parameter(x)]
         inputs = [x for x in reduced if not _is_parameter(x)]
+        # Parameters and inputs have separate buckets, as `_grad_conversion` may differ between the two.
         for bucket in make_buckets(parameters) + make_buckets(inputs):
             args = ([self.env[x] for x in bucket], self._grad_conversion(bucket[0]), self.ranks.n, self.ranks.group)
             reduction = self.graph.call_function(sp.reduce_grad.default, args)

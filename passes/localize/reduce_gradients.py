@@ -63,7 +63,8 @@ def find_partial_grad_nodes(gm: GraphModule, plan: PlacementPlan, differentiable
         can_be_partial = node in differentiable and node.users and _is_replicated_call(node, plan)
         if can_be_partial and all(_gives_partial_grad(node, user, plan, partial_grad_nodes) for user in node.users):
             partial_grad_nodes.add(node)
-    # An op with several results is included only with all of them: the reduction is at its operands, or at each result.
+    # A result (getitem) of an op with several is included only with the op, and so with all results: the reduction is
+    # at the operands of the op, or at each result.
     return {n for n in partial_grad_nodes if n.target is not operator.getitem or n.args[0] in partial_grad_nodes}
 
 
@@ -95,6 +96,7 @@ def needs_grad_sum(node: Node, plan: PlacementPlan, partial_grad_nodes: set[Node
         partial_grad_nodes: The nodes of `find_partial_grad_nodes`.
     """
     wants = [want for user in node.users for want in demanded_placements(node, user, plan)]
+    # A user in `partial_grad_nodes` has a partial gradient itself, and so gives the value one.
     return not partial_grad_nodes.isdisjoint(node.users) or SUMMAND_GRAD in wants
 
 

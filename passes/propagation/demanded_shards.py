@@ -46,7 +46,7 @@ def shard_demanded(plan: PlacementPlan, gm: GraphModule, axes: Axes, n: int, sta
         if not isinstance(shard, Shard) or not (is_constant or _is_square(axes, node, shard)):
             continue
         step = NodeStep((), (shard,)) if is_constant else _shard_result(plan, node, shard, n)
-        if step is not None and step.wants is not None:
+        if step is not None and step.wants is not None:  # no `wants`: the node cannot run on shards
             plan.wants[node], plan.placements[node] = step.wants, step.results
 
 
@@ -81,6 +81,7 @@ def _shard_result(plan: PlacementPlan, node: Node, shard: Shard, n: int) -> Node
         return None
     if node_info(node).no_rule is not None or any(plan.of(x) != REPLICATE for x in call.operands):
         return None
+    # The factor of the result's dim that is sharded, such as s of "(b s)", and the shard as one of that factor alone.
     factor, shard_of_factor = rule.local_part(rule.results[0], shard)
     if not factor or rule.kind(factor) != "pass":
         return None

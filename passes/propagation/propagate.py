@@ -164,7 +164,8 @@ def _visit(
         n: The number of ranks.
         keep_replicated: If True, no sequence starts at the node.
         declines: As in `propagate`.
-        window: The window of another sequence as which a sequence starts at the node, if any.
+        window: The frame by which a sequence that starts at the node is sharded, if it is not its own: that of h[:, 1:]
+            for an embedding that is added to it. Each rank then has the same rows of both. None for other nodes.
     """
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         return NodeStep(None, (_item_placement(plan, node, node.args[0]),))
@@ -179,7 +180,8 @@ def _visit(
         why = "the exchange was written for another placement of its operand"
         stale = [i for i, p in enumerate(have) if not has_expected_placement(call, p)]
         return NodeStep(tuple(have), transfer(call), tuple(Demand(node, i, "stale", have[i], why=why) for i in stale))
-    # A linear op that `MarkPartialSums` has marked runs on partial sums; its other operands get partial gradients.
+    # A linear op that `MarkPartialSums` has marked runs on partial sums. Its other operands are replicated, and each
+    # rank computes only a summand of their gradients (SUMMAND_GRAD).
     if node_info(node).combines and call is not None and is_partial_sum(call, have):
         return NodeStep(tuple(p if isinstance(p, Partial) else SUMMAND_GRAD for p in have), (Partial(),))
     # All other ops run on reduced sums.
@@ -190,7 +192,8 @@ def _visit(
     if declined is not None:
         step = replicate_operands(node, have, "gathered", declined, len(step.results))
     step = _mark_varying(node, rule, have, step)
-    # The step runs on replicated operands: gradients and random draws must then be equal on all ranks.
+    # A step on replicated operands must have equal gradients and random draws on all ranks. SUMMAND_GRAD is the
+    # placement of a replicated value of whose gradient each rank computes one summand.
     if step.wants is None and VARYING not in step.results:
         demands += [Demand(node, i, "invariant", p, why=INVARIANT) for i, p in enumerate(have) if p == SUMMAND_GRAD]
     demands += step.demands

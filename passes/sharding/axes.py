@@ -238,6 +238,7 @@ class Axes:
         name = self.find(atom.name)
         # The first positions of this part in concatenations.
         starts = [start for part, start in self.joined if part.size == atom.size and self.find(part.name) == name]
+        # `folds` is 1 for contiguous rows; other row orders are not padded to strides.
         is_chunked = name in self.granules
         if self.n == 1 or not (starts or is_chunked):
             stride = self.strides.get((name, atom.size), 1)
@@ -249,6 +250,7 @@ class Axes:
         sizes = (a.size * blocks[c] for a in self._atoms() if (c := self.find(a.name)) in blocks)
         longest = max(sizes, key=assume_large)
         frame = Frame.of_chunks(atom.size, longest, self.granules.get(name, 1), self.n, self.folds)
+        # `of_chunks` pads to a multiple of the ranks, too, which a part that is not chunked does not need.
         size = frame.size if is_chunked else longest
         return replace(frame, size=size, start=starts[0] if starts else 0)
 
@@ -457,7 +459,7 @@ def _result_dim(axes: Axes, factor_dims: Mapping[str, Dim], name: str, rule: Bou
         return _passed_factor(axes, factor_dims.get(name), name, rule, size)
     factors = (_passed_factor(axes, factor_dims.get(f), f, rule, rule.extents[f]) for f in dim_factors(name))
     atoms = tuple(a for dim in factors for a in dim if not is_same_size(a.size, 1))
-    return axes.unsplit(atoms) or (axes.new_atom(size),)
+    return axes.unsplit(atoms) or (axes.new_atom(size),)  # no atoms if all factors have size 1
 
 
 def _passed_factor(axes: Axes, dim: Dim | None, factor: str, rule: BoundRule, size: Size) -> Dim:
@@ -476,6 +478,7 @@ def _passed_factor(axes: Axes, dim: Dim | None, factor: str, rule: BoundRule, si
     if is_same_size(rows, size):
         return dim
     # A window of a sequence, such as x[:, 1:], belongs to the same sequence: it has the class of x with another size.
+    # A single row, such as x[:, :1], is no sequence.
     sliding = rule.slides.get(factor)
     is_apart = sliding is not None and sliding.stride > 1 and not axes.keeps_strided
     is_window = rule.kind(factor) == "window" or (sliding is not None and _keeps_class(sliding, rows))
@@ -487,7 +490,8 @@ def _passed_factor(axes: Axes, dim: Dim | None, factor: str, rule: BoundRule, si
 def _keeps_class(sliding: SlidingRows, rows: Size) -> bool:
     """Return True if the result of an op with sliding windows belongs to the same sequence as its operand.
 
-    That is a result that is no longer than the operand, as of a convolution, or that of a pad (windows of one row).
+    That is a result that is no longer than the operand, as of a convolution, or that of a pad: it has windows of one
+    row, as a roll has, which is no pad.
 
     Args:
         sliding: The windows.

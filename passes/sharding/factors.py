@@ -47,14 +47,15 @@ def flatten_dims(dims: Dims) -> tuple[str, ...]:
 class BoundRule:
     """Rule bound to one call: factor names for every dim of operands and results, and their kinds.
 
-    A sequence starts at a call with replicated operands of whose result each rank computes only its own rows.
+    Some fields tell propagation where a sequence starts: at a call with replicated operands, if each rank computes only
+    its own rows of the result.
     """
 
     operands: tuple[Dims, ...]  # factors of each dim of each operand
     results: tuple[Dims, ...]  # factors of each dim of each result
     kinds: Mapping[str, str] = field(default_factory=dict)  # kinds by factor; other factors pass
     sizes: str | None = None  # schema argument with the sizes of the result, localized if the result is sharded
-    lazy: bool = False  # the op only moves data, so no sequence starts at it
+    lazy: bool = False  # the op only moves data (a view, a cat), so no sequence starts at it
     # a sequence starts at the op: each rank must read only its rows (a sort by expert), or its result is much wider
     # than its operands (one_hot)
     starts_sequence: bool = False
@@ -190,7 +191,9 @@ class BoundRule:
         i = factors.index(factor)
         before, after = self._size_of(factors[:i]), self._size_of(factors[i + 1 :])
         if shard.frame.block > 1:
-            for end in range(i + 1, len(factors) + 1):  # factors[i + 1 : end] may be the rows of a chunk
+            # factors[i + 1 : end] may be the rows of a chunk. `merge` returns a frame that counts rows (block 1), if
+            # they are all rows of a chunk.
+            for end in range(i + 1, len(factors) + 1):
                 merged = shard.frame.merge(self._size_of(factors[i + 1 : end]))
                 if merged is not None and merged.block == 1 and is_same_size(shard.inner, 1):
                     return Shard(shard.dim, merged, before * shard.outer, self._size_of(factors[end:]))

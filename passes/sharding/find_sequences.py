@@ -98,6 +98,7 @@ def complete_sequences(gm: GraphModule, axes: Axes, picks: bool) -> None:
     _add_parts(gm, axes)
     _find_granules(gm, axes)
     _find_strides(gm, axes)
+    # `axes.selected`: (dim of the result, dim of the operand) of each slice or index, which selects positions of it
     for dim, source in axes.selected if picks else ():
         names = {axes.find(a.name) for a in dim if not is_same_size(a.size, 1)} - axes.sequences
         if len(names) == 1 and any(axes.is_sequence(a) for a in source) and not _has_rivals(axes, *names):
@@ -112,14 +113,17 @@ def _chunk_sources(gm: GraphModule, axes: Axes) -> dict[int, Atom]:
     chunks an op relates count, by a scan, sum or selection along the dim of chunks. Otherwise the chunks are
     independent, such as the sequences of a batch that was flattened.
     """
-    splits: dict[int, list[Split]] = {}  # by the class of the dim of chunks
+    splits: dict[int, list[Split]] = {}  # by the class of the dim of chunks, the first factor of a split
     for split in axes.all_splits():
         splits.setdefault(axes.find(split.factors[0].name), []).append(split)
     sources: dict[int, Atom] = {}
     for call, rule in _ruled_calls(gm) if splits else ():
+        # What the op does along each dim: a sum relates chunks only in a contraction; a plain one may be that over
+        # a flattened batch.
         for dim, kind in _classify_factors(axes, call, rule):
             if kind in CHUNK_RELATIONS or (kind == "sum" and rule.is_contraction):
-                for split in (s for a in dim for s in splits.get(axes.find(a.name), ())):
+                splits_of_dim = (s for a in dim for s in splits.get(axes.find(a.name), ()))
+                for split in splits_of_dim:
                     for factor in split.factors:
                         sources.setdefault(axes.find(factor.name), split.source)
     return sources
@@ -202,6 +206,7 @@ def _add_parts(gm: GraphModule, axes: Axes) -> None:
             if not axes.sequences.isdisjoint(result | operand):
                 for classes in (result, operand):
                     candidates |= classes if len(classes) == 1 else set()  # a flattened dim has several
+        # A value with two sequences can be sharded along one only, so that the earlier sequence remains.
         new = {name for name in candidates - axes.sequences if not _has_rivals(axes, name)}
         if not new:
             break
@@ -267,6 +272,7 @@ def _find_evidence(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None
     found = list(_found_dims(gm, axes, chunk_sources))
     if not found:
         return
+    # `found` is ordered by kind, the strongest one first.
     strongest = [x for x in found if x.kind == found[0].kind]
     long = [x for x in found if not is_same_size(x.atom.size, 1)]
     # A sequence of one token, as in decoding, is a sequence only if there is no longer one: it cannot be sharded.
@@ -294,7 +300,8 @@ class _RivalChoice:
         gm: Graph.
         axes: Axes, whose `sequences` are the candidates with the strongest evidence; updated.
         found: The evidence for dims of several positions, the strongest first.
-        chunk_sources: The atoms that are split into chunks, by the classes of their factors.
+        chunk_sources: The atoms (factors of dims) that are split into chunks, by the classes of their factors: for a
+            dim s that is reshaped to (c t), c and t each map to s.
         preferred: Classes that are chosen over any other.
     """
 
@@ -303,7 +310,8 @@ class _RivalChoice:
     ) -> None:
         """Collect the candidates: the classes of dims with evidence, by the name of the class (`Axes.find`)."""
         self.gm, self.axes, self.found, self.preferred = gm, axes, found, preferred
-        self.rows: dict[int, set[int]] = {}  # the classes of a candidate and of its chunks
+        # Each dict is by the name of a candidate.
+        self.rows: dict[int, set[int]] = {}  # its class, and those of the dims of chunks into which it is split
         self.sizes: dict[int, Size] = {}  # positions of a candidate
         self.kinds: dict[int, str] = {}  # its strongest evidence
         for evidence in found:
@@ -378,7 +386,7 @@ def _chunk_classes(axes: Axes, chunk_sources: Mapping[int, Atom], name: int) -> 
 
     Args:
         axes: The axes.
-        chunk_sources: The atoms that are split into chunks, by the classes of their factors.
+        chunk_sources: The atoms that are split into chunks, by the classes of their factors (`_chunk_sources`).
         name: The class of the sequence.
     """
     chunks = {axes.find(split.factors[0].name) for split in axes.all_splits()}
@@ -430,7 +438,8 @@ def sequence_candidates(gm: GraphModule, axes: Axes) -> list[SequenceCandidate]:
         is_chosen = name in axes.sequences
         why = "" if is_chosen else axes.lost.get(name, "the others have stronger evidence, or are named by seq_dims")
         is_input = name in input_names
-        candidates.append(SequenceCandidate(size, kind, len(nodes), is_input, is_chosen, is_chosen, share, why))
+        is_split = is_chosen  # until the placements are known
+        candidates.append(SequenceCandidate(size, kind, len(nodes), is_input, is_chosen, is_split, share, why))
     return sorted(candidates, key=lambda c: (not c.is_chosen, -assume_large(c.size)))
 
 

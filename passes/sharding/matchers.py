@@ -63,7 +63,7 @@ def _match_movement(node: Any) -> tuple[Node, BoundRule] | None:
     if node.target is aten.clone.default and is_written(node):  # the clone is changed in place later
         return None
     call, rule = lookup_rule(node) or (None, None)
-    if call is None or rule is None or not call.operands or not rule.lazy:
+    if call is None or rule is None or not call.operands or not rule.lazy:  # `lazy`: the op only moves data
         return None
     op_name = str(node.target).partition(".")[2]  # without the namespace
     if node.target.namespace not in ("aten", "prims") or NON_MOVE_OPS.match(op_name):
@@ -206,7 +206,7 @@ def map_coordinates(node: Node, coordinates: Sequence[Any]) -> tuple[Node, tuple
     if any(f and f not in coordinate_of for f in rule.operands[0]):  # a dim that is split or merged
         return None
     source_coordinates = [coordinate_of.get(f, 0) for f in rule.operands[0]]  # 0 in dims that broadcast
-    if rule.window is not None:
+    if rule.window is not None:  # the op cuts this dim: position i of the result is start + i of the operand
         start, _ = rule.spans[0]
         source_coordinates[rule.window] += start
     return source, tuple(source_coordinates)
@@ -243,7 +243,7 @@ def value_origin(node: Any) -> Any:
     while is_rearrangement(source):
         chain.append(source)
         source = OpCall(source).operands[0]
-    origins = {source: source}
+    origins = {source: source}  # each value of the chain -> the first value that is equal to it, from the source on
     for step in reversed(chain):
         operand = origins[OpCall(step).operands[0]]
         origins[step] = operand if is_copy(step) else _cancel_chain(step, operand, origins)
@@ -267,7 +267,8 @@ def _cancel_chain(node: Node, operand: Node, origins: dict[Node, Node]) -> Node:
         origins: Origins of the values before it: the first values with the same elements at the same positions.
     """
     order, is_reshape, source = permutation_of(node), keeps_order(node), operand
-    # Between `source` and the node there are only permutations, which bring its dims to `order`, or only reshapes.
+    # Go back from the operand, `source`, as long as there are only permutations between it and the node, which bring
+    # its dims to `order`, or only reshapes; stop at a source that is equal to the node.
     while True:
         if _is_identity_order(order) or (is_reshape and _has_same_shape(source, node)):
             return origins[source]
@@ -313,6 +314,7 @@ def value_readers(node: Node) -> list[Node]:
     derived_values = [node]  # the value, and copies and views of it
     for value in derived_values:  # which grows in this loop
         for user in value.users:
+            # A copy or view of the value, with readers of its own.
             if is_rearrangement(user) and user.users and OpCall(user).operands[0] is value:
                 derived_values.append(user)
             else:
@@ -422,10 +424,10 @@ def match_pad(node: Node) -> PadMatch | None:
     if call is None or len(window_calls) != 1:
         return None
     ((dim, window_call),) = window_calls.items()
-    if window_call.first is not None:  # other dims are padded by sizes that are not ints
+    if window_call.first is not None:  # another op pads other dims first, by sizes that are not ints
         return None
     after = window_call.sliding.num_after(call.shape()[dim])
-    (fill,) = window_call.tail
+    (fill,) = window_call.tail  # the arguments of the sp:: op after the padding before and after
     return PadMatch(call.operands[0], dim, window_call.sliding.before, after, fill)
 
 

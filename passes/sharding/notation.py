@@ -148,7 +148,10 @@ def _split_sides(text: str) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
 
 
 def _read_dims(text: str) -> Dims:
-    """Parse the dims of one operand or result: "n 1 (b s) ..." is ("n", "", "(b s)", "...")."""
+    """Parse the dims of one operand or result: "n 1 (b s) ..." is ("n", "", "(b s)", "...").
+
+    Names such as ~1 are those of the dims of "..." in a bound rule.
+    """
     dims: list[str] = []
     group: list[str] | None = None  # factors of the group that is being read
     for token in re.findall(r"~?\w+|\.\.\.|\S", text):

@@ -59,6 +59,8 @@ def reshape_rule(before: tuple[Size, ...], after: tuple[Size, ...]) -> BoundRule
     operand = _group_dims(old_offsets, old_shared, "old", extents)  # adds the other factors to `extents`
     result = _group_dims(new_offsets, new_shared, "new", extents)
     gathered = dict.fromkeys([*extents][num_shared:], "whole")
+    # A rule states the sizes of factors that share a dim with others; those of other factors are the sizes of dims. The
+    # symbol _EMPTY_SIZE stands for the size 0, by which offsets cannot be divided.
     grouped = {f for dim in (*operand, *result) if dim[:1] == "(" for f in dim_factors(dim)}
     sizes = {f: as_size(sympy.sympify(s).subs(_EMPTY_SIZE, 0)) for f, s in extents.items() if f in grouped}
     return BoundRule((operand,), (result,), gathered, lazy=True, reshapes=True, extents=sizes)
@@ -116,7 +118,7 @@ def _group_dims(
                 names.append(f"{prefix}{len(extents)}")
                 # a fraction for symbolic sizes whose quotient is not proved to be an integer
                 extents[names[-1]] = exact_quotient(known.start, offset) or known.start / offset
-            names.append(known.factor)
+            names.append(known.factor)  # `group_factors` ignores the "" of the end
             offset = known.end
         dims.append(group_factors(names))
     return tuple(dims)

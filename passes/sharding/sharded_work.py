@@ -153,6 +153,7 @@ def count_work(
             continue
         flops, nbytes = contraction_flops(node) + _body_flops(gm, node), _activation_bytes(node, trained)
         flops, nbytes = times(node) * flops, times(node) * nbytes
+        # A node with a frame runs on shards, also if its result is replicated, as that of an sp:: op with an exchange.
         if has_frame(node) or any(not isinstance(p, Replicate) for p in plan.placements.get(node, ())):
             work.flops += flops
             work.sharded_flops += flops
@@ -216,7 +217,7 @@ class RowWork:
                 results = self._atoms_of([node], axes)
                 _, rule = lookup_rule(node) or (None, None)
                 self.products.append(NodeWork(flops, operands, results, rule))
-                self.by_rows.update(dict.fromkeys(results, flops))
+                self.by_rows.update(dict.fromkeys(results, flops))  # adds the FLOPs for each dim of the result
 
     @staticmethod
     def _atoms_of(values: Sequence[Node], axes: Axes) -> set[Atom]:
@@ -226,9 +227,9 @@ class RowWork:
     def multiplied_classes(self) -> set[int]:
         """Return the classes of the dims of operands of products, and of other ops with many FLOPs.
 
-        The latter, such as convolutions, must have `LARGE_SHARE` of the FLOPs of the graph together over one dim.
-        `find_sequences` places complete chunks of a sequence on each rank only if the dim of chunks is among the
-        results.
+        A class counts as one of other ops, such as convolutions, if these ops with a dim of the class have at least
+        `LARGE_SHARE` of the FLOPs of the graph. `find_sequences` places complete chunks of a sequence on each rank only
+        if the dim of chunks is among the results.
         """
         multiplied: set[int] = set()
         other_flops: Counter[int] = Counter()  # by class

@@ -102,6 +102,7 @@ def place_window(sliding: SlidingRows, shard: Shard, n: int) -> Shard | str:
         return "the size of its halo is not known"
     # Rows of other ranks that a rank reads, before and after its own.
     halo = max(-first_row, 0) + max(first_row + sliding.width - sliding.stride, 0)
+    # A shift (width 1) is exempt: it never reads more rows than the rank has, at any distance.
     if sliding.width > 1 and 2 * halo > assume_large(frame.size):
         return f"its halo has {halo} rows, more than half of the sequence of {frame.size}"
     return replace(shard, frame=result_frame)
@@ -238,11 +239,12 @@ def _image_numbers(value: Any, default: Any, count: int = 1) -> list[Any]:
 
 
 def _avg_pool_windows(call: OpCall) -> WindowCalls:
-    """Return the windows of an average pool along its last dim.
+    """Return the windows of an average pool of a sequence (avg_pool1d) along its last dim.
 
-    The sp:: op divides each sum by the same number. So the result is empty if some windows have a smaller divisor:
-    those that end beyond the padding, and those that contain padding if it is not counted.
+    The sp:: op divides each sum by the same number. So the result is {} if some windows have a smaller divisor: those
+    that end beyond the padding, and those that contain padding if it is not counted.
     """
+    # Each argument is a number or a list of one; the stride is [] if it is not given, and then the width.
     (width,), (before,) = (_image_numbers(call[name], 0) for name in ("kernel_size", "padding"))
     (stride,) = _image_numbers(call["stride"], width)
     sliding = SlidingRows(call.result_shapes()[0][-1], before, width, stride)
@@ -302,7 +304,8 @@ def _pad_windows(call: OpCall) -> WindowCalls:
 def _roll_windows(call: OpCall) -> WindowCalls:
     """Return the form of a roll along each of its dims: a roll of the other dims (`first`), then sp::roll of this one.
 
-    A dim that is named twice is rolled by the sum of its shifts.
+    A dim that is named twice is rolled by the sum of its shifts. The result is {} for a roll without dims, which rolls
+    the flattened tensor.
     """
     shape, shifts, shift_of_dim = call.shape(), call["shifts"], dict[int, Size]()
     for d, shift in zip(call["dims"] or (), shifts if isinstance(shifts, Sequence) else [shifts]):

@@ -62,7 +62,7 @@ def _is_sum_scaling(node: Node, x: Node, terms: list[Node], plan: PlacementPlan)
     Args:
         node: The op.
         x: The partial sum, an operand of the op.
-        terms: The operands that the op adds (`summed_operands`).
+        terms: The operands that the op adds (`summed_operands`): x and y for x + y; only x for x + 0; none for x + 1.
         plan: The placements.
     """
     others_replicated = all(isinstance(plan.of(y), Replicate) for y in OpCall(node).operands if y is not x)

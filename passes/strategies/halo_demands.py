@@ -74,13 +74,14 @@ class ExchangeHalos(DemandPass):
 
     def _rewrite_window(self, node: Node) -> None:
         """Replace an op with windows (conv1d, max_pool1d, roll) by its sp:: op on shards."""
+        # `have` is the placement of the first operand, on whose rows the windows are; other operands are weights.
         call, (have, *_), (result,) = OpCall(node), self.plan.wants[node], self.plan.placements[node]
         assert isinstance(have, Shard)
         assert isinstance(result, Shard)
-        window_call = sliding_calls(call)[have.dim]
+        window_call = sliding_calls(call)[have.dim]  # the sp:: op for windows along the sharded dim
         with self.graph.inserting_before(node):
             x = call.operands[0]
-            if window_call.first is not None:  # the same op along other dims, such as a pad
+            if window_call.first is not None:  # an op of several dims, such as a pad: the other dims come first
                 op, args = window_call.first
                 x = self.compute(op, (x, *args), node)
             new = self._emit_on_shards(window_call, x, have, result, node.meta["val"], node)
@@ -145,7 +146,7 @@ class ExchangeHalos(DemandPass):
 
     def _rewrite_cat(self, node: Node, cat: CatOfRow) -> None:
         """Replace a cat with one row by where(arange(S) == position of the row, row, shifted x)."""
-        call, (i, shard, result) = OpCall(node), cat
+        call, (i, shard, result) = OpCall(node), cat  # i: the index of x in the cat; its placement, and the result's
         # sp.shift(x, dim, before, after, 0): rows outside of x are 0, and the other operand has the row.
         shift = WindowCall(self._rows_of_x(call, i), sp.shift.default, (shard.dim,), (0,))
         length = call.result_shapes()[0][shard.dim]
@@ -166,7 +167,7 @@ class ExchangeHalos(DemandPass):
         Returns:
             (the shard of the operand, the shard that the node needs), or None.
         """
-        wants = self.plan.wants.get(node, ())
+        wants = self.plan.wants.get(node, ())  # () for a node that runs on replicated operands
         want: Placement = wants[demand.operand] if demand.operand < len(wants) else Replicate()
         have = demand.have
         if demand.kind != "align" or not isinstance(have, Shard) or not isinstance(want, Shard):

@@ -147,6 +147,8 @@ class HoistSlices(DemandPass):
             longer = self._extend_chain(longer, node)
         if not best.steps:  # no value is narrower than the operand
             return None
+        # Nodes are ordered as in the graph. What computes the indices of the slice must be able to move before the
+        # first node of the chain, where its inputs are sliced.
         can_move = _late_inputs(node, piece.source, min(best.nodes)) is not None
         return best if can_move else None
 
@@ -162,6 +164,7 @@ class HoistSlices(DemandPass):
         """
         n, source = self.job.ranks.n, OpCall(node).operands[0]
         results = [node] if is_tensor(node) else list(read_results(node).values())
+        # A slice that is a sequence is sharded in its own frame. The balanced order is computed for one sequence only.
         if all(self.axes.sequence_dims(x) for x in results):
             return not self.is_balanced
         if source not in self.rows_read:  # cached, as the number of its slices falls while they are rewritten
@@ -202,6 +205,7 @@ class HoistSlices(DemandPass):
             chain: The nodes between it and the slice.
             cut: The slice.
         """
+        # A node that has a demand itself runs on gathered operands, or is another slice.
         if node.op != "call_function" or node in self.demanding:
             return False
         if (node in self.no_grad) != (cut in self.no_grad):
@@ -326,7 +330,8 @@ def _match_row_wise(node: Node, rows: RowsAt) -> RowWiseNode | None:
         return None
     dim, first = rows
     factor = rule.results[0][dim]
-    if rule.window == dim:  # a slice of the rows
+    # For each operand with rows, by its index: the dim of the rows, and the index of the first one that is needed.
+    if rule.window == dim:  # a slice of the rows, from `start` on
         start, _ = rule.spans[0]
         return RowWiseNode(call, rule, dim, {0: (dim, first + start)})
     operands = {i: (dims.index(factor), first) for i, dims in enumerate(rule.operands) if factor in dims}

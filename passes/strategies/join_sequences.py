@@ -60,7 +60,12 @@ class JoinSequences(Pass):
     provides = frozenset({"joined sequences"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Replace concatenations until none is left, then the splits of their results; return their number."""
+        """Replace concatenations until none is left, then the splits of their results; return their number.
+
+        Concatenations of all pieces of one value, cat(split(x)), are replaced by the value first (`_restore`). Each
+        round finds all concatenations along the sequence, and chooses for each the parts with frames of their own
+        (`_find_apart`), before any of them is replaced, since a replacement makes the analysis `axes` outdated.
+        """
         if job.ranks.n == 1:
             return 0
         changes = sum(self._restore(node) for node in gm.graph.find_nodes(op="call_function", target=aten.cat.default))
@@ -156,7 +161,9 @@ class JoinSequences(Pass):
         return padded
 
     def _place(self, x: Node, dim: int, positions: Node, start: Size, like: Node) -> Node:
-        """Emit a value of all positions of a concatenation that has the rows of a part in place.
+        """Emit a value as long as a concatenation that has the rows of a part at their positions.
+
+        For a part of 2 rows at position 1 of 5, it has the rows 0, 0, 1, 1, 1 of the part.
 
         All ranks get all rows of the part, which has a frame of its own; each then selects those of its positions. At
         positions outside of the part, the value has the nearest row, which is not used.
@@ -173,7 +180,7 @@ class JoinSequences(Pass):
         index = self.compute(aten.clamp.default, (index, 0, self.sizes(length - 1)), like)
         rows = self._rows(x, dim, 0, length, like)
         placed = self.compute(aten.index_select.default, (rows, dim, index), like)
-        set_node_info(placed, is_apart=True)
+        set_node_info(placed, is_apart=True)  # its frame is that of the concatenation, not that of its operand
         return placed
 
     def _split(self, gm: GraphModule, job: PassContext) -> int:
@@ -225,6 +232,7 @@ def _find_apart(parts: Sequence[JoinedPart], dim: int, n: int, work: RowWork, ax
     longest, joined_rows = lengths.index(max(lengths)), ceil_div(sum(lengths), n)
     apart = []
     for i, (part, length) in enumerate(zip(parts, lengths)):
+        # A placed part is read from a value as long as the joined sequence, which has the frame of the result already.
         if part.is_placed or (i == longest and n * length > sum(lengths)):
             continue
         rows = min(length, joined_rows)  # that a rank computes without a frame of its own
@@ -287,8 +295,9 @@ def _find_part(x: Node, dim: int, start: Size, total: Size) -> JoinedPart:
 def _is_joined(parts: Sequence[JoinedPart]) -> bool:
     """Return True if `JoinSequences` should replace a concatenation of these parts by a selection from padded parts.
 
-    It has several parts of known lengths, and the longest of them (of those that are not in place already) has floats
-    that the program computes. A shift by one row is not replaced.
+    It has several parts of known lengths, and the longest of them has floats that the program computes: inputs and
+    integers, such as a cache or token ids, are not worth a selection. Placed parts, whose values are as long as the
+    result, count only if all parts are placed. A shift by one row is left to `ExchangeHalos`, which sends one row.
     """
     if len(parts) < 2 or not all(isinstance(part.length, int) and part.length for part in parts):
         return False

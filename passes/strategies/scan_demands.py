@@ -75,7 +75,7 @@ class SplitNestedScans(DemandPass):
         total_splits, splits = 0, super().apply(gm, job)
         while splits:
             total_splits += splits
-            job.invalidate()
+            job.invalidate()  # the plan is computed again for the rewritten graph
             splits = super().apply(gm, job)
         return total_splits
 
@@ -120,7 +120,8 @@ class SplitNestedScans(DemandPass):
         totals = self.compute(aten.select.int, (inclusive, dim + 1, 0 if reverse else -1), node)
         # For each row of `dim`, the total of all rows before it (after it, for a reversed scan).
         before = emit_scan(self, totals, dim, op, totals.meta["val"], node, exclusive=True, reverse=reverse)
-        set_node_info(inner_scan if has_choices else before, is_aside=True)  # the one that is not along the sequence
+        # is_aside: this scan, along the batch or the choices, is no evidence that its dim is a sequence.
+        set_node_info(inner_scan if has_choices else before, is_aside=True)
         before = self.compute(aten.unsqueeze.default, (before, dim + 1), node)
         result = self.compute(COMBINE_OPS[op], (before, inner_scan), node)
         return self.cast(self.reshape(result, shape, node), value.dtype, node)

@@ -86,7 +86,7 @@ class SelectRows(DemandPass):
             node: The slice that they replace.
         """
         shard = self.axes.shard(node) if node_info(node).is_apart else None
-        if shard is None or shard.frame.order.is_balanced:
+        if shard is None or shard.frame.order.is_balanced:  # a sum on all ranks, by the demand of the rows' reader
             return rows
         args = (rows, shard.dim, self.sizes.list(shard.frame_arg()), self.job.ranks.n, self.job.ranks.group)
         return self.emit(sp.reduce_scatter.default, args, rows.meta["val"], node)

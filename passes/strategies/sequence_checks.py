@@ -70,6 +70,8 @@ class FindSequences(Pass):
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Set `sequence_inputs` and `candidates` of the job; return True if a symbolic length became constant.
 
+        Lengths that do not exceed the number of ranks are made constant, see `_fix_short_lengths`.
+
         Set `job.refusal` or raise SpError if the graph cannot run on shards, and must not run replicated.
         """
         fixed = _fix_short_lengths(gm, job.axes(gm), job.ranks.n)
@@ -94,7 +96,8 @@ class FindSequences(Pass):
         """Set `job.refusal` for a complete model without a sequence; otherwise note that the graph runs replicated.
 
         The latter is for a part of a model between graph breaks, and for a graph that is called after one with sharded
-        outputs (`has_sharded_peer`): eager code between them may have gathered its inputs.
+        outputs (`has_sharded_peer`): eager code between them may have gathered its inputs. With fallback="error", such
+        a replicated graph is refused, too.
         """
         names = [argument_name(node) for node in inputs if is_tensor(node)]
         fix = f"Name the sequence: options={{'seq_dims': {{'<input>': <dim>}}}} with an input out of {names}."
@@ -183,7 +186,7 @@ class PlaceOutputs(Pass):
                 continue
             source = node.all_input_nodes[0]  # gathered, if it is sharded
             why = gather_reason(source.meta["val"], options) if isinstance(plan.of(source), Shard) else ""
-            if why not in ("", GATHER_REASON):
+            if why not in ("", GATHER_REASON):  # the user has not requested it by outputs='gather'
                 self.note(source, why, source.name, NoteKind.UNSHARDED)
         job.constraints = _plan_constraints(gm, job.axes(gm), plan, job.ranks.n)
         job.candidates = _mark_split(job.candidates, gm, plan)

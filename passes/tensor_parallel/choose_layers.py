@@ -46,7 +46,8 @@ def choose_scatter_dims(gm: GraphModule, job: ScatterContext) -> dict[Node, Shar
     chosen: dict[Node, Shard | None] = {}
     while remaining:
         axis = _best_scatter_axis(axes, remaining, n)
-        axes.sequences = set() if axis is None else {axis}  # `Axes.shard` returns shards along sequences
+        # `Axes.shard` returns shards along the dims of `sequences`: here those of the chosen axis.
+        axes.sequences = set() if axis is None else {axis}
         shards = {node: axes.shard(node) for node in remaining}
         scattered = {node: _block_shard(shard, n) for node, shard in shards.items() if shard is not None}
         chosen.update(scattered or dict.fromkeys(remaining))  # None for all if no sum has a shard
@@ -65,6 +66,7 @@ def _best_scatter_axis(axes: Axes, nodes: Sequence[Node], n: int) -> int | None:
         nodes: The sums (all_reduces) without a dim so far.
         n: The number of ranks.
     """
+    # By axis, the number of sums that have a dim of rows along it.
     num_sums = Counter(axes.find(atom.name) for node in nodes for atom in {*_row_axes(axes, node)})
     position: dict[int, tuple[Atom, int]] = {}  # by axis, in its first sum: the dim, and its index among the rows
     for node in reversed(nodes):
@@ -105,7 +107,7 @@ def _is_linear_output(node: Node) -> bool:
         call, rule = lookup_rule(node) or (None, None)
         if call is None or transfer_of(node.target) is not None:
             return ()
-        # A factor of an operand that no result has is summed, except in a reshape, which regroups the dims.
+        # A factor of an operand that no result has (`vanishing`) is summed, except in a reshape, which regroups dims.
         return call.operands if rule is None or rule.reshapes or not rule.vanishing else ()
 
     rules = map(rule_of, reachable_set([node], operands_of))

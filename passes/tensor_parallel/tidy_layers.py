@@ -79,7 +79,7 @@ def _drop_full(editor: GraphEditor, node: Node) -> None:
         args, options = call.with_operands([ones])
         dropped = editor.emit(node.target, args, node.meta["val"], node, options)
         factor, *masks = [dropped]
-        if not is_tensor(node):
+        if not is_tensor(node):  # native_dropout: (factor, mask)
             results = enumerate(node.meta["val"])
             factor, *masks = (editor.emit(operator.getitem, (dropped, i), result, node) for i, result in results)
         scaled = editor.emit(aten.mul.Tensor, (x, factor), value, node)

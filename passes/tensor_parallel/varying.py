@@ -89,6 +89,7 @@ def decline_product(call: OpCall, rule: BoundRule | None, have: Sequence[Placeme
     """
     if rule is None:
         return None
+    # Not only products: a sum or mean of all elements, in practice the end of a loss, has no sharded result.
     if rule.vanishing and all(is_same_size(size_product(shape), 1) for shape in call.result_shapes()):
         return "the result of the last layer is reduced to one number, so it has no rows to scatter"
     if not rule.is_contraction:
@@ -132,13 +133,15 @@ class MarkVarying(Pass):
     def apply(self, gm: GraphModule, job: ScatterContext) -> int:
         """Mark the placements of collectives' results, and set `job.varying`, the inputs that differ by rank.
 
-        Return 0, as no op is changed.
+        `job.summed` has the program's all_reduces, before which values are assumed to differ by rank. Return 0, as no
+        op is changed.
         """
         mark_collectives(gm, job.ranks.group, job.facts.grid)
         mark_varying_scalars(gm, job.facts)
         for node in gm.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
-                set_node_info(node, requires_grad=False)  # a joint graph contains the gradients of its inputs
+                # No gradient leaves the graph through autograd: a joint graph computes those of its inputs by nodes.
+                set_node_info(node, requires_grad=False)
         job.varying = varying_inputs(gm, name_axes(gm), job.summed, job.facts)
         return 0
 
@@ -205,6 +208,7 @@ def varying_inputs(gm: GraphModule, axes: Axes, summed: Sequence[Node], facts: I
     """
     inputs = {n.name: n for n in gm.graph.nodes if n.op in ("placeholder", "get_attr") and is_tensor(n)}
     known = {inputs[name] for name in facts.differing if name in inputs}
+    # The dims of tokens are all dims of the sums but the last, the features.
     token_axes = {axes.find(atom.name) for node in summed for dim in axes.dims[node, 0][:-1] for atom in dim}
     weights = set(_weight_inputs(gm, axes, token_axes))
     sharded = known | {weight for weight in weights if not _remains_equal(weight, facts)}

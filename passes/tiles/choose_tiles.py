@@ -142,10 +142,11 @@ def _chunk_count(region: TileRegion) -> int:
 def _saved_bytes(view: TokenView, region: TileRegion, is_loss: bool) -> int:
     """Return the bytes of the region's inside that are saved for the backward if it is not tiled.
 
-    A loss saves its log-probabilities, in float32. A checkpointed region saves nothing. Other regions, such as an MLP
-    with a gate and an up projection, save about one of their wide values.
+    A loss saves its log-probabilities, of the size of its logits, in float32. A checkpointed region saves nothing.
+    Other regions, such as an MLP with a gate and an up projection, save about one of their wide values. `seed_products`
+    are the products that compute the wide values: of a loss the logits, of this MLP both projections.
     """
     if is_loss:
-        return sum(node_bytes(node, 4) for node in region.seed_products)
-    is_checkpointed = "ac_graph_id" in view.to_local[region.seed_products[0]].meta
+        return sum(node_bytes(node, 4) for node in region.seed_products)  # at least 4 bytes an element
+    is_checkpointed = "ac_graph_id" in view.to_local[region.seed_products[0]].meta  # set in checkpointed regions only
     return 0 if is_checkpointed else inner_bytes(region) // len(region.seed_products)

@@ -59,11 +59,12 @@ class RunInTiles(Pass):
         """
         option = job.options.tiles  # "never", "auto" or a number of tiles
         if option == "never" or (option == "auto" and not any(node_bytes(n) > TILE_BYTES for n in gm.graph.nodes)):
-            _materialize_deferred(gm)
+            _materialize_deferred(gm)  # nodes that were deferred because tiles might do their work
             return 0
         assert job.input_placements is not None
         settle_dtypes(gm.graph)  # meta["val"] of the nodes then has the dtypes of autocast regions
-        # A copy of the graph in which propagation places the rows of each value, with tiles in the role of ranks.
+        # A copy of the graph in which propagation places the rows of each value, with tiles in the role of ranks. Which
+        # ops can run on tiles does not depend on the number of tiles, as long as there are at least 2.
         view = token_view(gm, job.input_placements, job.ranks.n, max(2, option) if isinstance(option, int) else 2)
         regions = [region for region in find_regions(view) if self._can_tile(view, region)]
         if isinstance(option, int):
@@ -101,6 +102,7 @@ class RunInTiles(Pass):
         """
         node = view.to_local[region.seed_products[0]]
         if not tiles:
+            # Only regions without a loss are recomputed by tiles, which is the reason not to tile them.
             if not is_scalar_loss(view, region):
                 self.note_refusal(node, ONCE_REASON)
             return False
@@ -120,7 +122,7 @@ class RunInTiles(Pass):
         self.note(node, f"{tiles} tiles of {length} of {total} rows: {sizes}{repeated_work}")
         if is_recomputed and any(has_policy(view.to_local[n]) for n in region.nodes):
             self.note_refusal(node, "its checkpoint policy does not apply to tiles", "checkpoint_policy")
-        if region.shared:
+        if region.shared:  # wide values with other readers: the nodes of the region remain for them
             for n in region.nodes:
                 set_node_info(view.to_local[n], recomputed=True)
         tiled_region = TiledRegion(
@@ -235,7 +237,8 @@ def _refusal(view: TokenView, region: TileRegion) -> str | None:
 def _is_cast(node: Node) -> bool:
     """Return True if autocast may determine the node's result dtype, so that it cannot move to another autocast region.
 
-    An sp operator counts, as it may call such ops, except one with a 0-dim result.
+    An sp operator counts, as it may call such ops. One with a 0-dim result, such as the sp::all_reduce of a loss, only
+    exchanges it.
     """
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):

@@ -73,7 +73,7 @@ def count_rows(view: TokenView, region: TileRegion) -> int:
     """Return the region's number of rows on this rank; if it is symbolic, its value in the call being compiled."""
     shard, value = view.rows(region.seed_products[0]), region.seed_products[0].meta["val"]
     assert shard is not None
-    if isinstance(shard.frame.size, int):
+    if isinstance(shard.frame.size, int):  # the frames of a token view have the rows of one rank
         return shard.frame.size
     # A dim (outer * rows * inner): divide by the other factors.
     other_factors = (x if isinstance(x, int) else view.size_hints.get(x, 1) for x in (shard.outer, shard.inner))
@@ -138,13 +138,13 @@ def find_regions(view: TokenView) -> Iterator[TileRegion]:
             continue
         grown = _grow(view, seed, sorts)
         nodes = _drop_unreachable(view, grown)
-        # If the seed is dropped, it depends on the remaining nodes through attention, so that they belong to earlier
-        # work, such as a residual. The region grows without them.
+        # In x -> attention -> seed, with x grown into the region, the seed is dropped, since it can only run after x.
+        # Then the remaining nodes, such as x, are removed instead, until the seed remains.
         while seed not in nodes:
             grown -= nodes
             nodes = _drop_unreachable(view, grown)
         _add_group(view, groups, seed, nodes)
-    # Rows that are repeated for one region only are repeated in it. Update the sets in place.
+    # Rows that are repeated for one region only are repeated in it, and no longer in another region that has them.
     for seed, nodes in groups.items():
         copies = _row_copies(view, seed, nodes)
         for group in groups.values():
@@ -213,7 +213,7 @@ def _grow(view: TokenView, seed: Node, sorts: Sequence[set[Node]]) -> set[Node]:
         """Return the nodes that belong to the region if `node` does.
 
         They are its users if the region continues, its wide operands (or the tuple from which it is read), and all
-        nodes between the same sort of rows and its inverse.
+        nodes between the same sort of rows and its inverse, as far as they are in the view.
         """
         users = node.users if continues(node) else ()
         wide = [x for x in node.all_input_nodes if row_width(view, x) >= MIN_WIDENING * narrow or not is_tensor(x)]
@@ -236,7 +236,10 @@ def _row_copies(view: TokenView, seed: Node, nodes: set[Node]) -> set[Node]:
     """
 
     def repeats(x: Node) -> bool:
-        """Return True if the node is a copy of narrower rows, and a tile of the region may compute it."""
+        """Return True if the node is a copy of narrower rows, and a tile of the region may compute it.
+
+        An example is x.repeat_interleave(k, 1), which has k times the elements per token of x.
+        """
         is_wider = move_source(x) is not None and row_width(view, _skip_moves(view, x)) < row_width(view, x)
         return is_wider and _belongs_to(view, x, seed)
 
@@ -308,6 +311,7 @@ def _make_region(view: TokenView, nodes: set[Node], narrow: int) -> TileRegion:
     ordered = [n for n in view.gm.graph.nodes if n in nodes]
     operands = dict.fromkeys(x for n in ordered for x in n.all_input_nodes if x not in nodes and is_tensor(x))
     read_outside = [n for n in ordered if is_tensor(n) and outside_readers(view, n, nodes)]
+    # Wide rows are no results, which would be stored: for their outside readers, they are computed a second time.
     shared = [n for n in read_outside if row_width(view, n) >= MIN_WIDENING * narrow]
     return TileRegion(
         nodes=tuple(ordered),

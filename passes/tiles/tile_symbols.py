@@ -58,7 +58,8 @@ def symbol_places(view: TokenView, region: TileRegion) -> SymbolPlaces | None:
     """
     places: SymbolPlaces = {}
     for i, x in enumerate((*region.rows, *region.replicated)):
-        for d, extent in enumerate(split_row_dim(view, x, 1)):  # sizes that all tiles share
+        # With 1 row: the number of rows differs between tiles, so that no size may be read from it.
+        for d, extent in enumerate(split_row_dim(view, x, 1)):
             if isinstance(extent, sympy.Symbol):
                 places.setdefault(extent, (i, d))
     symbols = set(_free_symbols(view, region))

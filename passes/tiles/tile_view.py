@@ -193,6 +193,7 @@ def local_shard(node: Node, planned: PlacementPlan, n: int) -> Placement:
     shard = planned.of(origin) if origin is not None else REPLICATE
     if isinstance(shard, Shard):
         return Shard(shard.dim, Frame.full(shard.frame.local_length(n)), shard.outer, shard.inner)
+    # An inserted sp::shard or the like cuts the rows of this rank out of a full tensor.
     return _framed_placement(node) if origin is None and node.target in CUTTING_OPS else REPLICATE
 
 
@@ -231,6 +232,7 @@ class _TokenViewBuilder:
                 self.copies[node] = self._copy(graph, node)
                 self.to_local.setdefault(self.copies[node], node)
         gm = GraphModule({}, graph)
+        # The outputs are not gathered ("local"), and only inputs are rows: no node with replicated operands starts any.
         plan = propagate(gm, Axes(), tiles, self.inputs, "local", starts_sequences=False)
         return TokenView(gm, self.local.graph, self.to_local, self.flags, plan, without_grad)
 
@@ -267,8 +269,8 @@ class _TokenViewBuilder:
     def _fills(self, node: Node) -> bool:
         """Return True if the view replaces the node by a masked_fill: it fills padded rows.
 
-        sp::mask fills them with a constant. sp::window fills them with a copy of a valid row, for which a tile may use
-        ones if `is_finite_on_ones`.
+        sp::mask fills them with a constant. sp::window fills them with a copy of a valid row, which a tile may not
+        have: it fills them with ones instead, if all values computed from these are finite (`is_finite_on_ones`).
         """
         if node in self.rejected or node.target not in MASKING_OPS or not node.meta["val"].is_floating_point():
             return False

@@ -166,6 +166,7 @@ def tile_program(view: TokenView, region: TileRegion, tiles: int) -> TileProgram
     with mode, enable_python_dispatcher(), disable_autocast_cache():  # autocast itself is that of the caller
         # Indices of the operands that have a gradient, and of the results that have a cotangent.
         trained = tuple(i for i, x in enumerate(operands) if _can_require_grad(x))
+        # The tiles of one length show it for all.
         differentiable, trained = _find_differentiable(next(iter(functions.values())), trained)
         losses = [region.results[i] for i in differentiable]
         at_once = len(losses) == 1 and view.is_sum(losses[0]) and is_same_size(size_product(node_shape(losses[0])), 1)
@@ -235,7 +236,8 @@ def _trace_value(view: TokenView, x: Node, names: Mapping[Any, Any]) -> TileValu
 
     Args:
         view: The token view.
-        x: The result, or the operand of the gradient.
+        x: The result, or the operand of the gradient. Without rows, its gradient is a sum over the tiles, which is
+            allocated with the memory order of x (such as that of a transposed weight).
         names: The names of the symbolic sizes in the program.
     """
     value, split_shape = x.meta["val"], split_row_dim(view, x, ROWS)

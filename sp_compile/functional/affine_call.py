@@ -56,7 +56,7 @@ class AffineCall(ShardCall):
         return f"{operands}, exclusive={self.exclusive}, reverse={self.reverse}, {self.accumulate}, {self.shards}"
 
     def errors(self) -> Iterator[SpError]:
-        """Yield an error for each invalid argument.
+        """Yield an error for each invalid argument; the caller reads the first one only.
 
         Returns:
             SP454, SP502, SP504 to SP507, SP512, SP513, and SP526.

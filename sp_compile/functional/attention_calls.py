@@ -173,7 +173,7 @@ def ring_attention(
     options = AttentionOptions(
         layout, length, kv_length, is_causal, window, documents, attn_mask, dropout_p, seed, scale, sinks, check
     )
-    return _call_attention(RING_FUNCTION, q, k, v, ranks_of(mesh), options, 1, kv_grads)
+    return _call_attention(RING_FUNCTION, q, k, v, ranks_of(mesh), options, 1, kv_grads)  # 1: exchanges no heads
 
 
 def hybrid_attention(
@@ -309,7 +309,7 @@ def gathered_attention(
     options = AttentionOptions(
         layout, length, kv_length, is_causal, window, documents, attn_mask, dropout_p, seed, scale, sinks, check
     )
-    return _call_attention(GATHERED_FUNCTION, q, k, v, ranks_of(mesh), options, 1)
+    return _call_attention(GATHERED_FUNCTION, q, k, v, ranks_of(mesh), options, width=1)  # no heads are exchanged
 
 
 def _call_attention(

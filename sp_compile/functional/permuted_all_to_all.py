@@ -87,6 +87,7 @@ class PermuteCall(RankCall):
             SpError: The call is invalid on a rank, or differs between the ranks; see `errors`.
         """
         self.require()
+        # The operator; under `torch.func`, which cannot transform it, its Python body.
         exchange = op_or_body(sp.all_to_all_permute, body, self.x)
         args = self.x, self.scatter_dim, self.gather_dim, self.ranks.n, self.ranks.group
         if self.out is None:

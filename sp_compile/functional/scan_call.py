@@ -151,7 +151,7 @@ class ScanCall(ShardCall):
         """
         self.require()
         x = self.x.to(self.result)
-        extremes = op_or_body(sp.extremes, ops.extremes, x)
+        extremes = op_or_body(sp.extremes, ops.extremes, x)  # the op; under `torch.func` its Python body
         shards = self.arguments(x, x.element_size() + INDEX_BYTES)  # a carry has a value and an index per element
         return extremes(x, self.dim, self.op, self.reverse, *shards)
 
@@ -188,7 +188,9 @@ class ScanCall(ShardCall):
         return self.op == "sum" or not needs_gradient(x)
 
     def errors(self) -> Iterator[SpError]:
-        """Yield an error for each invalid argument.
+        """Yield an error for each invalid argument; the caller reads the first one only.
+
+        A check may therefore rely on those before it.
 
         Returns:
             SP454, SP501 to SP507, SP512, SP513, and SP521 to SP526.
@@ -341,7 +343,9 @@ class LinearCall(ShardCall):
         return [size for i, size in enumerate(shape) if i != self.dim % len(shape)]
 
     def errors(self) -> Iterator[SpError]:
-        """Yield an error for each invalid argument.
+        """Yield an error for each invalid argument; the caller reads the first one only.
+
+        A check may therefore rely on those before it.
 
         Returns:
             SP454, SP502 to SP507, SP512, SP513, and SP526.

@@ -44,7 +44,7 @@ class ScanShardOptions:
         return LAYOUTS[self.layout].chunks
 
     def errors(self, shape: Sequence[int], dim: int) -> Iterator[SpError]:
-        """Yield an error for each option that does not match the shards.
+        """Yield an error for each option that does not match the shards; the caller reads the first one only.
 
         Args:
             shape: The shape of a shard.
@@ -115,7 +115,7 @@ def shards_of(group: Mesh, layout: str, length: int | None, exchange: str) -> Sc
     if layout != CONTIGUOUS.name or length is not None or exchange != "auto":
         raise SpError("SP511", "layout, length, exchange: not supported without group=.")
     if torch.compiler.is_compiling():
-        _declare_scan_routes("", 1)  # no route, only the version of the operators
+        _declare_scan_routes("", 1)  # no route; adds the version of the operators to the key of torch's caches
     return None
 
 

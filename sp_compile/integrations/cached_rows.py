@@ -326,6 +326,9 @@ def _has_same_layout(a: Tensor, b: Tensor) -> bool:
 def own_rows(x: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
     """Return this rank's rows of keys or values (B, H, S, D), in memory of their own, and their positions.
 
+    A value that is sharded along S over these ranks keeps its split. Of any other value, the rank takes its contiguous
+    part. A view of a larger storage is copied, since the cache would keep that storage alive.
+
     Args:
         x: A sharded value, whose rows the rank has, or the full tensor.
         ranks: The ranks that share the positions.
@@ -337,12 +340,12 @@ def own_rows(x: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
     if isinstance(x, Sharded) and x.sharding.is_plain and x.sharding.dim == dim and x.sharding.n == ranks.n:
         layout = x.sharding
         rows, index = x.local, own_positions(layout.frame(length), ranks.n, ranks.group, x.device)
-        if layout.folds == 1:  # only the last rows are padding
+        if layout.folds == 1:  # not zigzag: the positions of the ranks are consecutive, and the last ones are padding
             valid: slice | Tensor = slice(0, max(0, min(len(index), length - len(index) * rank)))
         else:
             valid = index < length
         rows, index = rows[:, :, valid], index[valid]
-        if layout.balanced is not None:
+        if layout.balanced is not None:  # entry i of the order is the position of the row at place i of the new order
             index = layout.balanced.order[index]
     else:
         full = x.full() if isinstance(x, Sharded) else x
@@ -409,6 +412,8 @@ def attend_to_rows(
 def _own_mask(mask: Tensor | None, key: CachedRows, queries: int, kind: str) -> Tensor:
     """Return the columns of a mask for the positions of this rank's rows, as bool or additive mask.
 
+    Its first column is that of the position `key.start`. `kind` names the attention in messages.
+
     Raises:
         SpError: The mask does not have a row of each query and a column of each key (SP843).
     """
@@ -429,6 +434,7 @@ def _attend_locally(
     if k.shape[2] == 0:
         return q.new_zeros((*q.shape[:3], width), dtype=dtype), q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
     is_bool = mask.dtype == torch.bool
+    # Attend with this many queries at a time, since a kernel may store all their scores.
     step = max(1, MAX_SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
     outs: list[tuple[Tensor, Tensor]] = []
     for queries, part in zip(q.split(step, 2), mask.split(step, -2)):

@@ -66,7 +66,9 @@ def compile_under_fsdp(
     """
     if is_compiled(model):
         raise SpError("SP831", COMPILED)
-    wrap_generation()  # before other code reads the method, such as `register_fsdp_forward_method`
+    # `generate()` is to run the model eagerly. It is replaced before other code reads the method, such as
+    # `register_fsdp_forward_method`.
+    wrap_generation()
     if not isinstance(model, FSDPModule):
         raise SpError("SP833", f"model: expected a result of fully_shard, got a {type(model).__name__} without it.")
     merged: dict[str, Any] = {"mesh": mesh, "param_grads": "partial", **options}
@@ -76,12 +78,13 @@ def compile_under_fsdp(
         for layer in _checkpointed_layers(model):  # which Dynamo does not trace as a part of the model
             layer_options = {name: value for name, value in merged.items() if name != "seq_dims"}
             layer.compile(backend=sp, options=layer_options, dynamic=dynamic)
-        embedding = getattr(model, "get_input_embeddings", lambda: None)()
+        embedding = getattr(model, "get_input_embeddings", lambda: None)()  # None without the method
         if isinstance(embedding, torch.nn.Embedding) and config.seq_dims == "auto":
             _trace_embedding(embedding)
             merged = {**merged, "seq_dims": {IDS_ARGUMENT: -1}}  # the last dim of the ids
         mute_fsdp_warning(model)
     limit = {"recompile_limit": MAX_GRAPHS}
+    # The second argument is a check before each call; none is needed here.
     compile_in_place(model, lambda: None, limit, backend=sp, options=merged, fullgraph=fullgraph, dynamic=dynamic)
     return model
 

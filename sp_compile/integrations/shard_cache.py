@@ -202,9 +202,9 @@ class CacheSharing:
             return self._step(forward, arguments)
         if not cache.layers:  # a cache that creates its layers at the first use
             cache.layers, cache.layer_class_to_replicate = self._new_cache().layers, None
-        if self.model not in _tried:
+        if self.model not in _tried:  # once per model: unsupported attention raises here, before any work
             self._try_step(forward, tokens, cache_name)
-        if tokens.shape[1] <= self.ranks.n:  # at most one position a rank
+        if tokens.shape[1] <= self.ranks.n:  # at most one position a rank: too short to shard, so it runs eagerly
             cache.layers = self._rows_layers(cache)
             return self._step(forward, arguments)
         return self._prompt(forward, arguments, cache_name)
@@ -238,14 +238,15 @@ class CacheSharing:
         _tried.add(self.model)
 
     def _step(self, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Return the result of the eager model, with the attention function that merges the ranks."""
+        """Return the result of the eager model for a new token or a short prompt; its attention merges the ranks'."""
         from ._compat.attention_names import select_attention
         from .cached_rows import ROWS_ATTENTION
 
         message = Message(CALL_VERB, f"{self.name}: {STEP}")
         with (
-            announce_failures(channel_of(self.ranks), message, {}, {}),  # to ranks that wait in the attention
-            mark_running([self.ranks]),
+            # To ranks that wait in the attention. {}: no lines of collectives or nodes, since nothing is compiled.
+            announce_failures(channel_of(self.ranks), message, {}, {}),
+            mark_running([self.ranks]),  # raises if the channel of the ranks was ended in the block
             mark_agreed(),  # every rank refuses an attention that is not supported
             select_attention(self.model, ROWS_ATTENTION),
             torch.compiler.set_stance("force_eager"),
@@ -253,7 +254,10 @@ class CacheSharing:
             return forward(**arguments)
 
     def _prompt(self, forward: Callable[..., Any], arguments: dict[str, Any], cache_name: str) -> Any:
-        """Return the compiled model's result, and replace the cache's layers by ones with this rank's rows."""
+        """Return the compiled model's result, and replace the cache's layers by ones with this rank's rows.
+
+        Dummy layers of transformers, those of model layers without keys and values of their own, remain as they are.
+        """
         from sp_compile.backend import sp
 
         from .cached_rows import PromptLayer

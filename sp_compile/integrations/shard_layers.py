@@ -129,7 +129,7 @@ def find_layers(model: nn.Module, classes: Collection[str | type[nn.Module]] | N
 
 
 def _prepare_layers(model: nn.Module, names: list[str], checkpoint: bool) -> None:
-    """Make layers of torch.nn traceable between graphs, and wrap the layers in activation checkpoints if asked for."""
+    """Make torch.compile trace layers of torch.nn, and wrap the layers in activation checkpoints if asked for."""
     paths = defaultdict[nn.Module, list[str]](list)  # module -> its names: several, if it is in several places
     for path, module in model.named_modules(remove_duplicate=False):
         paths[module].append(path)
@@ -193,7 +193,11 @@ def _disable_cache(model: nn.Module) -> None:
 
 
 def _trace_forward(layer: nn.Module) -> None:
-    """Make torch.compile trace the forward of a layer of torch.nn between graphs, which it would skip."""
+    """Make torch.compile trace the forward of a layer of torch.nn, such as nn.TransformerEncoderLayer.
+
+    After a graph break, Dynamo compiles each function that is called. It skips code in files of torch.nn, so the
+    forward is called by a function in this file, which Dynamo does not skip, and is inlined into its graph.
+    """
     forward = layer.forward
 
     @functools.wraps(forward)
@@ -217,7 +221,7 @@ def _weight_mesh(mesh: DeviceMesh) -> DeviceMesh:
         return flatten_mesh(mesh, SHARDED_AXES) if mesh.ndim > 1 else mesh
     others = tuple(name for name in names if name != HSDP_AXIS)
     if len(others) > 1:
-        flatten_mesh(mesh[others], SHARDED_AXES)
+        flatten_mesh(mesh[others], SHARDED_AXES)  # torch registers the result, by whose name `mesh` is then indexed
         others = (SHARDED_AXES,)
     return mesh[(HSDP_AXIS, *others)]
 

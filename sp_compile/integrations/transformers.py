@@ -60,12 +60,13 @@ class SequenceParallel(SampleSharer, ItemCounter, WeightSaver):
 
         with mock.patch.object(transformers.trainer, "Accelerator", make_accelerator), register_backend_name():
             super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        self.count_generations()
+        self.count_generations()  # TRL has counted completions per process; they are counted per replica
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the Trainer's method, with each row once also if the Trainer gathers by `Accelerator.gather`.
+        """Run the Trainer's method, such that predictions are gathered without repeated rows.
 
-        Seq2SeqTrainer does so, which repeats rows of the first batch if replicas do not divide the last one.
+        If replicas do not divide the last batch, loaders fill it with rows of the first one. `gather_for_metrics` drops
+        these; `Accelerator.gather`, which Seq2SeqTrainer calls, does not.
 
         Args:
             *args: Arguments of the Trainer's method.

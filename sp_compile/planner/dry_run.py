@@ -136,6 +136,8 @@ class DryRun:
     def _start(self) -> dict[str, Any]:
         """Check the configurations and append a result for each; return the keyword arguments of the model.
 
+        Each configuration has them next to its options; they are equal in all.
+
         Raises:
             SpError: An option is not supported, or a number of ranks is not positive (SP711).
         """
@@ -155,7 +157,7 @@ class DryRun:
     def _trace(self, kwargs: Mapping[str, Any]) -> None:
         """Run the model once under torch.compile with `_backend`, which lowers its graphs in all configurations."""
         torch.compiler.reset()
-        eager = CountEagerWork(lambda: not is_compiling())
+        eager = CountEagerWork(lambda: not is_compiling())  # adds the FLOPs of ops outside of graphs to the report
         with _restore_buffers(self.model), allow_meta_constants(), eager:
             try:
                 torch.compile(self.model, backend=self._backend)(*self.args, **kwargs)
@@ -233,7 +235,7 @@ class DryRun:
         """Lower a graph in the configuration of a result, as the backend does, and examine it in place of compiling."""
         session = CompileSession(program.graph, program.inputs, result.options, measures=False)
         report, options = result.report, result.options
-        if session.splits:
+        if session.may_split:  # else the program's own collectives use all axes of the mesh
             report.n = _simulate_ranks(session, result.sp, simulate=self.compare is not None)
             if self.compare is not None:  # complete results are compared
                 options = replace(options, outputs="gather")
@@ -252,6 +254,7 @@ class DryRun:
         if lowered.eager:
             return
         options, predicts_step = result.user_options, self.partitions or result.report.step is not None
+        # `exchanges`: the program has collectives of its own. If `compare` simulates the ranks, they are not examined.
         examines_collectives = lowered.exchanges and self.compare is None
         if examines_collectives and not options.has_joint_passes:
             text = NO_COLLECTIVE_PASSES.format(options.compiler)
@@ -269,8 +272,8 @@ class DryRun:
         if not lowered.unsplit_reason:
             lowered.add_boundary_outputs()
         result.checkpoints |= any("ac_graph_id" in node.meta for node in lowered.graph.graph.nodes)
-        # The step with all values on the host is needed to predict that with a share: a plan tries many shares, and the
-        # values that make up a share of all layers are not known before the layers are repeated.
+        # `hosted` is the step with all saved values on the host. From it and the step with none there, `unroll_step`
+        # computes the step of all layers, of which the graph may have a few, and a plan those for many shares.
         needs_hosted = self.keeps_steps if options.offload == "never" else self.repeats is not None
         step = graph_step(lowered, options, needs_hosted and options.has_joint_passes)
         if self.repeats is not None or result.steps is not None:

@@ -38,8 +38,9 @@ def graph_step(lowered: RankProgram, options: SPConfig, offloads: bool) -> Graph
         The step as the options offload it. With `offloads`, the step with nothing on the host, and as its `hosted` that
         with all offloadable values there.
     """
-    # `requested` are all passes over the two graphs, `passes` those that the partition runs. With `offloads` these omit
-    # the offload of all values, which is run between two walks of the graphs.
+    # `requested` are all passes over the two graphs, `passes` those that the partition runs; both are None if there is
+    # nothing to overlap or to offload. With `offloads`, `passes` omit the offload of all values, which is run between
+    # two walks of the graphs.
     if offloads:
         requested = lowered.partitioned_passes(replace(options, offload=1.0))
         passes = requested and PartitionedPasses(replace(requested.job, options=replace(options, offload="never")))
@@ -82,7 +83,7 @@ def unroll_step(
         steps: A list to which the `Unroll` is appended, from which a plan computes the step for any share; or None.
     """
     options, n = lowered.options, lowered.ranks.n
-    context = PassContext(lowered.ranks, options, machine=lowered.machine)
+    context = PassContext(lowered.ranks, options, machine=lowered.machine)  # only to select the machine
     machine = context.machine_of_nodes(lowered.graph.graph.find_nodes(op="placeholder"))
     unroll = Unroll.of(step, () if repeats is None else repeats.order, machine)
     if steps is not None:

@@ -263,12 +263,12 @@ def _plan_first(planner: StepPlanner, result: StepPlan, all_ranks: Sequence[int]
     # The attentions on each number of ranks on which the state alone fits, the fastest first.
     choices = {n: planner.attention_choices(n) for n in all_ranks if planner.constant(n) < result.memory}
     num_tiles: dict[int, int] = {}  # number of ranks -> tiles of its last step
-    more_tiles = TILE_COUNTS if user_tiles is None else None
+    more_tiles = TILE_COUNTS if user_tiles is None else None  # the number of tiles of the last attempt, if any
 
     def examine(checkpoint: bool, tiles: int | str) -> list[PlannedStep]:
         """Return the steps of the variants that are added, of all numbers of ranks that are not settled."""
         unsettled = [n for n, attentions in choices.items() if attentions and not _is_settled(result, n)]
-        if tiles == more_tiles:  # not where the memory has already required at least this number
+        if tiles == more_tiles:  # not on those n with as many tiles already, which tiles="auto" chose for the memory
             unsettled = [n for n in unsettled if num_tiles.get(n, 0) < TILE_COUNTS]
         states = {n: planner.states(n)[0] for n in unsettled}
         configs = [PlanConfig(n, *choices[n][0].key, checkpoint, tiles, states[n], planner.offload) for n in unsettled]

@@ -132,12 +132,12 @@ class PlannedStep:
         They are exact for the share of the dry run, if a few layers represent all, and for share 1. Others are
         interpolated between the shares 0 and 1.
         """
-        unrolls, n = self.dry_run.steps or [], self.config.ranks
+        unrolls, n = self.dry_run.steps or [], self.config.ranks  # for each graph, the steps for any share
         if share == self.config.offload:
             return StepPeaks.of(self.step, n)
         if self.exact:
             graphs = [unroll.step(unroll.share(share)) for unroll in unrolls]
-        elif share == 1.0:
+        elif share == 1.0:  # `hosted` is the step with all values on the host; None if there are none
             graphs = [unroll.graph.hosted or unroll.graph for unroll in unrolls]
         else:
             return self.peak_memory(0.0).with_offload(self.peak_memory(1.0), share)
@@ -276,7 +276,9 @@ class StepPlanner:
         count: dict[AttentionShape, float] = {}
         for decision in result.report.attention:
             shape = decision.shape
-            if not shape.order.is_balanced:  # in a balanced order the program permutes its rows itself
+            # The plan chooses the layout, so shapes that differ in it only are one. A balanced order is no choice: the
+            # program permutes its rows itself.
+            if not shape.order.is_balanced:
                 shape = replace(shape, order=CONTIGUOUS)
             count[shape] = count.get(shape, 0.0) + decision.nodes
         return list(count.items())
@@ -298,6 +300,7 @@ class StepPlanner:
         strategies = [s.name for s in attention_strategies() if user_strategy in ("auto", s.name)]
         choices = []
         for strategy, layout in product(strategies, layouts):
+            # (strategy, layout) are the options of the attentions, the last argument is the layout of the program.
             choice = self._attention_choice(n, (strategy, layout), layout)
             has_layout = any(candidate.layout == layout for candidate, _ in choice.candidates)
             if has_layout:  # else all attentions permute their rows to another one
@@ -350,7 +353,7 @@ class StepPlanner:
         for state in self.states(step.config.ranks):
             row = self.plan_row(step, choice, state, self.offload)
             yield row
-            if not row.fits and step.dry_run.steps:
+            if not row.fits and step.dry_run.steps:  # kept by the dry run only to compute other shares
                 with_least_share = self.min_offload(step, choice, state)
                 if with_least_share is not None:
                     yield with_least_share
@@ -379,6 +382,7 @@ class StepPlanner:
         """
         peaks, n, machine, weights = step.peak_memory(share), step.config.ranks, self.machine, self.weights
         has_attention = choice.key == step.config.key
+        # Bytes, and the phase of the peak. With another attention, the peak grows by the difference of its memory.
         memory, phase = peaks.memory(state, n, 0.0 if has_attention else choice.memory - step.attention.memory)
         seconds = step.seconds(step.actual_attention(choice), machine)
         shards = n if state == SHARDED_STATE else 1
@@ -454,7 +458,7 @@ def _best_candidate(shape: AttentionShape, kind: str, layout: str, machine: Mach
     candidates = [c for c in candidates_in_order(shape, machine) if kind in ("auto", c.kind)]
     if layout != "auto":
         candidates = [c for c in candidates if not c.relayout]
-    legal = [c for c in candidates if c.legal is None]
+    legal = [c for c in candidates if c.legal is None]  # `legal` is the reason why it is not possible, or None
     if legal:
         return choose_attention(legal)
     smallest = min((c for c in candidates if not c.fits), key=lambda c: (c.memory, c.seconds), default=None)

@@ -205,6 +205,7 @@ def _memory_json(step: StepMemory, n: int) -> dict[str, Any]:
         **_select_fields(step, "inputs_bytes=inputs kept_bytes=saved constant_bytes=constant shards"),
         "offload": None if step.offloaded is None else asdict(step.offloaded),
         "peak_bytes": step.peak,
+        # of FSDP over the ranks that shard the state already, else over all ranks
         "peak_with_fsdp_bytes": step.fsdp(step.shards if step.shards > 1 else n),
         "peaks": [{**describe_point(point), "alive": largest_values(point)} for point in step.peaks().values()],
         "curve": [describe_point(point) for point in step.points()],

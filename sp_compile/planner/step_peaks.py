@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from sp_compile.lowering.base.errors import UNKNOWN_LINE
 from sp_compile.passes.cost.step_memory import StepMemory
 
 # placements of parameters, gradients and optimizer state over the ranks
@@ -38,7 +39,8 @@ class StepPeaks:
     def of(step: StepMemory, n: int) -> StepPeaks:
         """Return the peaks of a step on n ranks. A line of the user's code has attention if one of its moments has."""
         points = list(step.points())
-        attention_lines = {point.moment.where for point in points if point.moment.attends} - {""}
+        # `where` is the line of the user's code that computes at the moment.
+        attention_lines = {point.moment.where for point in points if point.moment.attends} - {UNKNOWN_LINE}
         near = {state: StepPeak(0.0, "forward") for state in STATES}
         elsewhere = dict(near)
         for point in points:

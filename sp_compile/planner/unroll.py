@@ -120,7 +120,8 @@ class Unroll:
 
         Values with the largest product of bytes and idle time are first. Small values are not worth a copy.
         """
-        min_bytes, pieces = MIN_OFFLOAD_BYTES * self.saved_bytes, list[_OffloadPiece]()
+        min_bytes = MIN_OFFLOAD_BYTES * self.saved_bytes  # MIN_OFFLOAD_BYTES is a share of all saved bytes
+        pieces: list[_OffloadPiece] = []
         for position, i in enumerate(self.order):
             layer = self.layers[i]
             idle_layers = len(self.order) - position  # the later a layer runs, the earlier its backward
@@ -161,13 +162,17 @@ class Unroll:
         return OffloadCounts(keys[:count])
 
     def step(self, counts: OffloadCounts | None = None) -> GraphStep:
-        """Return the step of the model with all layers and these values on the host; by default with none there."""
+        """Return the step of the model with all layers and these values on the host; by default with none there.
+
+        `graph.hosted`, if known, is the program's step with all offloadable values on the host. Its seconds of waits
+        are scaled by the bytes that the model has there. A step of all layers has no `hosted` of its own.
+        """
         graph, counts = self.graph, OffloadCounts() if counts is None else counts
         saved = self.outside_layers + sum(map(_total_bytes, self._remaining_per_layer(counts)))  # bytes on the device
         nbytes = self.saved_bytes - saved  # bytes on the host
         offloaded = None
         all_values = None if graph.hosted is None else graph.hosted.offloaded
-        if all_values is not None:  # the wait for copies is proportional to their bytes
+        if all_values is not None:
             waits = all_values.waits * nbytes / all_values.nbytes if all_values.nbytes else 0.0
             offloaded = HostValues(counts.total(), nbytes, saved, copy_seconds(nbytes, self.machine), waits)
         forward = self._walk(graph.forward, counts, is_backward=False)
@@ -212,6 +217,8 @@ class Unroll:
         def add_range(path: str, position: int, i: int, num_own: int) -> None:
             """Add the moments of a range of the program's walk, with the bytes of other layers.
 
+            The bytes of the model's other layers are added, and those of the program's are subtracted.
+
             Args:
                 path: Key of the range: the path of a layer, or the moments before or after all layers.
                 position: Number of layers of the model before it.
@@ -238,7 +245,7 @@ class Unroll:
         add_range(AFTER_LAYERS, *(first if is_backward else last), 0)
         extra_saved = saved_before[-1] - program_saved_before[-1]
         extra_grads = grads_from[0] - program_grads_from[0]
-        unrolled.end = walk.end + (extra_grads if is_backward else extra_saved)
+        unrolled.end = walk.end + (extra_grads if is_backward else extra_saved)  # bytes after the last moment
         return unrolled
 
 

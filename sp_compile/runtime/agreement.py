@@ -177,6 +177,7 @@ def _first_difference(messages: Sequence[Message]) -> SpError:
     operations = [f"{message}: {message.note}" if message.note else str(message) for message in messages]
     rows = "\n".join(f"  rank {rank} {operation}" for rank, operation in enumerate(operations))
 
+    # STOP_VERB is a complete message, with only a verb; the other constants are verbs.
     stopped = _format_ranks([rank for rank, verb in enumerate(verbs) if verb == STOP_VERB.verb])
     if stopped:
         cause = f"rank {stopped} of {n} does not take part: another of its process groups has stopped with an error."

@@ -116,7 +116,9 @@ class CompileProtocol:
     def _run_next(self, error: Exception | None) -> None:
         """Run the next exchange for the other ranks: send the error of this rank, if any, and ignore the result."""
         ranks, name = self.remaining.pop(0)
-        if isinstance(error, RemoteError):  # received in one group; the ranks of this group may not know it
+        # Ranks do not send a received error (`RemoteError`) again within its group. The ranks of another group may not
+        # know it, so it is sent to them as an error of this rank.
+        if isinstance(error, RemoteError):
             sent: SpError | None = SpError(error.code, error.cause, error.fix)
         else:
             sent = not_compiled(error)

@@ -141,6 +141,7 @@ def _agreed_axes(declarations: Sequence[_Declaration]) -> dict[str, Partition]:
             raise SpError("SP617", f"declare_groups: rank {rank} passes {text}, rank 0 {arguments[0]}.")
     axes: dict[str, Partition] = {}
     for label in declarations[0].axes:
+        # For each rank, the (name, ranks, backends) of its group; None if it passed no group for the axis.
         entries = [declaration.axes[label] for declaration in declarations]
         passed_groups = [entry[1] if entry else None for entry in entries]  # the ranks of the group of each rank
         axes[label] = tuple(sorted({group for group in passed_groups if group}))

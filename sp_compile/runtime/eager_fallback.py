@@ -138,8 +138,9 @@ _examined_programs: WeakSet[object] = WeakSet()
 def count_step_call(program: object, work: ShardedWork, n: int) -> None:
     """Count a call of a program; warn on rank 0 if large parts of the step run whole on every rank.
 
-    The work of a step is added up for programs that run a large part of their own work whole on every rank, because
-    such a part may be small in a step: a program may contain nothing but an embedding.
+    A step of a program lasts from one of its calls to the next one, and contains all calls of programs in between. Only
+    the first step is examined. The work of a step is added up for programs that run a large part of their own work
+    whole on every rank, because such a part may be small in a step: a program may contain nothing but an embedding.
 
     Args:
         program: Any object that is different for each program.

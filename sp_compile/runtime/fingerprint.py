@@ -174,7 +174,7 @@ def exchange_digest(gm: GraphModule) -> ProgramDigest:
             for text in nodes
             if text.node.op != "output"
         ]
-    lines = []
+    lines = []  # of all ops, to locate a difference between programs with different digests
     for text in inlined:
         if text.node.op not in ("placeholder", "output"):
             operands = ["input" if isinstance(operand, str) else operand for operand in text.operands]
@@ -194,10 +194,11 @@ def graph_digest(gm: GraphModule, names: Mapping[str, str] = MappingProxyType({}
     """
     digest_text, lines = [], []
     for text in inline_bodies(graph_lines(gm)):
-        name = " ".join(filter(None, [text.node.name, text.call, *text.constants, text.value, text.checkpoint]))
-        line = TextLine(f"{name} {text.operands} {text.spec}", name, stack_trace(text.node))
+        op_text = " ".join(filter(None, [text.node.name, text.call, *text.constants, text.value, text.checkpoint]))
+        line = TextLine(f"{op_text} {text.operands} {text.spec}", op_text, stack_trace(text.node))
         digest_text.append(line.text)
-        if text.node.op == "placeholder":  # messages show an input by the user's name and its value
+        # Messages show an input by the user's name and its value. The digest above contains its node like any other.
+        if text.node.op == "placeholder":
             value = text.value or "a number that may change, as lengths do under dynamic=True"
             line = TextLine(value, f"input {names.get(text.node.name) or text.node.name}: {value}", "")
         lines.append(line)

@@ -156,7 +156,7 @@ class GuardedProgram:
         # known from its earlier calls.
         written = self.run.written if isinstance(self.run, GatheredProgram) else self.boundary.written
         alias_error = find_alias_error(args, sorted(written), self.inputs.names) if written and not is_traced else None
-        with mark_agreed():
+        with mark_agreed():  # all ranks raise the SpError of this block, so it is not published again
             call = self._agree(args, alias_error) if self.ranks.n > 1 and not is_traced else Message(CALL_VERB)
         if alias_error is not None:  # single rank only; several ranks raise it together in _agree
             raise alias_error
@@ -192,7 +192,7 @@ class GuardedProgram:
         """
         channel = channel_of(self.ranks)
         mine = self._count_call(args, channel, alias_error)
-        has_raised = channel is not None and channel.raised is not None
+        has_raised = channel is not None and channel.raised is not None  # this rank, since the last exchange
         messages = all_gather_messages(self.ranks, mine)
         if messages is None:  # the messages are equal; all ranks may have one error, which they know from another group
             problem, operation_mismatch = wrap_error(self.error) or alias_error, None
@@ -202,7 +202,8 @@ class GuardedProgram:
         if problem is None:
             self.called.add(mine.model)
             return mine
-        for ranks in self.connected[1:]:  # of the inner guards, whose other ranks wait for this call
+        # The ranks of the inner guards' groups wait for this call: tell them that it does not take place.
+        for ranks in self.connected[1:]:
             all_gather_messages(ranks, STOP_VERB)
         # A rank that has raised in a step, and whose program caught it, announces its next call while the other ranks
         # are still in that step, such as at its backward.
@@ -211,6 +212,7 @@ class GuardedProgram:
             if has_raised and len(involved_groups()) == 1:
                 # This is the rank that has raised. The others raise now, and then announce the same call as this rank.
                 return self._agree(args, alias_error)
+            # With several groups, ranks of another one may wait in the program for this rank: end the groups.
             abort_if_connected(channel, messages or (), mine)
         if operation_mismatch is None:  # the error of a mismatch has the exceptions already
             problem = problem.with_context(raised)
@@ -263,6 +265,7 @@ class GuardedProgram:
         sampled = frozenset() if compares_all else inputs.arguments
         # device -> description -> value
         on_device: defaultdict[torch.device, dict[str, torch.Tensor]] = defaultdict(dict)
+        # Parameters that `inputs.always` does not name are described only if all inputs are compared.
         for i, name in self._named_inputs if compares_all else self._reported_inputs:
             arg, checksums = args[i], {"checksum": "", "sample": ""}
             size = _value_size(arg) + (f" in shards {arg.sharding}" if isinstance(arg, Sharded) else "")
@@ -292,7 +295,7 @@ class GuardedProgram:
         failed = failure([message.error for message in messages])
         if failed is not None:
             return failed
-        if isinstance(self.error, RemoteError):
+        if isinstance(self.error, RemoteError):  # of a rank of another group; ranks do not send it again
             return self.error
         reasons = [message.program.unsplit_reason for message in messages]
         if any(reasons) and not all(reasons):
@@ -309,6 +312,7 @@ class GuardedProgram:
         is_same_program = len({message.program.digest for message in messages}) == 1
         lines = [] if is_same_program else self.program.first_difference(self.ranks)
         mismatch = find_input_mismatch(messages, lines, self.inputs, bool(self.boundary.own_rows))
+        # Different weights (SP635) may be due to partial gradients that the option param_grads='partial' leaves.
         if mismatch is not None and mismatch.code == "SP635" and self.info.leaves_partial:
             return SpError(mismatch.code, f"{LEFT_PARTIAL}{mismatch.cause}", f"{LEFT_PARTIAL_FIX}{mismatch.fix}")
         return mismatch
@@ -336,7 +340,8 @@ class GuardedProgram:
             call: The announcement of the call.
         """
         mine, leaves = Message(BACKWARD, call.subject, call.number, model=call.model), pytree.tree_leaves(out)
-        # The autograd nodes at which the backward of the program begins; `row_results` as for `_start_backward`.
+        # The autograd nodes at which the backward of the program begins, each with the indices of the results of which
+        # a rank has only its rows. Their backwards run inside of `_run_marked`, which publishes exceptions.
         for node, row_results in find_backward_nodes(leaves, self.boundary.rows, lambda: self._run_marked(mine)):
             node.register_prehook(partial(self._start_backward, mine, row_results))
 
@@ -405,7 +410,7 @@ def _grad_field(grad: torch.Tensor) -> str:
     if grad.numel() == 1 and not grad.is_complex():
         value = grad.item()
         return f"{SUMMARY_PREFIX}{abs(value)!r} {value!r}"
-    return start_cpu_copy(summarize(grad)[None]).read()[0]
+    return start_cpu_copy(summarize(grad)[None]).read()[0]  # a batch of one summary
 
 
 def _value_size(value: Any) -> str:

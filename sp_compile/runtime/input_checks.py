@@ -198,6 +198,8 @@ def group_inputs(
     graph_inputs = _graph_inputs(gm, inputs)
     has_own_data = any(x.is_data and x.label in facts.differing for x in graph_inputs)
     names = []  # "" for inputs whose sizes are not compared
+    # `facts.differing` has the labels of inputs whose values differ between the ranks. One that is no data, such as a
+    # parameter, is then a part of a tensor.
     for x in graph_inputs:
         is_part = not x.is_data and x.label in facts.differing
         belongs_to_data = has_own_data and is_python_number(x.node)

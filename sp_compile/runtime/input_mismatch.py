@@ -38,7 +38,8 @@ def find_input_mismatch(
     """
     inputs = _common_inputs(messages)  # for each rank the records of its inputs, by name
     common = [name for name in inputs[0] if all(name in records for records in inputs)]
-    # If a rank has no other inputs than the common ones, only these are compared; `lines` show those of the others.
+    # If one rank's inputs are a subset of every rank's, only these are compared. The additional inputs of the other
+    # ranks belong to other programs, whose difference `lines` show.
     if len(common) == min(map(len, inputs)):
         inputs = [{name: records[name] for name in common} for records in inputs]
     first = inputs[0]
@@ -61,12 +62,14 @@ def find_input_mismatch(
         heading = "What differs first"
         rows = [line + (f"; {row}" if row else "") for line, row in zip(lines, rows)]
     has_reason = is_same_program or names or lines  # else only the digests of the programs differ
+    # A row without a difference is empty.
     rows = [row or (SAME_INPUTS if has_reason else "another graph") for row in rows]
     # The error of the first difference: sizes, programs, values, samples of values.
     if sizes_differ:
         are_numbers = bool(names) and _is_python_scalar(first[names[0]])
         difference = "different numbers" if are_numbers else "inputs of different sizes"
         return SpError("SP632", format_mismatch(f"{summary} {difference}", rows))
+    # "" if all ranks are in the same mode, train or eval.
     training = describe_by_rank([message.program.training for message in messages])
     if not is_same_program and training:
         return SpError("SP641", format_mismatch(training, rows, heading))
@@ -92,6 +95,7 @@ def _value_error(
         has_shards: True if each rank passes its rows of some inputs.
     """
     differing, summary = set(names), f"the {len(rows)} ranks of this group were given different"
+    # `equal`: all inputs whose values are compared. `arguments`: those of each call. `always`: compared on every call.
     weights = compared.equal - compared.arguments - compared.always  # with buffers
     if differing <= compared.arguments:
         error = _data_error(format_mismatch(f"{summary} batches ({_shorten_names(names)})", rows), has_shards)

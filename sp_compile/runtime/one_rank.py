@@ -37,7 +37,7 @@ def warn_one_rank(session: CompileSession) -> None:
     Args:
         session: The session of the compilation.
     """
-    if not session.splits or session.problem is not None or session.ranks.n > 1:
+    if not session.may_split or session.problem is not None or session.ranks.n > 1:
         return
     num_started = int(os.environ.get("WORLD_SIZE", "1"))  # processes that torchrun has started
     if not (dist.is_available() and dist.is_initialized()):

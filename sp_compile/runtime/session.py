@@ -43,7 +43,7 @@ from .input_checks import check_options, combine_facts, input_digests
 register_sendable(Machine)
 register_sendable(LatencyBandwidth)
 on_recompile_limit(partial(publish_stop, continues=True))  # the other ranks do not wait for a rank that runs eagerly
-JOINT_OPTIONS = ("merge_reductions", "sequence_parallel_linear")  # options that affect collectives
+JOINT_OPTIONS = ("merge_reductions", "sequence_parallel_linear")  # options of the passes on collectives
 
 
 class CompileSession(RankQueries):
@@ -64,8 +64,8 @@ class CompileSession(RankQueries):
         has_mesh: True if the user has passed a mesh.
         names_sequence: True if the options name the ranks or the dims of a sequence.
         groups: Groups of the program's own collectives, in the order of their appearance.
-        splits: True if the program may be split along a sequence: it has no groups, or the mesh has a further axis.
-        split: True once the program is being split, so that the guard compares the ranks of the sequence.
+        may_split: True if the program may be split along a sequence: it has no groups, or the mesh has a further axis.
+        split: True from the moment when the passes split it, so that the guard compares the ranks of the sequence.
         ranks: Ranks over which the sequence is split; a single rank if there are none.
         problem: The error of an invalid mesh, or None.
         sequence: [ranks] if the program has both groups and ranks for a sequence, else [].
@@ -90,11 +90,11 @@ class CompileSession(RankQueries):
         self.names_sequence = self.has_mesh or self.given.get("seq_dims", "auto") != "auto"
         self.options = _parse_or_default(self.given)
         self.groups = program_groups(gm, inputs) if gm is not None else []
-        self.splits = not self.groups or can_split_sequence(mesh, mesh_dim, self.groups)
-        must_resolve = self.splits or not self.has_mesh  # an axis without a mesh is an error in every program
+        self.may_split = not self.groups or can_split_sequence(mesh, mesh_dim, self.groups)
+        must_resolve = self.may_split or not self.has_mesh  # an axis without a mesh is an error in every program
         resolved, self.problem = _resolve_or_single(mesh, mesh_dim) if must_resolve else (SINGLE_RANK, None)
-        self.ranks = resolved if self.splits else SINGLE_RANK
-        self.sequence = [self.ranks] if self.groups and self.splits and self.problem is None else []
+        self.ranks = resolved if self.may_split else SINGLE_RANK
+        self.sequence = [self.ranks] if self.groups and self.may_split and self.problem is None else []
         self.all_groups = [*self.groups, *(ranks for ranks in self.sequence if ranks not in self.groups)]
         self.facts: dict[str, InputFacts] = {}
         self.grids: dict[str, GroupGrid] = {}
@@ -245,6 +245,7 @@ class CompileSession(RankQueries):
         Names of groups differ between ranks, so groups are named by their number.
         """
         numbers = {ranks.group: i for i, ranks in enumerate(self.all_groups)}
+        # -1 for a group of the program that is not in `all_groups`.
         groups = [sorted(numbers.get(name, -1) for name in named_groups(node)) for node in gm.graph.nodes]
         facts = [self.facts[ranks.group] for ranks in self.groups]
         labels = [[sorted(names) for names in (fact.differing, fact.equal or (), fact.constants)] for fact in facts]
@@ -256,7 +257,11 @@ class CompileSession(RankQueries):
         return hash_text(str((graph_digest(gm).digest, groups, labels, relations, sizes)))
 
     def compares_gradients(self, ranks: Ranks) -> bool:
-        """Return True if gradients of shared results are compared; not in a dry run on torch's fake groups."""
+        """Return True if the ranks compare the gradients of shared results (those that are equal on all ranks).
+
+        Simulated ranks, threads without a process group, exchange values and so compare them. In a dry run on torch's
+        fake groups there are no other ranks.
+        """
         return ranks.process_group is None or ranks.has_other_processes
 
     # After the passes.
@@ -280,10 +285,12 @@ class CompileSession(RankQueries):
             return error
         error = self._protocol.finish(error)
         stopped = self._protocol.stopped_groups.keys() & set(self.groups)
+        # `opened`: all ranks have started to compile, and none runs another operation instead.
         meets_at_call = self._protocol.opened and not stopped
         if meets_at_call or error is None:
             return error
-        if self._protocol.opened:  # ranks of other groups have compiled, and wait for this rank at the call
+        if self._protocol.opened:  # ranks of groups that have not stopped wait for this rank at the call
+            # As a new notice replaces the last one, it repeats the group whose exchange is broken (`within`).
             publish_stop(str(error).replace("\n", " "), subject=program_subject(gm), within=broken_context())
         sp_error = wrap_error(error)
         assert sp_error is not None
@@ -299,7 +306,8 @@ class CompileSession(RankQueries):
         except BaseException as error:
             subject = program_subject(gm)
             text = f"{type(error).__name__} when it compiles {subject}"
-            publish_stop(text, subject=subject, within=broken_context())  # it replaces the last notice of this rank
+            # The notice replaces the last one of this rank, and repeats its group whose exchange is broken, if any.
+            publish_stop(text, subject=subject, within=broken_context())
             raise
 
 

@@ -180,7 +180,7 @@ class ShardedProgram:
             values[i] = wrapped[key]
         for i, number in boundary.writes.items():
             write(args[i], values[number])
-        # Omit the tokens and operands, then the row order and the written arguments.
+        # Omit the tokens and operands (None: there are none), then the row order and the written arguments.
         num_outputs = len(values) if boundary.num_program_outputs is None else boundary.num_program_outputs
         num_results = num_outputs - len(boundary.writes) - len(boundary.balanced_order)
         return type(out)(rebuild_views(values[:num_results], args, boundary))

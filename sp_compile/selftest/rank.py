@@ -125,13 +125,19 @@ def _test_single_device(settings: Settings, truth: Mapping[str, Tensor], device:
         milliseconds, peak = _time_steps(model, torch.compile(model, backend=settings.compiler, dynamic=False), ids)
         torch.compiler.reset()
     dist.barrier()
-    return _largest_of_ranks(StrategyResult("single device", error, error, milliseconds, 0, peak))
+    allowed, sent_bytes = error, 0  # the reference passes by definition, and sends nothing
+    return _largest_of_ranks(StrategyResult("single device", error, allowed, milliseconds, sent_bytes, peak))
 
 
 def _test_strategy(
     settings: Settings, attention: str, truth: Mapping[str, Tensor], single: StrategyResult, device: torch.device
 ) -> StrategyResult:
-    """Return the error, the bytes and the time of one attention strategy on all ranks."""
+    """Return the error, the bytes and the time of one attention strategy on all ranks.
+
+    The error is that of the small model `settings.values` against `truth`, its loss and gradients in float64 on a
+    single device. It may be a few times `single.error`, that of the same dtype on a single device. The time and the
+    bytes are those of the large model `settings.times`.
+    """
     options = {"attention": attention, "compiler": settings.compiler}
     model, ids = make_model(settings.values, settings.dtype, device)
     error = _largest_error(_loss_and_gradients(model, torch.compile(model, backend="sp", options=options), ids), truth)
@@ -153,10 +159,10 @@ def _predict_sent_bytes(model: SelfTestModel, ids: Tensor, ranks: int, attention
 
 
 def _time_steps(model: SelfTestModel, run: Callable[..., Tensor], ids: Tensor) -> tuple[float, int | None]:
-    """Return the median milliseconds of a training step, and on a GPU its peak memory without weights."""
+    """Return the median milliseconds of a training step, and on a GPU its peak memory without weights and gradients."""
     is_cuda, times, peak = ids.is_cuda, [], None
-    for step in range(2 + TIMED_STEPS):
-        model.zero_grad(set_to_none=False)
+    for step in range(2 + TIMED_STEPS):  # the first two compile and warm up
+        model.zero_grad(set_to_none=False)  # keeps the gradients allocated, as `allocated` counts them
         if is_cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()

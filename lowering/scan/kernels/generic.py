@@ -52,6 +52,7 @@ class GenericKernels:
             out = torch.cat((_constant_row(out, monoid.identity(dtype), dtype), out[:, :-1]), DIM)
             out = out if starts is None else out.masked_fill_(starts, monoid.identity(dtype))
         (out,) = _orient(problem.reverse, out)
+        # The scan of one row may be the row itself, and the total a view of the last row.
         return _copy_if_operand(out, x), total[:, 0].clone()
 
     def extremes(self, problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:

@@ -55,6 +55,7 @@ def fits_native(problem: ScanProblem) -> bool:
         return False
     if _compute_dtype(problem) is None:
         return False
+    # The operand of a scan is cast to this dtype before the kernel runs, the factors of a recurrence are not.
     dtype = problem.dtype if problem.kind.startswith("linear") else _kernel_dtype(problem.dtype, problem.result)
     return _native_kernel(problem, dtype) is not None
 
@@ -72,6 +73,7 @@ def _compute_dtype(problem: ScanProblem) -> torch.dtype | None:
         return torch.int64 if problem.accumulate is torch.int64 and problem.result is not torch.bool else None
     if not floats or problem.accumulate not in (torch.float32, torch.float64):
         return None
+    # LogSumExp of native.cpp exists for double only.
     return torch.float64 if problem.op == "logsumexp" else problem.accumulate
 
 

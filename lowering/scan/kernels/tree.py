@@ -67,6 +67,8 @@ def down_sweep(combine: Combine, states: Any, parents: Any, dim: int) -> Any:
         dim: The dim of the rows.
     """
     n = num_rows(states, dim)
+    # `slice_rows` has the bounds of slice(): a single one is the stop. For 5 states, which have 3 parents, `before` are
+    # parents 0 and 1, for the states 2 and 4; the right children 1 and 3 end where parents 0 and 1 end.
     lefts = slice_rows(states, dim, 0, 1)  # prefixes of left children: that of the first is its own state
     if n > 2:
         before = slice_rows(parents, dim, (n - 1) // 2)  # prefixes that end before the other left children

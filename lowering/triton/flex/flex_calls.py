@@ -142,7 +142,7 @@ def _split_inputs(
     The others are the block tables and the captured tensors. The first operands are q, k and v.
     """
     q, _, v = inputs[:3]
-    end = num_operands + len(BlockTables.__match_args__)
+    end = num_operands + len(BlockTables.__match_args__)  # `__match_args__`: the names of the fields, one per table
     tables, options = BlockTables(*inputs[num_operands:end]), _fit_options(max(q.shape[3], v.shape[3]), q.dtype)
     call = FlexSetup(pair.modify_score, pair.attends, tables, tile, scale, options, inputs[end:])
     return inputs[:num_operands], call
@@ -225,7 +225,7 @@ def _run_program(
 
 
 def _compile_program(fn: Callable[..., Any], xs: list[Tensor], lengths: list[tuple[int, ...]]) -> FlexProgram:
-    """Compile a function with dynamic ``lengths``.
+    """Compile a function of the tensors ``xs``; ``lengths`` are the dims of each tensor whose sizes may differ later.
 
     A failure warns and marks flex_attention as unavailable, so that later calls compute scores densely.
     """

@@ -59,6 +59,7 @@ def build_tables(plan: BlockPlan, queries: int, keys: int, has_mask: bool, devic
     """
     kinds = tile_kinds(plan, queries, keys, tile_size(queries, keys))
     kinds = copy_async(kinds.clamp(max=PARTIAL_TILE) if has_mask else kinds, device)
+    # A number table and an index table each: of the PARTIAL and FULL tiles by query tile, then of those by key tile.
     sides = (kinds == PARTIAL_TILE, kinds == FULL_TILE, kinds.T == PARTIAL_TILE, kinds.T == FULL_TILE)
     return BlockTables(*chain(*map(_sort_selected, sides)))
 

@@ -116,7 +116,8 @@ class BiasReader:
         if not all(v == 0 or self._is_fill(v) for _, v in cases):
             raise NotSymbolic("has cases other than zeros and fills", node)
         allowed = Or(*(condition for condition, v in cases if v == 0))
-        return BiasElement(sympy.Integer(0), allowed, any(v.is_finite for _, v in cases if v != 0))
+        has_finite_fills = any(v.is_finite for _, v in cases if v != 0)
+        return BiasElement(sympy.Integer(0), allowed, has_finite_fills)
 
     def _is_fill(self, value: sympy.Expr) -> bool:
         """Return True for a number that removes the weight of a key when it is added to the score, such as -inf."""

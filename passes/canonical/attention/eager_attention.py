@@ -423,7 +423,8 @@ def _has_sink_per_head(sinks: SinkValue | None, source: SoftmaxSource, scores: S
         return source.sinks is None
     masks = [mask for mask, _ in scores.biases] + [condition for condition, *_ in scores.fills]
     masks += [scores.gate] if scores.gate is not None else []
-    # If both leading dims are heads of one sequence, only masks that are equal for all heads fit.
+    # `groups`: the leading dims are not (batch, heads) but (key heads, queries per key head) of one sequence. A mask
+    # must then have 1 in both of them: it would be read as a mask of (batch, heads).
     if sinks.groups and any(not is_same_size(size_product(mask.shape[:-2]), 1) for mask in masks):
         return False
     return scores.masked_shape is None or is_same_shape(scores.masked_shape[:-2], sinks.leading)

@@ -181,7 +181,10 @@ def _triangle_element(reader: ElementReader, call: OpCall, coords: Coords) -> El
 
 @element_handler("diff")
 def _diff_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
-    """Return the element of a diff: x[i + 1] - x[i], where x is the operand with its prepended and appended rows."""
+    """Return the element of a diff: x[i + 1] - x[i], where x is the operand with its prepended and appended rows.
+
+    Higher orders (n > 1) are not supported, nor are appended rows without prepended ones.
+    """
     dim = call.dim()
     if call["n"] != 1 or (call["append"] is not None and call["prepend"] is None):
         raise NotSymbolic("computes differences of differences, or only with appended rows")

@@ -313,6 +313,7 @@ def apply_by_cases(function: Callable[..., Any], *values: Element) -> Cases:
         condition = And(*(case_condition for case_condition, _ in combination))
         if condition == sympy.false:
             continue
+        # Under a condition such as q < 1 the index q is 0, also in the result.
         result = sympy.expand(function(*(number for _, number in combination))).subs(_fixed_indices(condition))
         if result is sympy.nan:
             raise NotSymbolic("contains NaN")
@@ -341,4 +342,5 @@ def select_element(condition: Boolean, yes: Element, no: Element) -> Element:
         return yes if condition == sympy.true else no
     if not isinstance(yes, tuple) and not isinstance(no, tuple):
         return Or(And(condition, yes), And(Not(condition), no))
+    # The cases of a condition are the numbers 1, where it holds, and 0.
     return apply_by_cases(lambda holds, a, b: a if holds == 1 else b, condition, yes, no)

@@ -206,6 +206,7 @@ def _kernel_refusal(kernel: Node) -> str | None:
     slopes = args.get("alibi_slopes")
     if slopes is not None:
         queries, keys = (node_shape(args[name])[1] for name in "qk")
+        # Packed documents of queries and keys have equal lengths if both read the same node of ends.
         has_equal_lengths = is_same_size(queries, keys) if q_ends is None else q_ends is k_ends
         if len(node_shape(slopes)) != 1 or not has_equal_lengths:
             return "its slopes differ between batch entries, or the numbers of keys and queries differ"

@@ -136,7 +136,8 @@ class RewriteFlexAttention(RewriteMasks):
         Returns its name and the vectors and tables that it reads. Raises NotSymbolic or SpError if there is none.
         """
         call = _FlexCall(*node.args)
-        # A row of finite fills attends to all keys equally, unless sinks take all of its weight.
+        # A row of finite fills attends to all keys equally, unless sinks take all of its weight: then (None) fills need
+        # no distinction from -inf. Otherwise the function returns True for values that may contain them.
         is_fill = self._may_contain_fills if _match_sinks(node) is None else None
         return write_score(call.score_body, call.score_captured, conditions, call.mask_captured, self, node, is_fill)
 
@@ -224,7 +225,7 @@ class RewriteFlexAttention(RewriteMasks):
             self.mask_nodes += [allowed, *indices]
             return require_all_heads(parse_mask(allowed, shape))
 
-        return self.share_mask((body.code, *captured, shape), parse)
+        return self.share_mask((body.code, *captured, shape), parse)  # parsed once for all calls with equal masks
 
     def _refusal(self, node: Node) -> str | None:
         """Return the reason why attention cannot replace a call, from its arguments and readers, or None."""
@@ -272,6 +273,7 @@ def _match_sinks(node: Node) -> SinkAttention | None:
     if natural_lse.target is not aten.mul.Tensor or natural_lse.args != (results[1], math.log(2)):
         return None
     attention = match_lse_sinks(results[0], natural_lse)
+    # The chain has the nodes from the log-sum-exp on that the attention with sinks replaces.
     return None if attention is None else replace(attention, chain=(results[1], *attention.chain))
 
 

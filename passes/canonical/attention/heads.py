@@ -90,7 +90,7 @@ class GroupKeyHeads(CanonicalPass):
         repeated_dims = [d for d, (before, after) in enumerate(sizes) if not is_same_size(before, after)]
         if x.meta["val"].ndim != expanded.meta["val"].ndim or len(repeated_dims) != 1:
             return None
-        # The shape must be (dims of batch and heads of x, r, S, D).
+        # After the permute the shape must be (dims of batch and heads of x, r, S, D); `repeats_dim` is that of r.
         batch, heads, length, width = node_shape(node)
         shape, repeats_dim = node_shape(permuted), (order or range(5)).index(repeated_dims[0])
         num_heads = exact_quotient(size_product(shape[:repeats_dim]), batch)
@@ -117,4 +117,5 @@ def _is_tiled(node: Node) -> bool:
         return False
     shape = node_shape(OpCall(node).operands[0])
     heads = shape[HEADS_DIM] if len(shape) == 4 else 1
+    # Several heads, whose number the repeat changes: it may also repeat other dims only.
     return not is_same_size(heads, 1) and not is_same_size(heads, node_shape(node)[HEADS_DIM])

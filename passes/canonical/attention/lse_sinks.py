@@ -59,6 +59,7 @@ def match_lse_sinks(out: Node, lse: Node) -> SinkAttention | None:
     if share is None or len(rows) != 3 or not is_same_shape(node_shape(share), (*rows, 1)):
         return None
     sinks = _match_share_sinks(_strip_moves(share), lse, rows)
+    # The nodes that compute the result from the log-sum-exp, which the caller replaces; `<` is the order in the graph.
     chain = sorted(reachable_set([lse], lambda n: n.users if n < result else ()))
     return SinkAttention(result, sinks, tuple(chain)) if sinks is not None else None
 
@@ -89,7 +90,7 @@ def _match_share_sinks(share: Node, lse: Node, rows: tuple[Size, ...]) -> SinkVa
         sinks = _match_joined_sinks(sinks, lse, len(shape))
         if sinks is None:
             return None
-    # The sinks broadcast to `shape`, so that they may lack its first dims.
+    # The index of row (b, h, q) in each dim of `shape`, to which the sinks broadcast: they may lack its first dims.
     coords = (BATCH_INDEX, HEAD_INDEX, QUERY_INDEX, 0)[: len(shape)]
     return match_sink_value(sinks, coords[len(shape) - sinks.meta["val"].ndim :], rows[:2])
 

@@ -159,8 +159,9 @@ def intersect_masks(masks: Sequence[AttentionMask], shape: tuple[Size, ...]) -> 
         NotSymbolic: It allows no pair.
     """
     extent = dict(zip(INDICES, shape))
-    positions = ElementReader(IndexBox(extent), extent)
+    positions = ElementReader(IndexBox(extent), extent)  # reads nothing here, but `_checked_mask` needs its box
     positions.leaves = {name: leaf for mask in masks for name, leaf in mask.leaves.items()}
+    # Other scores become -inf, not a finite fill, so that queries without keys are allowed.
     return _checked_mask(positions, And(*(mask.allowed for mask in masks)), needs_key_per_query=False)
 
 
@@ -389,8 +390,8 @@ class RewriteMasks(base.CanonicalPass):
             mask: The mask.
             options: Keyword arguments of the new call.
         """
-        predicate = self.emit_predicate(mask, node)
-        args = (*call.operands[:3], *predicate, call["dropout_p"], call["scale"], call["enable_gqa"])
+        rows, cols, sizes, predicate = self.emit_predicate(mask, node)
+        args = (*call.operands[:3], rows, cols, sizes, predicate, call["dropout_p"], call["scale"], call["enable_gqa"])
         with self.graph.inserting_before(node):
             self.replace(node, self.emit(sp.masked_attention.default, args, node.meta["val"], node, options))
 

@@ -151,6 +151,8 @@ def _normalize_inequality(e: sympy.Expr) -> Boolean:
     positive if its sign is known.
     """
     added, subtracted, number = _split_terms(e)  # e = added - subtracted + number
+    # e >= 0 is subtracted - added <= number. All terms are integers, so this is subtracted - added < number + 1, and
+    # subtracted < added if the number is -1.
     if added != 0 and subtracted != 0 and number in (0, -1):
         return Le(subtracted, added) if number == 0 else Lt(subtracted, added)
     if subtracted == 0 or (number.is_number and number < 0):

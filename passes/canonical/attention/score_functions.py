@@ -154,7 +154,8 @@ def write_score(
     if result is score:
         return ScoreOperands("")
     writer.graph.output(result)
-    has_fills = False  # arithmetic alone cannot select a fill for some pairs
+    # A function may give a fill to some pairs if it selects between values (where, a table), and a value may be one.
+    has_fills = False
     if is_fill is not None and not all(_is_arithmetic(n) for n in writer.graph.nodes):
         has_fills = _adds_fills(writer.graph) or any(map(is_fill, [*writer.heads, *writer.tables]))
     return ScoreOperands(register_score(writer.graph, has_fills), writer.heads, writer.tables)
@@ -177,7 +178,7 @@ class _ScoreWriter:
     """Writer of a score function.
 
     Values are nodes of the score function, numbers, nodes of the outer graph and their elements (`_TableElement`). Its
-    methods raise NotSymbolic for what a score function cannot express.
+    methods raise NotSymbolic for what a score function cannot express. `like` is the attention in the outer graph.
     """
 
     def __init__(self, editor: GraphEditor, like: Node) -> None:
@@ -239,6 +240,7 @@ class _ScoreWriter:
         # A size that other calls may change was a number when the body was traced, and is a tensor (a table) here, for
         # which the op has another overload.
         has_table = any(isinstance(x, Node) and x.op == "placeholder" and x.name.startswith("table") for x in args)
+        # Without options that are None, which is their default, and without pin_memory, which changes no value.
         kwargs = {k: v for k, v in kwargs.items() if v is not None and k != "pin_memory"}
         return self.call(node.target.overloadpacket if has_table else node.target, args, kwargs)
 
@@ -392,7 +394,7 @@ def split_conditions(body: GraphModule) -> list[GraphModule]:
         graph = torch.fx.Graph()
         copies: dict[Node, Node] = {}
         body_result = graph.graph_copy(body.graph, copies)
-        graph.output(copies[result] if isinstance(result, Node) else body_result)
+        graph.output(copies[result] if isinstance(result, Node) else body_result)  # of a constant, the whole mask
         for node in reversed(list(graph.nodes)):
             if node.op in ("call_function", "get_attr") and not node.users:
                 graph.erase_node(node)

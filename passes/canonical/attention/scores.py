@@ -108,7 +108,8 @@ class ScoreOperand:
         leading = (*[1] * (len(before) + 2 - len(own_shape)), *own_shape)[:-2]  # 1 for missing dims
         if not is_identity(self.order):
             return None
-        if all(is_same_size(extent, 1) for extent in leading):  # it broadcasts: too many dims are reshaped
+        # It broadcasts to any leading dims. If it has more dims than the scores will have, it is reshaped to as many.
+        if all(is_same_size(extent, 1) for extent in leading):
             return ScoreOperand(self.node, order, (1,) * len(after) if len(own_shape) > len(order) else ())
         if not is_same_shape(leading, before):
             return None
@@ -282,7 +283,7 @@ def _match_scale(call: OpCall, x: Node, keys_dim: int) -> ScoreChain | None:
             continue
         number = scalar_value(factor, dtype)  # None for a tensor of unknown values
         # `inner.score` is a function of the scaled product: SCORE itself, or with a tanh.
-        if number and inner.score != SCORE and not inner.fills:  # tanh(..) * c
+        if number and inner.score != SCORE and not inner.fills:  # tanh(..) * c; a fill would be multiplied, too
             exact_number = sympy.Rational(repr(float(number)))
             return replace(inner, score=inner.score / exact_number if divides else inner.score * exact_number)
         if inner.score == SCORE and number is not None and number > 0:  # a negative one would change the sign of -inf
@@ -290,7 +291,7 @@ def _match_scale(call: OpCall, x: Node, keys_dim: int) -> ScoreChain | None:
         if not is_tensor(factor) or inner.fills:
             continue
         operand = ScoreOperand(factor, inner.order)
-        is_per_head = set(operand.shape[-2:]) <= {1}
+        is_per_head = set(operand.shape[-2:]) <= {1}  # one number for all (queries, keys)
         if inner.score == SCORE and is_per_head:
             return _add_operand(inner, x, factor, factors=((operand, divides),))
         if inner.gate is None and not divides:
@@ -362,7 +363,8 @@ def _add_operand(
     shape = node_shape(x)
     if node_shape(inner.chain[-1]) != shape or operand.meta["val"].ndim > len(shape):
         return None
-    masked_shape = tuple(shape[d] for d in inner.order)  # (leading dims, queries, keys)
+    # The chain's `masked_shape` is the shape (leading dims, queries, keys) of the scores at the last operand.
+    masked_shape = tuple(shape[d] for d in inner.order)
     regrouped = inner if inner.masked_shape in (None, masked_shape) else _regroup_chain(inner, masked_shape)
     if regrouped is None:
         return None
@@ -373,7 +375,7 @@ def _add_operand(
 def _regroup_chain(inner: ScoreChain, shape: tuple[Size, ...]) -> ScoreChain | None:
     """Return the chain with its operands reshaped to the leading dims of `shape`, or None if one cannot be.
 
-    `shape` is that of the scores, as (leading dims, queries, keys).
+    Chains with a gate are not supported. `shape` is that of the scores, as (leading dims, queries, keys).
     """
     assert inner.masked_shape is not None
     if inner.gate is not None:

@@ -84,7 +84,8 @@ def match_softmax_source(x: Any, keys_dim: int, *readers: Node) -> SoftmaxSource
         return no_ops
     if is_cast_op(x) or is_copy(x):
         inner = match_softmax_source(move_source(x), keys_dim, x)
-        # A cast of the scores alone is not matched here, but with the scores.
+        # Only a cast after a cat or subtraction is part of the chain. One that reads the scores directly belongs to the
+        # scores, which are matched elsewhere.
         return replace(inner, chain=(*inner.chain, x)) if inner.chain else no_ops
     difference = match_difference(x, MAXIMA)  # row - maximum(row)
     shift = ops_between(*difference, x) if difference is not None and difference[1] == keys_dim else None
@@ -94,7 +95,7 @@ def match_softmax_source(x: Any, keys_dim: int, *readers: Node) -> SoftmaxSource
     operands = OpCall(x).operands
     is_last_dim = keys_dim == x.meta["val"].ndim - 1
     if x.target is aten.cat.default and len(operands) == 2 and is_last_dim and match_join(x) == (keys_dim, False):
-        is_single = [is_same_size(node_shape(operand)[-1], 1) for operand in operands]
+        is_single = [is_same_size(node_shape(operand)[-1], 1) for operand in operands]  # sinks: one column
         if is_single[0] != is_single[1]:
             sinks, scores = operands if is_single[0] else operands[::-1]
             return SoftmaxSource(scores, readers=(x,), chain=(x,), sinks=sinks, first=is_single[0])

@@ -88,7 +88,7 @@ def _match_exp_over_sum(node: Node) -> SoftmaxMatch | None:
     if dim is None:
         return None
     scores = value_origin(exponentials.args[0])
-    difference = match_difference(scores, MAXIMA)
+    difference = match_difference(scores, MAXIMA)  # (s, dim) of s - s.amax(dim, True), or None
     if difference is None or difference[1] != dim:
         return SoftmaxMatch(scores, dim, (node,), OVERFLOWS)
     return ops_between(*difference, node)

@@ -47,6 +47,7 @@ class RewriteVarlenAttention(CanonicalPass):
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Replace every call of varlen_attn, and report the reason for those that remain."""
         changes = 0
+        # `varlen_attention` is None if this torch has no such op.
         calls = list(self.graph.find_nodes(op="call_function", target=varlen_attention)) if varlen_attention else []
         for node in calls:
             reason = _varlen_refusal(node)
@@ -100,7 +101,8 @@ class RewriteVarlenAttention(CanonicalPass):
         heads_first = [self._to_sdpa_layout(x, like) for x in qkv]
         predicate = " & ".join(["Eq(row0, col0)", *window_predicate(position, *window)])
         enable_gqa = not is_same_size(node_shape(q)[1], node_shape(k)[1])
-        args = (*heads_first, rows, cols, [], predicate, dropout_p, scale, enable_gqa)
+        sizes: list[Node] = []  # numbers that the predicate reads: none
+        args = (*heads_first, rows, cols, sizes, predicate, dropout_p, scale, enable_gqa)
         out = self.compute(sp.masked_attention.default, args, like, more)
         return self.compute(aten.transpose.int, (self.compute(aten.squeeze.dims, (out, [0]), like), 0, 1), like)
 

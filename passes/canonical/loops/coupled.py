@@ -208,7 +208,8 @@ class CoupledStates:
         def state_dim(name: str) -> int | None:
             """Return the dim of the states that passes through the op to the result's dim of this name in the rule.
 
-            None if the elements along it are mixed, or if it is no dim of the states.
+            None if the elements along it are mixed, or if it is no dim of the states. All operands of the op with a
+            state (`state_leaves`) must have the same dim of the states there.
             """
             if not name or rule.kind(name) != "pass":  # such as a dim along which the op is a cumulative sum
                 return None
@@ -314,7 +315,7 @@ class CoupledStates:
         num_rows = self.rows * len(self.states)
 
         def run_step(*values: torch.Tensor) -> list[torch.Tensor]:
-            """Return the results of one step for zeros and for the basis."""
+            """Return the results of one step, in which `operands` have these values, for zeros and for the basis."""
             coefficients = dict(zip(operands, values))
             zeros = [torch.zeros(self.shape, **self.options) for _ in self.states]
             terms = self._run(coefficients, zeros, single_dims=None)

@@ -98,7 +98,7 @@ class StackWrittenRows(CanonicalPass):
     def _stack_chain(self, last: Node) -> bool:
         """Replace the chain of writes that ends in the write `last` by a stack or cat of its rows.
 
-        Returns False, and reports the reason if the chain looks like a loop, if it is not replaced.
+        Returns False if the chain is not replaced. The reason is reported only for a chain that looks like a loop.
         """
         chain = self._read_chain(last)
         if chain is None:
@@ -163,7 +163,7 @@ class StackWrittenRows(CanonicalPass):
 
 
 def _match_write(node: Node) -> RowWrite | None:
-    """Return the write that a select_scatter, or a slice_scatter of one row, is; None for other nodes or indices."""
+    """Match the write of one row by select_scatter or slice_scatter; return None for other nodes or symbolic sizes."""
     if node.op != "call_function" or node.target not in SCATTERS:
         return None
     call = OpCall(node)

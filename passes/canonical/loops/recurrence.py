@@ -61,7 +61,8 @@ class ScanBuilder(BatchedOps):
         """Return the value of an op at every step as an affine function of a state, a * state + m @ state + b.
 
         For h * c + x with the state h, the leaves of the sum are the AffineValue c * h + 0 and x; the result is the
-        AffineValue c * h + x.
+        AffineValue c * h + x. Its lag is the number of steps from the state to the value: 1 for a function of the
+        previous state, 0 of the state of the same step. Values of different lags are not combined.
 
         Args:
             node: The op of one step.
@@ -189,6 +190,7 @@ class ScanBuilder(BatchedOps):
             options = {"dtype": value.dtype, "device": value.device}
             identity = self.compute(aten.eye.default, (self.sizes(rows),), like, options)
             m = ops.add(ops.multiply(identity, affine.a), m)
+        # `align` moves the dim of the steps before the two dims of a matrix.
         maps = self.expand_to(self.align(m, 2), (*batch, steps, rows, rows), like)
         terms = self.expand_to(self.align(affine.b, 2), (*batch, steps, rows, columns), like)
         time = len(batch)

@@ -211,11 +211,11 @@ class LoopBuilder:
         return replace(self._narrow_form(form, source, first, end), lag=form.lag + lag)
 
     def _narrow_form(self, form: AffineValue, source: StepColumn, first: int, end: int) -> AffineValue:
-        """Return the form of a column, an affine function of a state, for its steps first, ..., end - 1 only."""
+        """Return the form of a column, a * state + m @ state + b, for its steps first, ..., end - 1 only."""
         start = source.end - end if self.reverse else first - source.first  # index of the first one in the values
 
         def narrow(x: Value) -> Value:
-            """Return a coefficient at these steps."""
+            """Return a coefficient at these steps; numbers and shared nodes are equal at all steps."""
             return self.editor.narrow(x, start, end - first) if isinstance(x, BatchedValue) else x
 
         return replace(form, a=narrow(form.a), b=narrow(form.b), m=narrow(form.m))

@@ -171,12 +171,13 @@ class LoopMatcher:
         operand = self._find_column(values, first) or _match_index_read(values, first)
         if operand is not None or _are_similar(values):
             return operand or ColumnRef(self._add_column(values, first), 0)
-        # The first value is different: match the others.
+        # The first value is different: match the others, as values of one column or one tensor.
         later = self._find_column(later_values, first + 1) or _match_index_read(later_values, first + 1)
         if later is None and _are_similar(later_values) and len(later_values) > 1:
             later = ColumnRef(self._add_column(later_values, first + 1), 0)
         if later is None:
-            later = self._find_delayed(later_values, first + 1)
+            later = self._find_delayed(later_values, first + 1)  # more than one initial value: h[t] = f(h[t - 2])
+        # No op reads a list or an int, which a node may also be, at the first step and a tensor afterwards.
         if later is None or (isinstance(seed, Node) and not is_tensor(seed)):
             raise NotALoop("steps that differ")
         return SeededList(seed, later)
@@ -284,6 +285,7 @@ def _match_index_read(values: Sequence[Any], first: int) -> IndexRead | Node | N
     if len(strides) > 1 or not strides <= {-1, 0, 1}:
         return None
     stride = strides.pop()
+    # The start of an IndexRead is the index that step 0 would read.
     return values[0] if stride == 0 else IndexRead(source, dim, start - stride * first, stride, rows)
 
 

@@ -215,7 +215,8 @@ class BatchedOps(GraphEditor):
         # dims, which need not be permuted then. The dim may not be among the fixed ones, the last dims of the op.
         candidates = [x for x in leaves if isinstance(x, BatchedValue) and x.trailing_dims >= fixed_dims]
         largest = max(candidates, key=lambda x: x.ndim, default=None)
-        trailing_dims = ndim if largest is None else largest.trailing_dims  # after the dim of the steps
+        # The number of dims after that of the steps. Without such an operand the steps become the first dim.
+        trailing_dims = ndim if largest is None else largest.trailing_dims
         args, kwargs = pytree.tree_unflatten([self.align(x, trailing_dims) for x in leaves], spec)
         return BatchedValue(self.compute(target, args, like, kwargs), time=ndim - trailing_dims)
 
@@ -328,6 +329,7 @@ def _batch_matmul(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Batch
         return BatchedValue(ops.compute(aten.matmul.default, (left.node, right), node), left.time)
     if min(step_ndim(x) for x in leaves) < 2:
         return None
+    # The last two dims of each operand, (M, K) and (K, N), are multiplied; the others, with the steps, broadcast.
     return ops.broadcast(aten.matmul.default, _argument_spec(node), leaves, node, fixed_dims=2)
 
 
@@ -365,7 +367,7 @@ def _batch_dim_op(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Value
         return None
     ndim = x.ndim + (node.target is aten.unsqueeze.default)  # unsqueeze counts the dims of its result
     shifted_args = pytree.tree_map(lambda d: _shift_dim(d, x.time, ndim), dim_args)
-    if any(d is None for d in pytree.tree_leaves(shifted_args)):
+    if any(d is None for d in pytree.tree_leaves(shifted_args)):  # dim=None (all dims) would include the steps
         return None
     args, kwargs = call.with_operands([x.node], **shifted_args)
     out = ops.compute(node.target, args, node, kwargs)

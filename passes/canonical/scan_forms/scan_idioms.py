@@ -82,7 +82,7 @@ class ScanMatch:
 def match_scan(node: object) -> ScanMatch | None:
     """Return the scan that computes a value, a torch op or an sp.scan of the global view; else None.
 
-    Also None for an sp.scan with other options than a direction and exclusion, which no idiom combines with.
+    Also None for an sp.scan with segments, its own accumulation dtype or a frame: no idiom applies to these.
     """
     node = value_origin(node)
     if not isinstance(node, Node) or node.target not in (*CUMULATIVE_OPS, sp.scan.default):
@@ -237,7 +237,8 @@ def _match_flipped(node: Node) -> ScanMatch | None:
 def _reverse_refusal(node: Node) -> str | None:
     """Return the reason why a flip of a scan of flipped rows is no reverse scan, with a fix, for the report.
 
-    None if the node is no flip of a scan or recurrence along the scan's dim, or if the operands are not flipped.
+    None if the node is no flip of a scan or recurrence along the scan's dim, or if the operands are not flipped. An
+    operand may also be computed from flipped rows by pointwise ops, as in flip(cumsum(exp(flip(x)))).
     """
     if node.target is not aten.flip.default:
         return None
@@ -247,6 +248,7 @@ def _reverse_refusal(node: Node) -> str | None:
         operands, dim = [value_origin(scan.x)], scan.dim
     elif inner.target is sp.linear_scan.default:
         call = OpCall(inner)
+        # linear_scan(a, b, initial): the rows are those of a and b, and b has the scanned dim.
         operands, dim = [value_origin(x) for x in call.operands[:2]], call.dim(operand=1)
     else:
         return None

@@ -75,6 +75,7 @@ class UnrolledScans(RewriteAssociativeScans):
         if outermost_trees(gm.graph):
             erase_dead(self.graph)  # a dead node would count as a reader of a join
         self.levels = {n: level for n in gm.graph.nodes if (level := _match_level(n)) is not None}  # by join
+        # `outermost_trees` yields the join of each tree first.
         outer = [self.levels[join] for join, _ in outermost_trees(gm.graph) if join in self.levels]
         # A level with half of the rows of an unknown tree may be a part of that tree, which is gathered as a whole.
         inner_rows = {level.rows // 2 for level in outer if self._match_tree(level) is None}
@@ -88,7 +89,7 @@ class UnrolledScans(RewriteAssociativeScans):
         # The result of an odd number of rows has a padding row, which the users of the join slice off.
         results = list(level.join.users) if level.rows % 2 else [level.join]
         leaves = [x for x in (combine.factors, level.leaf) if x is not None]  # as sp.linear_scan or sp.scan reads them
-        scan = CombineOp(combine.op, tuple(range(len(leaves))))
+        scan = CombineOp(combine.op, tuple(range(len(leaves))))  # of all leaves, by their indices
         has_equal_types = len({(node_shape(x), x.meta["val"].dtype) for x in (*leaves, *results)}) == 1
         if not has_equal_types or not self.supports_dtypes(leaves, scan):
             return False
@@ -130,8 +131,9 @@ class UnrolledScans(RewriteAssociativeScans):
 def _match_level(join: Node) -> _Level | None:
     """Return the level of a tree of which a node is the join, flatten(stack([even, odd])), else None.
 
-    Also None if the rows of the join may not be those of the result, in order.
+    Also None if it is not certain that the rows of the join, in order, are those of the result.
     """
+    # The row x[:1] with which the even rows start: its source is the leaf x.
     first_row = match_interleaving(join)
     if first_row is None:
         return None
@@ -196,6 +198,7 @@ def _match_combine(
     def symbol(x: Node) -> sympy.Symbol | None:
         """Return the symbol of an operand, left or right rows of a leaf; None for values computed from operands."""
         source, row_slice = _match_rows(x, level.dim)
+        # At even rows, combine(odd[:-1], x[2::2]): the left operand is a result of the inner level, not rows of a leaf.
         if source is level.odd and num_results and row_slice == (0, 1, num_results):
             return left
         if row_slice is None or row_slice not in sides:
@@ -205,11 +208,12 @@ def _match_combine(
             right_leaves[operand] = source
         return operand
 
+    # A detached value would have the same expression, but no gradient.
     if any(map(stops_gradient, nodes_before(value, lambda node: symbol(node) is not None))):
         return None
     expression = expression_of(value, symbol)
     # A scan of the leaf alone combines its left and right rows by one op, such as a sum.
-    scan = scan_of_leaf(expression, 0, [left], [right])
+    scan = scan_of_leaf(expression, 0, [left], [right])  # of leaf 0, the only one
     if scan is not None:
         return _LevelCombine(scan.op) if scan.op in KNOWN_OPS else None
     # A recurrence multiplies the left rows by the right rows of a second leaf, the factors.

@@ -89,7 +89,10 @@ def make_stand_in(
     positions, renamed, defaults, required, known = ArgumentNames.of(STAND_INS[kernel], signature)
 
     def stand_in(*args: Any, **kwargs: Any) -> Any:
-        """Compute the results of the kernel, or run the original function."""
+        """Compute the results of the kernel, or run the original function.
+
+        Variables of the enclosing scope are described in `ArgumentNames` and in the arguments of `make_stand_in`.
+        """
         named = {**defaults, **dict(zip(positions, args))}  # arguments by their name in the stand-in
         named.update({renamed.get(name, name): value for name, value in kwargs.items()})
         for name, value in named.items():
@@ -97,6 +100,8 @@ def make_stand_in(
             is_dropped = name in HINTS or (drops_unknown and name not in positions and name not in defaults)
             if name not in known and not is_dropped and not _is_default(value, defaults.get(name)):
                 return run_original(f"its argument {name} has no equivalent", args, kwargs)
+        # A function that drops unknown arguments is written in plain torch, which some stand-ins must know: the last
+        # state of such a selective scan has a gradient, that of the kernel has none.
         if drops_unknown and PLAIN_TORCH in known:
             named[PLAIN_TORCH] = True
         if len(args) > len(positions) or any(name not in named for name in required):

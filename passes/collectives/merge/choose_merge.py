@@ -134,15 +134,16 @@ class MergeChooser:
     def _communicator(self, chain: CollectiveChain, block: LinkIndices) -> str | None:
         """Return the name of the group over which one collective can replace those of the block, or None.
 
-        None if the groups are not the axes of a grid, if no group of all their ranks is declared, or if these ranks may
-        not divide the scattered rows.
+        None if the groups are not the axes of a grid, if no group of all their ranks is declared, or if the number of
+        these ranks is not known to divide the rows of a reduce_scatter.
         """
         if len(block) == 1:
             return chain.links[block[0]].group
         kind = chain.links[0].kind
-        union = COMPOSERS[kind](self._link_groups(chain, block))
+        union = COMPOSERS[kind](self._link_groups(chain, block))  # each row: the ranks of one group of the union
         if union is None or not self._keeps_rows(chain, block, len(union[0])):
             return None
+        # The order of the ranks determines which chunk a rank has; a sum does not depend on it.
         return self.groups.communicator(union, ordered=kind != "all_reduce")
 
     def _keeps_rows(self, chain: CollectiveChain, block: LinkIndices, ranks: int) -> bool:

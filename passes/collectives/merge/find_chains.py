@@ -197,7 +197,8 @@ def match_link(node: Node) -> ChainLink | None:
     if kind is None:
         return None
     call = OpCall(node)
-    op = str(call.get("reduce_op", "")).lower()
+    op = str(call.get("reduce_op", "")).lower()  # "" for an all_gather
+    # Reductions of one family commute over different groups; unmerged ones are valid, but end a chain.
     if op and op not in FAMILIES and op not in UNMERGED_REDUCTIONS:
         reductions = ", ".join((*FAMILIES, *UNMERGED_REDUCTIONS))
         raise SpError("SP561", f"reduce_op: expected one of {reductions}, got {op!r} in {describe_node(node)}.")
@@ -223,7 +224,8 @@ def _link_chunks(call: OpCall, kind: str) -> ChunkMove | None:
         users = list(call.node.users)
         is_waited = len(users) == 1 and users[0].target is c10d.wait_tensor.default
         move = _match_chunks_after(users[0] if is_waited else call.node)
-    # The other splits list their sizes, so that they do not split the result of a merged collective in more chunks.
+    # A merged collective has more ranks, and thus more chunks. Only aten.split.Tensor, which has the size of a chunk as
+    # its argument, then splits into more; the other splits list the sizes of all chunks.
     if move is None or move.split.target is not aten.split.Tensor:
         return None
     collective_dim = move.cat_dim if kind == "reduce_scatter" else move.split_dim
@@ -307,6 +309,7 @@ def _preserves_values(x: Node, node: Node, link: ChainLink) -> bool:
         return False
     if before.dtype == after.dtype or link.kind == "all_gather":
         return True
+    # A sum or product of ints may overflow in the narrow dtype and not in the wide one.
     if link.op in ("max", "min") and _is_int(before.dtype) and _is_int(after.dtype):
         narrow, wide = torch.iinfo(before.dtype), torch.iinfo(after.dtype)
         return wide.min <= narrow.min and narrow.max <= wide.max

@@ -166,6 +166,7 @@ class MergeReductions(CollectivePass):
         for node in self._nodes_between(chain, block):
             self._reinfer(node)
         ranks = self.groups.size(name)
+        # The chunks are moved before a reduce_scatter, and after an all_gather, along another dim than 0.
         if last.chunks is not None and last.kind == "reduce_scatter":
             self._resize_chunks(last.chunks, ranks)
         x, op = last.operand, last.op
@@ -177,7 +178,7 @@ class MergeReductions(CollectivePass):
         last.node.args, last.node.kwargs = OpCall(last.node).with_operands([x], **changed)
         self._reinfer(last.node)
         if last.chunks is not None and last.kind == "all_gather":
-            if last.chunks.source is not last.node:
+            if last.chunks.source is not last.node:  # its wait, whose value has changed with that of the all_gather
                 self._reinfer(last.chunks.source)
             self._resize_chunks(last.chunks, ranks)
 
@@ -218,7 +219,8 @@ class MergeReductions(CollectivePass):
     def _nodes_between(self, chain: CollectiveChain, block: LinkIndices) -> Iterator[Node]:
         """Yield the remaining nodes between the first and the last merged collective, to infer their values again.
 
-        These include other collectives of the chain, as a block may skip some.
+        These include other collectives of the chain, as a block may skip some: `block` has the indices of the links
+        to merge, in ascending order, and `chain.steps[i]` the nodes between the links i and i + 1.
         """
         for i in range(block[0], block[-1]):
             yield from chain.steps[i]

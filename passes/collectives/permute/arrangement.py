@@ -127,11 +127,14 @@ class FactorTable:
         With `keeps_dim` the piece is a slice; otherwise it is a select of one position, which removes the dim. Returns
         None if the dim does not provably have that many equal pieces.
         """
-        cut = self.split_leading(x.dims[dim], count)
-        if cut is None or (not keeps_dim and self.resolve(cut[1])):  # a select leaves no factor of the dim
+        split = self.split_leading(x.dims[dim], count)
+        if split is None:
             return None
-        dims = (*x.dims[:dim], *([cut[1]] if keeps_dim else []), *x.dims[dim + 1 :])
-        return Arrangement(dims, (*x.fixed, FixedFactors(cut[0], index)))  # the leading factors count the pieces
+        leading, rest = split  # the factors that count the pieces, and those inside of a piece
+        if not keeps_dim and self.resolve(rest):  # not a select: a piece has more than one position
+            return None
+        dims = (*x.dims[:dim], *([rest] if keeps_dim else []), *x.dims[dim + 1 :])
+        return Arrangement(dims, (*x.fixed, FixedFactors(leading, index)))
 
     def join(self, pieces: Sequence[Arrangement], dim: int, is_new_dim: bool) -> Arrangement | None:
         """Return the arrangement of a cat, or of a stack (`is_new_dim`), of all pieces of a tensor in order.

@@ -178,10 +178,11 @@ def _merged_dims(node: Node, result: Node) -> list[list[int]] | None:
     the scattered dim is the first one of a dim of `result`. Both must be first, because an exchange of a merged dim
     splits and joins its outermost part.
     """
+    # Track the factors of each dim from `node` to `result`: merged dims have several, a split dim has its parts.
     table = FactorTable()
     before = table.new_tensor(as_sizes(node.meta["val"].shape))
     after = ArrangementTracker(table, {node: before}).arrangement(result)
-    if after is None or after.fixed:
+    if after is None or after.fixed:  # not only moves of data, or `result` is a piece without some of the factors
         return None
     resolved = [table.resolve(dim) for dim in before.dims]
     dim_of = {factors[0]: dim for dim, factors in enumerate(resolved) if len(factors) == 1}  # dims that are not split

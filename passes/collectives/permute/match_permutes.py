@@ -79,7 +79,8 @@ def match_all_to_all(node: Node) -> AllToAllMatch | str:
     sent, received_sizes, sent_sizes = (call[name] for name in ("input", "output_split_sizes", "input_split_sizes"))
     if group is None:
         return "its group has no name"
-    # Other kinds of groups are the package's own, for exchanges between pairs of ranks.
+    # "": a process group; "among" and "across": its part of adjacent ranks, or of every k-th rank. Other kinds are the
+    # package's own, for exchanges between pairs of ranks.
     if route_kind(group) not in ("", "among", "across") or len(sent_sizes) == 1:
         return ""
     shares = [*as_sizes(received_sizes), *as_sizes(sent_sizes)]
@@ -136,7 +137,8 @@ def downstream_moves(node: Node) -> list[Node]:
 def _upstream_chain(sent: Node, x: Node) -> set[Node] | None:
     """Return all nodes from x to the sent value, or None if the exchange cannot replace them.
 
-    It cannot if one does not only move data, or if other nodes read a copy among them, which would remain.
+    It cannot if one of them is no move, such as an add, or if another node reads a copy among them: the copy would
+    remain. A view with other readers costs nothing.
     """
     chain = reachable_set([sent], lambda n: moved_operands(n) if n is not x and is_move(n) else ()) | {x}
     for node in chain - {x}:
@@ -224,7 +226,9 @@ def _match_dims(
         rows, block = table.resolve(before.dims[gather]), table.resolve(result.dims[scatter])
         if exact:
             is_match = bool(rows or block) and table.equal(result, after)
-        else:  # y has the elements in the same order; one of its dims starts with the factors of the gather dim
+        else:
+            # y has the elements in the same order, and one of its dims starts with the factors of the gather dim. Dims
+            # of size 1 have no factors, by which they could be found in y.
             gathered = table.resolve(result.dims[gather])
             starts_dim = any(is_leading(gathered, dim) for dim in after.dims)
             is_match = bool(rows and block) and starts_dim and table.order(result) == table.order(after)
@@ -266,7 +270,7 @@ def _is_inverse(first: Node, second: Node) -> bool:
     factors = ExchangedFactors(cut[0], (table.new_factor(n),))
     result = exchange_factors(table, factors, before, scatter % ndim, gather % ndim)
     operand = ArrangementTracker(table, {first: result}).arrangement(second.args[0])  # of the second, in factors of x
-    if operand is None or operand.fixed:
+    if operand is None or operand.fixed:  # fixed: a piece of x only
         return False
     scatter, gather = (dim % len(operand.dims) for dim in second.args[1:3])
     cut = table.split_leading(operand.dims[scatter], n)

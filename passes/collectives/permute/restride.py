@@ -41,7 +41,7 @@ class StrideRepair:
         for node in list(self.graph.nodes):
             if node in self.before and any(x in changed for x in node.all_input_nodes) and self._reinfer(node):
                 changed.add(node)
-        for earlier, node in zip(self.results, _graph_results(self.graph)):
+        for earlier, node in zip(self.results, _graph_results(self.graph)):  # None: an output that is no node
             if earlier is not None and node is not None:
                 self._restore_strides(self.graph.output_node(), node, self.before.get(earlier))
 

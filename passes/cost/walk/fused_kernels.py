@@ -67,6 +67,7 @@ class KernelSchedule:
     """
 
     def __init__(self, fused: bool) -> None:
+        # fused: Inductor compiles the graph and fuses kernels. on_gpu is set by the subclass.
         self.fused, self.on_gpu = fused, False
         self.product_of_addition: dict[Node, Node] = {}  # addition -> product whose kernel also adds (`addmm`)
         self.kernel_writes: dict[Node, list[StorageKey]] = {}  # kernel -> storages; its order is that of the kernels
@@ -143,7 +144,7 @@ class KernelSchedule:
         last_write: dict[StorageKey, int] = {}  # storage -> position of the last kernel that writes it
         self.mutated = [(i, self.kernel_reads[node]) for node, i in position.items() if node.target in MUTATIONS]
         for node, keys in self.kernel_writes.items():
-            # These ops complete or mutate their operands when they run.
+            # These ops mutate their operands, or wait for the collectives that write them.
             late_writes = self.kernel_reads[node] if node.target in LATE_WRITE_OPS else ()
             last_write.update((key, position[node]) for key in (*keys, *late_writes))
         # number of elements that a kernel processes -> kernels so far, some of them fused; only equal numbers are fused
@@ -187,6 +188,7 @@ class KernelSchedule:
             if start >= position[kernel.nodes[0]]:
                 continue
             is_related = candidate.reads & large_reads or candidate.writes & kernel.reads
+            # What the kernel reads from others must be written before the candidate runs.
             other_reads = kernel.reads - candidate.writes - kernel.writes
             if not is_related or any(last_write.get(key, -1) >= start for key in other_reads):
                 continue
@@ -199,7 +201,8 @@ class KernelSchedule:
     def _row_wise_elements(self, node: Node) -> int:
         """Return the number of elements that a row-wise op processes; 0 for nodes that are not row-wise.
 
-        An elementwise op is row-wise, and so is a reduction of each row, or one that a row-wise kernel can add.
+        Row-wise are elementwise ops and reductions over the last dim. On a GPU, so are large reductions over all rows,
+        such as the gradient of a norm's scale: a row-wise kernel can compute these, too (`_can_join_row_kernel`).
         """
         if not self.is_fused(node):
             return 0
@@ -250,7 +253,8 @@ class KernelSchedule:
         """
         kernels = {node: kernel_of.get(node, [node]) for node in self.kernel_writes}
         position = {node: i for i, node in enumerate(self.kernel_writes)}
-        writers = defaultdict[StorageKey, list[Node]](list)  # storage -> kernels that write, complete or mutate it
+        # storage -> kernels that write or mutate it, or wait for the collective that writes it
+        writers = defaultdict[StorageKey, list[Node]](list)
         for node, keys in self.kernel_writes.items():
             late_writes = self.kernel_reads[node] if node.target in LATE_WRITE_OPS else ()
             for key in (*keys, *late_writes):
@@ -297,8 +301,8 @@ def _joins_operands(node: Node) -> bool:
 def products_in_additions(graph: Graph) -> dict[Node, Node]:
     """Map each addition to the matrix product that only it reads: Inductor computes both at once (`addmm`).
 
-    An example is a weight's gradient added to that of a tied embedding. On a GPU, additions with elementwise users do
-    not count.
+    An example is a weight's gradient added to that of a tied embedding. On a GPU, additions with only elementwise users
+    do not count: Inductor fuses these with their users instead.
     """
     product_of_addition = dict[Node, Node]()
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):

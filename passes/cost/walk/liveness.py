@@ -130,7 +130,7 @@ def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> LivenessWalk:
             product=product,
             layer=node_layer(node),
             traffic=traffic,
-            flops=0 if attends else node_flops(computed),
+            flops=0 if attends else node_flops(computed),  # the cost of attention is predicted separately
             attends=attends,
         )
         result.moments.append(moment)
@@ -203,7 +203,7 @@ def _workspace_bytes(node: Node, fused: bool) -> int:
     values = [arg.meta.get("val") if isinstance(arg, Node) else arg for arg in node.args]
     operands = [x for x in values if isinstance(x, torch.Tensor)]
     if node.target not in ATTENTIONS:
-        tensors = [] if fused else node_tensors(node)
+        tensors = [] if fused else node_tensors(node)  # fused kernels convert elements in registers: no workspace
         return conversion_bytes(node.target, operands, tensors[0]) if tensors else 0
     kernel_workspace = op_workspace(node.target, operands)
     if node.target in INTERNAL_OPS:  # an sp:: op, whose function adds the op's own temporary values
@@ -227,6 +227,7 @@ class StorageTable(KernelSchedule):
         self.remaining: dict[StorageKey, LiveValue] = {}  # values after the last kernel, set by `_iterate_live`
         # storages of inputs on a CPU, and of what library calls return for such operands; set by `_iterate_live`
         self.unaligned: set[StorageKey] = set()
+        # addition -> the matrix product that one kernel computes together with it (addmm)
         self.product_of_addition = products_in_additions(graph) if fused else {}
         self.inputs = graph.find_nodes(op="placeholder")
         for node in graph.nodes:
@@ -237,6 +238,7 @@ class StorageTable(KernelSchedule):
             self.fuse()
         # storage -> index of the last kernel that reads it
         self.last_read = {key: i for i, node in enumerate(self.kernel_writes) for key in self.kernel_reads[node]}
+        # storages of values that only become parts of results, such as gradients in a cat, and so count as results
         self.joined = {self.key(x) for node in joined_results(graph) for x in node_tensors(node)}
 
     def key(self, value: torch.Tensor) -> StorageKey:
@@ -328,6 +330,7 @@ class StorageTable(KernelSchedule):
                         idle[k].append(buffer)
             following = lives[i + 1] if i + 1 < len(lives) else live
             for key in [key for key in live if key not in following]:  # values that are freed after this kernel
+                # Saved values are inputs of the backward, which Inductor frees but does not reuse.
                 if live[key].origin != "saved" and key not in self.unaligned:
                     free[live[key].nbytes, self.dtypes[key]].append((i + 1, replace(live[key], origin="reuse")))
             previous = live
@@ -406,13 +409,14 @@ class StorageTable(KernelSchedule):
             for x in node.all_input_nodes:
                 if x in self.uncopied_reads:
                     self.uncopied_reads[node] = self.uncopied_reads[x]
+        # A product that is computed together with the addition of its result (addmm) has no kernel of its own.
         elif node in self.product_of_addition.values() or self._is_inlined(node, operand_reads):
             self.inlined.update(new)
             self.value_reads[node] = operand_reads
         else:
             self.value_reads[node] = frozenset(keys)
             self.kernel_reads[node], self.kernel_writes[node] = operand_reads, []
-            # Without the ops that need it in memory, the value would be inlined.
+            # Without the ops that need it in memory (`copies_operands`, ignored here), the value would be inlined.
             if is_on_gpu(node) and self._is_inlined(node, operand_reads, copies_operands):
                 self.uncopied_reads[node] = operand_reads
             self.kernel_writes[self._first_writer(node)] += new
@@ -446,7 +450,8 @@ class StorageTable(KernelSchedule):
             bases = node.kwargs.get("_all_bases", [])
         for base, value in zip(bases, node_tensors(node)[-len(bases) :]):  # a mutation returns its bases last
             base_key, key = self.key(node_tensors(base)[0]), storage_of(value)
-            if key not in self.producer and key != base_key:  # its fake tensor has a storage that no earlier node has
+            # The fake result has a storage of its own, which no earlier node has, although no memory is allocated.
+            if key not in self.producer and key != base_key:
                 self.reused[key] = base_key
 
     def _is_inlined(

@@ -157,7 +157,8 @@ def _masked_put_rule(call: OpCall) -> BoundRule | None:
     sizes_of_positions = value_shape[: max(len(value_shape) - len(unmasked), 0)]
     if not all(is_same_size(size, 1) for size in sizes_of_positions):
         return None
-    # x[mask] has one dim in place of the masked ones; its size is unknown, and no dim of the values is equal to it.
+    # The values broadcast to x[mask], which has one dim, of unknown size (0 here), in place of the masked ones. It is
+    # never sharded, so its name is "".
     target, target_shape = ("", *unmasked), (0, *call.shape()[len(masked) :])
     return BoundRule((dims, masked, align_names(value_shape, target_shape, target)), (dims,))
 
@@ -225,7 +226,7 @@ def _gather_rule(call: OpCall) -> BoundRule | None:
     index, dim = factor_names(call.ndim("index")), call.dim()
     sizes = zip(call.shape("self"), call.shape("index"), strict=True)
     unequal = [d for d, (x_size, index_size) in enumerate(sizes) if not is_same_size(x_size, index_size) and d != dim]
-    x = replace_dims(index, [dim, *unequal], "x")
+    x = replace_dims(index, [dim, *unequal], "x")  # along these dims, x has other positions than the index
     gathered = (x[dim], *(names[d] for names in (x, index) for d in unequal))
     return BoundRule((x, index), (index,), dict.fromkeys(gathered, "whole"))
 

@@ -319,8 +319,9 @@ def _select_rule(call: OpCall) -> BoundRule:
 def _slice_rule(call: OpCall) -> BoundRule:
     """Return the rule of a slice: a contiguous piece of its dim; the dim is gathered for a step or an unknown start.
 
-    With symbolic sizes, the start is known only if torch clamps it for none of their values. For a gathered dim,
-    `picks` records that the result selects positions of it, so that both can belong to one sequence.
+    torch clamps the start of a slice to the dim: x[5:] of 3 rows starts at 3. A symbolic start is known only if it is
+    proved that torch does not clamp it. For a gathered dim, `picks` records that the result selects positions of it,
+    so that both can belong to one sequence.
     """
     dim = call.dim()
     extent, length = call.shape()[dim], call.result_shapes()[0][dim]

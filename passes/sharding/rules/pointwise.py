@@ -71,6 +71,7 @@ def _like_other_rule(call: OpCall) -> BoundRule | None:
     """
     if call.shape(0) == call.shape(1):
         return bind_rule(call, "..., ... -> ...", lazy=True)
+    # The dims of `other` are of the kind "whole": they are not sharded.
     dims, other = factor_names(call.ndim()), factor_names(call.ndim(1), "other")
     return BoundRule((dims, other), (dims,), dict.fromkeys(other, "whole"), lazy=True)
 

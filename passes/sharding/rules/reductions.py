@@ -78,6 +78,7 @@ def _extreme_rule(call: OpCall) -> BoundRule:
     names, dims = factor_names(call.ndim()), call["dims"]
     kept = replace_dims(names, dims, "")
     result = kept if call["keepdim"] else tuple(f for f in kept if f)
+    # `operand_placements`: a pass has inserted the op for an operand on shards, so that "whole" gathers nothing here.
     kinds = {names[d]: "whole" for d in dims}
     wants = (call_shard(call, call["dim"]),)
     return BoundRule((names,), (result,), kinds, operand_placements=wants, result_placements=REPLICATE)

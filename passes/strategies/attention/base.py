@@ -78,6 +78,7 @@ def register_strategy(strategy: Strategy, rule: RuleFunction = sharded_attention
     Raises:
         SpError: The name is taken, or the pass has another name.
     """
+    # The default pass (of gathered attention) may run for strategies of other names, too.
     if strategy.rewrite.name != strategy.name and not strategy.rewrite.is_default:
         name = strategy.rewrite.name
         raise SpError("SP904", f"strategy.rewrite.name: expected {strategy.name!r}, the strategy's name, got {name!r}.")
@@ -250,7 +251,7 @@ def has_fills(call: OpCall) -> bool:
     if may_have_fills(call.get("score") or ""):
         return True
     is_float_mask = mask is not None and mask.meta["val"].is_floating_point()
-    if not is_float_mask or masks_all_weight(call):  # with sinks, masked keys have weight 0 in any case
+    if not is_float_mask or masks_all_weight(call):  # sinks get all of the weight of a row that is masked completely
         return False
     return mask in fill_nodes(call.node.graph.owning_module)
 

@@ -38,8 +38,9 @@ class SaveAttentionOutputs(Pass):
             return 0
         counts = [job.times(node) for node in found]  # the number of equal layers that each node represents
         nbytes = sum(count * _output_bytes(node) for node, count in zip(found, counts))
-        memory = job.memory[-1] if job.memory else None
+        memory = job.memory[-1] if job.memory else None  # the current estimate; `used_with_tiles` excludes attention
         subject = f"results of {sum(counts)} attentions in checkpointed regions, {nbytes / GIB:.2f} GiB"
+        # Saved values that exceed the memory are moved to the host later, unless the options forbid it.
         if memory is not None and job.options.offload == "never" and memory.used_with_tiles + nbytes > memory.device:
             why = f"with all other values they exceed the {memory.device / GIB:.1f} GiB of the device"
             self.notes.append(Note(NoteKind.RECOMPUTED, "attention", why, where=subject))

@@ -82,7 +82,7 @@ class ChooseAttention(Pass):
         nodes = [n for n in attention_nodes(gm) if _is_shardable(n, plan)]
         shapes = {n: _attention_shape(n, plan, job, trained) for n in nodes}
         machines = {n: job.machine_of(n) for n in nodes}
-        # Offloading uses the memory that remains after sharded weights.
+        # Estimate the memory for the choice here, and for `OffloadValues`, which reads the bytes of sharded weights.
         may_offload = job.options.offload == "auto" and job.options.state == "sharded"
         if nodes or may_offload:
             machine = job.machine_of_nodes(nodes or gm.graph.nodes)
@@ -96,7 +96,7 @@ class ChooseAttention(Pass):
         folds = order.folds
         has_ring = any(d.chosen.ring > 1 for d in decisions[order].values())
         if order.is_balanced and not balanced_inputs(job) and not has_ring:
-            # Without a ring the chosen strategies have full sequences, so the program keeps its own order of rows.
+            # Without a ring the chosen strategies have full sequences, so the program keeps its own order, `job.folds`.
             why = "attention is not sharded along the sequence, so there is no work to balance"
             self._reject_balanced(why)
             folds = job.folds
@@ -147,6 +147,7 @@ class ChooseAttention(Pass):
         if refusal is not None:
             self._reject_balanced(refusal.text)
             return best_other
+        # The seconds to restore the order of the results, and a text that names these.
         reorder_seconds, results = unpermute_seconds(gm, plan, job)
         saved_seconds = seconds[best_other] - seconds[balanced]
         if reorder_seconds <= saved_seconds:
@@ -199,7 +200,7 @@ def _decide_all(
 def _is_shardable(node: Node, plan: PlacementPlan) -> bool:
     """Return True if a strategy is chosen for an attention by cost: q, k and v are sharded along their sequence.
 
-    Other attention is for the passes of strategies to claim or refuse.
+    For any other attention, such as one without a dim of heads, the passes of the strategies decide, and report it.
     """
     call = OpCall(node)
     is_sharded = all(sequence_shard(plan, call, i) is not None for i in range(3))
@@ -240,7 +241,7 @@ def _choose_candidate(
     too_large = [c for c in allowed if not c.fits]
     if too_large:
         return min(too_large, key=lambda c: (c.memory, c.seconds))
-    if requested is None or requested.rewrite.is_explained:
+    if requested is None or requested.rewrite.is_explained:  # the strategy's pass reports why it is not possible
         return None
     is_possible_elsewhere = any(c.legal is None and c.kind == requested.name for c in found)  # in another layout
     if job.inputs and is_possible_elsewhere:
@@ -304,7 +305,11 @@ def _requested_strategy(job: PassContext) -> str:
 def _attention_shape(node: Node, plan: PlacementPlan, job: PassContext, trained: Collection[Node]) -> AttentionShape:
     """Return the sizes, mask and kernel of an attention for the cost model.
 
-    A strategy that is requested by name is used with a sharded mask, too, and gathers the mask if it needs all rows.
+    Args:
+        node: The attention.
+        plan: The placements; the mask may be sharded.
+        job: The job.
+        trained: The nodes with gradients.
     """
     call = OpCall(node)
     is_mask_sharded = call.get("attn_mask") is not None and mask_shard(plan, call) is not None
@@ -324,6 +329,7 @@ def _attention_shape(node: Node, plan: PlacementPlan, job: PassContext, trained:
         causal=causal,
         window=window,
         mask=predicate is None,
+        # Excludes strategies that need all rows of the mask. One requested by name gathers a sharded mask instead.
         mask_rows=is_mask_sharded and _requested_strategy(job) == "auto",
         documents=predicate is not None and is_within_documents(predicate),
         kernel=_kernel_rate(call, predicate, window, max(q[-1], v[-1]), trained),
@@ -362,9 +368,9 @@ def _kernel_rate(
         kind = Kind.BAND if window else Kind.FULL
     bias_dtype = None if mask is None or mask.meta["val"].dtype == torch.bool else _operand_dtype(mask, call.node)
     has_dropout, has_score = call["dropout_p"] > 0, bool(call.get("score"))
-    scores = has_dropout, has_score, bias_dtype, mask in trained  # what a kernel must support
+    features = has_dropout, has_score, bias_dtype, mask in trained  # that the kernel must support
     visible = Window(window - 1, 0) if window else FULL_WINDOW
-    key = KernelKey(_planned_device(q), _operand_dtype(q, call.node), kind, head_dim, MANY_ROWS, *scores, visible)
+    key = KernelKey(_planned_device(q), _operand_dtype(q, call.node), kind, head_dim, MANY_ROWS, *features, visible)
     return expected_kernel(key).rate
 
 
@@ -398,11 +404,13 @@ def _predicate_bounds(predicate: str, queries: int, keys: int) -> tuple[bool, in
 def _max_visible_keys(sees_none: Callable[[int, int, int], bool], query: int) -> int | None:
     """Return the number of keys that a query sees, counted back from its own, or None if it sees the first key.
 
+    It is the smallest distance d such that the query sees none of the keys 0 to query - d: 4 in a window of 4 keys.
+
     Args:
-        sees_none: Returns True if a query attends to none of the keys from a first to a last one.
+        sees_none: Returns True for (query, first, last) if the query attends to none of the keys from first to last.
         query: The position of the query.
     """
     if not sees_none(query, 0, 0):
         return None
-    distances = range(1, query + 1)  # from the query back to a key; all keys from the result on are not visible
+    distances = range(1, query + 1)  # once `sees_none` is True for a distance, it is for all larger ones: bisect
     return distances[bisect_left(distances, True, key=lambda distance: sees_none(query, 0, query - distance))]

@@ -49,7 +49,7 @@ def _gather_candidates(shape: AttentionShape, machine: Machine, layout: str) -> 
         machine: The predicted speed of kernels and collectives.
         layout: The order of the sequence.
     """
-    n, kv_bytes = shape.n, shape.head_bytes.keys
+    n, kv_bytes = shape.n, shape.head_bytes.keys  # the bytes of a rank's keys and values
     imbalance = shape.imbalance(n, layout)
     compute = machine.attention(shape.flops * imbalance, shape.kv_len)
     # A rank has one run of rows, or two in zigzag order; keys are gathered run by run. For a run of queries, a causal
@@ -73,7 +73,8 @@ def _gather_candidates(shape: AttentionShape, machine: Machine, layout: str) -> 
         after_kernel = 2 * n * kv_bytes * shape.widening
         memory = max(in_kernel, after_kernel) + shape.gradient_bytes
     rounds = (runs, 2 * runs)  # collectives of forward and backward
-    yield Candidate("gather", 1, n, layout, forward, backward, memory, rounds, folds_keys=False)
+    ulysses, ring = 1, n  # no heads are exchanged; each rank has the keys of n ranks
+    yield Candidate("gather", ulysses, ring, layout, forward, backward, memory, rounds, folds_keys=False)
 
 
 def _gather_sends(call: OpCall, n: int) -> tuple[Size, Size]:
@@ -85,6 +86,7 @@ def _gather_sends(call: OpCall, n: int) -> tuple[Size, Size]:
     key_bytes = heads.keys if len(call["k_frame"]) else 0  # without a frame, every rank has all keys
     relayout = relayout_bytes(call, heads.queries + heads.results, n)  # rows to zigzag order and back, if requested
     forward = relayout + collective_bytes("all_gather", key_bytes, n)
+    # Gradients of keys are sent in float32: `widening` is 2 for bfloat16 keys.
     return forward, forward + collective_bytes("reduce_scatter", key_bytes * heads.widening, n)
 
 

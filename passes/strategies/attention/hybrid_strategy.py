@@ -91,7 +91,8 @@ class HybridAttention(ShardedAttention):
 def _hybrid_candidates(shape: AttentionShape, machine: Machine, layout: str) -> Iterator[Candidate]:
     """Yield a candidate for each possible number u of Ulysses ranks, with predicted seconds and bytes of memory.
 
-    It is a ring of n / u places, with two all-to-all more in forward and backward, and the memory of what they return.
+    It is a ring of n / u places, with two all-to-all more in forward and in backward, before and after the attention.
+    `exchange_seconds` predicts the time of both together, and `exchanged_memory` the bytes of what they return.
 
     Args:
         shape: The sizes of the attention.
@@ -110,7 +111,7 @@ def _hybrid_candidates(shape: AttentionShape, machine: Machine, layout: str) -> 
                 forward=seconds + ring.forward,
                 backward=seconds + ring.backward,
                 memory=ring.memory + exchanged_bytes,
-                rounds=(2 + ring.rounds[0], 2 + ring.rounds[1]),
+                rounds=(2 + ring.rounds[0], 2 + ring.rounds[1]),  # collectives of forward and backward
             )
 
 

@@ -108,6 +108,10 @@ def _is_loss_of_product(node: Node, trained: set[Node]) -> bool:
     """Return True if a loss reads the result of one product, directly or through ops with one operand.
 
     Both can then run in tiles. An example is cross_entropy(linear(h, w).float(), targets).
+
+    Args:
+        node: The loss.
+        trained: The nodes that gradients reach.
     """
     while True:
         operands = [operand for operand in node.all_input_nodes if operand in trained]

@@ -165,6 +165,7 @@ def ring_candidate(shape: AttentionShape, machine: Machine, layout: str, ulysses
     travel_step = machine.together(compute_backward, hop_seconds + grad_hop_seconds) + machine.copy(3 * grad_bytes)
     travel = hops * travel_step + last_hop * grad_hop_seconds
     scatter = hops * machine.together(compute_backward, hop_seconds)
+    # A reduce_scatter of the parts of all places sends the bytes of an all_gather of one part.
     scatter += machine.seconds("all_gather", grad_bytes, places, ulysses)
     scatter_memory = memory + 2 * places * grad_bytes  # the gradients of all keys, and a packed copy of them
     is_travel_faster = forward + backward + travel <= TIE_RATIO * (forward + backward + scatter)
@@ -197,7 +198,8 @@ def ring_sends(call: OpCall, n: int, ulysses: int, hops: int) -> tuple[Size, Siz
     relayout = relayout_bytes(call, heads.exchange_bytes(1), n)  # rows to zigzag order and back, if requested
     key_bytes = heads.repeat_keys(ulysses)
     forward = exchange + relayout + hops * collective_bytes("shift", key_bytes, places)
-    # Gradients travel with the keys and one hop further, or a reduce_scatter sends all parts but that of the rank.
+    # Gradients of keys travel with the keys and one hop further, or are reduce-scattered: a rank then sends those of
+    # all places but its own. `widening` is the size of a gradient's element, in multiples of a key's.
     grad_sends = hops + 1 if call["grads"] == "travel" and hops else places - 1
     return forward, forward + grad_sends * heads.widening * key_bytes
 

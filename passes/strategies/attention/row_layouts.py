@@ -49,7 +49,7 @@ def candidate_orders(shapes: Iterable[AttentionShape], plan: PlacementPlan, job:
         return [CONTIGUOUS]
     if balanced_inputs(job):  # an earlier graph returned inputs in this order
         return [BALANCED]
-    if requested is not None and requested.is_balanced and shapes:
+    if requested is not None and requested.is_balanced and shapes:  # without attention, nothing is to be balanced
         return [requested]
     for order in (requested, row_order(job.folds)):
         if order is not None and order.chunks > 1:  # zigzag, requested or that of the inputs
@@ -107,7 +107,8 @@ def balanced_layout_refusal(nodes: Iterable[Node], plan: PlacementPlan, job: Pas
     for vector in (v for node in nodes for name in ("rows", "cols") for v in OpCall(node).get(name) or []):
         if not all(_is_available(n, plan) for n in iterate_reachable([vector], lambda n: n.all_input_nodes)):
             return refuse("SP411", f"{describe_node(vector)}, which a mask indexes, is computed from shards")
-    # An order that is only preferred is not used if another op needs gathered rows.
+    # A scan, or an op that reads neighbors of rows, refuses the order in any case; an op that needs gathered rows only
+    # if the order is merely preferred, neither requested nor that of the inputs.
     kinds = ORDERED_ROWS if job.options.layout == "auto" and not has_balanced_inputs else ("halo", "align")
     for demand in plan.demands:
         if demand.kind in ("scan", *kinds) and demand.node.op != "output":
@@ -119,7 +120,8 @@ def balanced_layout_refusal(nodes: Iterable[Node], plan: PlacementPlan, job: Pas
     if len(lengths) > 1:
         several = " and of ".join(map(str, lengths))
         return refuse("SP411", f"the program has sequences of {several} positions")
-    # The positions at both ends of the sequence that values such as x[:, 1:] lack.
+    # The positions at both ends of the sequence that values such as x[:, 1:] lack. In the balanced order, only the
+    # `FIXED_END_POSITIONS` rows at either end have known places, so that a value may lack only these.
     ends = {as_size(end) for frame in frames for end in (frame.start, frame.size - frame.start - frame.length)}
     if has_balanced_inputs and not all(isinstance(end, int) and end <= FIXED_END_POSITIONS for end in ends):
         return refuse("SP411", f"more than {FIXED_END_POSITIONS} positions at an end of the sequence are removed")

@@ -167,8 +167,9 @@ class UlyssesAttention(AttentionPass):
             if isinstance(have, Shard):
                 moved[x] = have
         groups = _group_by_frame(moved)
-        # The heads of q, k and v are split by one frame, that of the fewest heads (of a symbolic number, if there is
-        # one). In an operand with more heads, each position of the frame has several of them.
+        # The heads of q, k and v are split by one frame, in which the operand with the fewest heads has one head per
+        # position and another has several: with 8 heads of q and 2 of k, a position is 1 head of k and 4 of q. A
+        # symbolic number of heads is not compared and counts as the fewest.
         heads = min((call.shape(i)[HEADS_FROM_END] for i in range(3)), key=lambda h: h if isinstance(h, int) else 0)
         heads_dim = (HEADS_FROM_END, (1, heads, 0, heads))
         exchanged: dict[Node, Node] = {}
@@ -220,6 +221,7 @@ class UlyssesAttention(AttentionPass):
             node: The attention.
         """
         ndim, ranks = operands[0].meta["val"].ndim, self.job.ranks
+        # Exchanges keep the global view, so that the values of the results are those of the operands.
         dims_and_frames = [x for dim, frame in (scattered, gathered) for x in (ndim + dim, self.sizes.list(frame))]
         values = [x.meta["val"] for x in operands]
         results = self.emit(sp.all_to_all.default, (operands, *dims_and_frames, ranks.n, ranks.group), values, node)
@@ -259,7 +261,7 @@ def _ulysses_candidates(shape: AttentionShape, machine: Machine, layout: str) ->
     why = None if shape.heads % n == 0 else f"{n} ranks do not divide {shape.heads} query heads"
     workspace = shape.workspace(n, shape.kv_len) if why is None else 0
     memory = exchanged_memory(shape, n) + workspace if n > 1 else 0
-    rounds = (2, 2) if n > 1 else (0, 0)
+    rounds = (2, 2) if n > 1 else (0, 0)  # exchanges in the forward, in the backward: before and after the attention
     seconds = _ulysses_seconds(shape, machine, 1)
     candidates = [Candidate("ulysses", n, 1, layout, *seconds, memory, rounds, legal=why)]
     rank_heads = math.lcm(shape.kv_heads, n) // n  # key heads of a rank, after they are repeated
@@ -282,7 +284,7 @@ def _ulysses_seconds(shape: AttentionShape, machine: Machine, chunks: int) -> tu
     """
     compute = machine.attention(shape.flops, shape.kv_len)
     exchange = exchange_seconds(shape, machine, shape.n, chunks)
-    visible = exchange / chunks + chunks * machine.call
+    visible = exchange / chunks + chunks * machine.call  # `call`: the launches of one attention
     hidden = exchange - exchange / chunks
     forward = machine.together(compute, hidden)
     backward = machine.together(machine.attention_backward(compute), hidden)
@@ -306,6 +308,7 @@ def exchange_seconds(shape: AttentionShape, machine: Machine, ranks: int, chunks
     result_bytes = shape.head_bytes.results
     operand_bytes = shape.head_bytes.exchange_bytes(ranks) - result_bytes
     exchanges = sum(machine.seconds("all_to_all", nbytes / chunks, ranks) for nbytes in (operand_bytes, result_bytes))
+    # Packing reads and writes each value once.
     return chunks * exchanges + machine.copy(2 * (operand_bytes + result_bytes))
 
 

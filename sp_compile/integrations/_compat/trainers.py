@@ -48,9 +48,10 @@ class ItemCounter:
     get_tp_size: Any  # method of the Trainer
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """Multiply the Trainer's number of items by the number of ranks with the same batch.
+        """Multiply the Trainer's number of items by the number of ranks with the same batch (`get_tp_size`).
 
-        The Trainer divides by it, but `SequenceParallelAccelerator.gather` does not sum over these ranks.
+        The Trainer has summed the items of all ranks with `gather`, and divided the sum by this number, as these ranks
+        count the same items. But `SequenceParallelAccelerator.gather` does not sum over these ranks.
 
         Returns:
             The number of items; None if the Trainer does not count them.
@@ -121,10 +122,11 @@ def choose_fsdp_units() -> Iterator[None]:
         """Run `fully_shard`, which accelerate calls for each unit, unless the module is to be a part of its parent."""
         nonlocal has_layers
         if isinstance(module, (list, torch.nn.ModuleList, torch.nn.ModuleDict)):
-            return module  # [last norm, head], or modules without a forward
+            return module  # accelerate's list [last norm, head], or modules without a forward
         is_leaf = type(module).__module__.startswith("torch.nn.modules") and not [*module.children()]
         # A module whose parent is a unit already has sharded parameters, as DTensors.
         is_sharded = any(isinstance(p, DTensor) for p in module.parameters(recurse=False))
+        # Without sharded layers an embedding becomes a part of its parent, as any other leaf.
         is_embedding = has_layers and isinstance(module, torch.nn.Embedding)
         if is_leaf and (is_sharded or not is_embedding):
             return module

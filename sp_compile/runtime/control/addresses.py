@@ -46,6 +46,7 @@ def _interface_address(name: str) -> str:
 
     request = struct.pack("256s", name.encode()[:15])
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        # The result is a struct ifreq: 16 bytes for the name, then a sockaddr_in, with the address at its byte 4.
         return socket.inet_ntoa(fcntl.ioctl(sock.fileno(), GET_ADDRESS, request)[20:24])
     with suppress(OSError), open("/proc/net/if_inet6") as lines:
         for address, _, _, scope, _, interface in map(str.split, lines):

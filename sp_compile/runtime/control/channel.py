@@ -123,7 +123,7 @@ class ControlChannel:
         with self.lock:
             self.check_broken()
             start_time, finished = time.monotonic(), False
-            _waiting_channels.set()
+            _waiting_channels.set()  # no heartbeats of this process until the end of the exchange
             try:
                 links = self.links or self._connect(message, start_time)
                 result = run(links, partial(self._check_progress, message, start_time))
@@ -141,8 +141,8 @@ class ControlChannel:
     def _connect(self, message: Message, start_time: float) -> PeerLinks:
         """Connect all ranks after all have arrived, and return the connections; arguments are those of `_exchange`.
 
-        Each rank writes its address to the store, which counts the arrived ranks. A rank that stops waiting is removed
-        from the count.
+        Each rank writes its address to the store, which counts the arrived ranks. A rank that gives up (a timeout, or
+        another rank has stopped: `_check_progress` raises) leaves the count, so that a later attempt counts it again.
         """
         counted: list[bool] = []  # not empty if this rank is in the count
         me, size = self.ranks.index(dist.get_rank()), len(self.last_fields)
@@ -240,7 +240,8 @@ class ControlChannel:
         cause = f"\n{str(error).splitlines()[0][:200]}" if str(error or "") else ""
         details = (f", in {place}" if place else "") + cause
         operation = " ".join(_read_line(message)).strip()
-        absent = self._absent_ranks(0.0 if place else waited)  # only waits for messages are announced
+        # Only waits for messages are announced. In a collective of the program (0.0), absent ranks are not looked up.
+        absent = self._absent_ranks(0.0 if place else waited)
         who = f"rank {', '.join(map(str, absent))}" if absent else "other ranks"
         timeout = f"{operation} and timed out after {waited:.0f} s"
         stop = f"rank {stopped.rank} stopped: {stopped.text}" if stopped.text else ""
@@ -324,7 +325,10 @@ class ControlChannel:
         return {name: value for names, sums in pending for name, value in zip(names, sums.read(), strict=True)}
 
     def _find_stop(self, message: Message) -> StopNotice:
-        """Return the last notice of another rank, which does not come to the exchange of `message`, or NO_RANK."""
+        """Return the last notice if its rank does not come to the exchange of `message`; else NO_RANK, an empty notice.
+
+        Of a rank outside of this group only an exception counts (`raised`), since ranks of this group may wait for it.
+        """
         last = _read_last_stop(self.name)
         is_of_other_group = last.rank not in self.ranks and not last.raised
         if self._is_own(last) or is_of_other_group or not self._is_current(last):
@@ -332,7 +336,7 @@ class ControlChannel:
         if last.within == self.name:  # this group is broken
             return last
         # A rank that cannot compile one program still calls others. If this rank has stopped, too, since the last
-        # exchange, such as at the same error, both ranks come to the next one.
+        # exchange (`_own_stop` is current), such as at the same error, both ranks come to the next one.
         is_about_other_program = message.verb == CALL_VERB and last.subject not in ("", message.subject)
         return NO_RANK if is_about_other_program or any(map(self._is_current, _own_stop)) else last
 
@@ -446,6 +450,7 @@ def channel_of(ranks: Ranks) -> ControlChannel | None:
     channel = _channels.get(group)
     if channel is not None or not ranks.has_other_processes:
         return channel
+    # A group that is created again can have the name of an earlier one, so number the channels of a name.
     created = _created_channels.setdefault(dist.group.WORLD, Counter())
     created[ranks.group] += 1
     store = dist.PrefixStore(f"sp_compile/{ranks.group}/{created[ranks.group]}", group_store(group))

@@ -87,7 +87,7 @@ def abort_if_connected(channel: ControlChannel | None, messages: Sequence[Messag
     raised = [message.raised for message in messages if message.raised]
     if channel is not None and raised and len(involved_groups()) > 1:
         rank, text = raised[0]
-        notice = StopNotice(rank, text, False, {}, raised=True)
+        notice = StopNotice(rank, text, False, {}, raised=True)  # False: the groups do not continue
         channel.break_group(notice, str(mine))
         abort_groups(notice)
 
@@ -105,7 +105,7 @@ def _publish_failure(error: BaseException, operation: str, line: str) -> tuple[i
     Returns:
         The rank, and the text for other ranks.
     """
-    setattr(error, _AGREED_ATTRIBUTE, True)
+    setattr(error, _AGREED_ATTRIBUTE, True)  # so that no enclosing context publishes it again
     where = f"at {line}, when it {operation}" if line else f"when it {operation}"
     cause = f"{type(error).__name__}: {str(error)[:MAX_EXCEPTION_WIDTH]}".removesuffix(": ")
     publish_stop(f"{cause}, {where}", continues=True, raised=True)

@@ -86,6 +86,7 @@ class PeerLinks:
         number, length = LENGTH.unpack(self._receive(k, before, LENGTH.size, on_wait))
         self._check_number(k, number)
         received = bytearray()
+        # In chunks that sockets buffer: if both sides first sent all of a long payload, both sends could wait forever.
         for start in range(0, max(length, len(payload)), CHUNK_BYTES):
             _send(after, payload[start : start + CHUNK_BYTES], on_wait)
             received += self._receive(k, before, max(0, min(CHUNK_BYTES, length - start)), on_wait)
@@ -150,7 +151,7 @@ class PeerListener:
         """Listen at a free port.
 
         Args:
-            store_host: The host of the store, or "".
+            store_host: The host of the group's store, whose route selects the network interface; "" without one.
 
         Raises:
             OSError: GLOO_SOCKET_IFNAME is no interface with an address, or the address is not one of this host.
@@ -181,7 +182,7 @@ class PeerListener:
             on_wait: Called while the rank waits.
 
         Raises:
-            OSError: A rank cannot be reached.
+            OSError: A rank cannot be reached, or does not connect in time (ConnectionError).
         """
         rounds = range((size - 1).bit_length())
         sending = [_connect_to((rank + (1 << k)) % size, rank, k, find, timeout, on_wait) for k in rounds]
@@ -197,7 +198,7 @@ class PeerListener:
                     raise ConnectionError(_describe_failure(missing[0], "it has not connected to this rank")) from None
                 on_wait()
                 continue
-            k = self._identify(sock, rank, size)
+            k = self._identify(sock, rank, size)  # the round, or None for a connection of another program
             if k is not None:
                 accepted[k] = _set_options(sock)
         return PeerLinks(rank, size, sending, [accepted[k] for k in rounds])

@@ -38,7 +38,7 @@ def choose_schedule(across: int, along: int, multiprocessors: int, sizes: TileSi
     device busy, or have too few tiles to be divided.
 
     Args:
-        across: Number of tiles across the lines: of programs, with one per line.
+        across: Number of tiles over all lines, each with one tile's number of lines: the programs of schedule "one".
         along: Number of tiles along a line.
         multiprocessors: Number of multiprocessors of the device.
         sizes: The thresholds.

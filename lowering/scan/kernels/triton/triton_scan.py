@@ -39,10 +39,11 @@ def scan_triton(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:
     out = x.new_empty(x.shape, dtype=compute if dtype is torch.bool else dtype)  # bools are cast after the kernel
     if not x.numel():
         return out.to(dtype), x.new_full((x.shape[0], x.shape[2]), neutral, dtype=accumulate)
+    # int32: the dtype of indices, which these scans do not have.
     sweep = Sweep(
         x, problem.op, neutral, compute, torch.int32, starts=starts, shift=problem.exclusive, reverse=problem.reverse
     )
-    total = run_sweep(sweep, None, State(out), True)
+    total = run_sweep(sweep, initial=None, out=State(out), total=True)
     assert total is not None
     return out.to(dtype), total.value.view(x.shape[0], x.shape[2]).to(accumulate)
 
@@ -58,7 +59,7 @@ def extremes_triton(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> P
         compute = _state_dtype(x.dtype)
         index = torch.int32 if x.shape[1] < 2**31 else torch.int64
         sweep = Sweep(x, f"arg{problem.op}", neutral, compute, index, starts=starts, reverse=problem.reverse)
-        run_sweep(sweep, None, State(out, indices), False)
+        run_sweep(sweep, initial=None, out=State(out, indices), total=False)
     return out, indices
 
 
@@ -71,7 +72,7 @@ def linear_triton(problem: ScanProblem, a: Tensor, b: Tensor, initial: Tensor | 
     if b.numel():
         sweep = _recurrence_sweep(problem, a, b)
         before = None if initial is None else State(initial.to(sweep.compute).reshape(1, -1))
-        run_sweep(sweep, before, State(h), False)
+        run_sweep(sweep, before, out=State(h), total=False)
     return h
 
 
@@ -82,7 +83,7 @@ def linear_total_triton(problem: ScanProblem, a: Tensor, b: Tensor) -> Pair:
     shape, accumulate = (a.shape[0], a.shape[2]), problem.accumulate
     if not a.numel():
         return a.new_ones(shape, dtype=accumulate), b.new_zeros(shape, dtype=accumulate)
-    total = run_sweep(_recurrence_sweep(problem, a, b), None, None, True)
+    total = run_sweep(_recurrence_sweep(problem, a, b), initial=None, out=None, total=True)
     assert total is not None
     assert total.second is not None
     return total.second.view(shape).to(accumulate), total.value.view(shape).to(accumulate)

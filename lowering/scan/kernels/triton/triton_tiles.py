@@ -48,7 +48,7 @@ def tile_lines(  # type: ignore[no-untyped-def]
         exists = tl.full((1, LINES), 1, tl.int1)
     else:
         exists = line < lines
-    if FLAT and LINES == 1:
+    if FLAT and LINES == 1:  # a single line: LINES is 1 only if inner is 1 (`Sweep.tile`), and outer is 1
         base = tl.zeros_like(line)
     elif FLAT:
         base = line
@@ -68,7 +68,7 @@ def _leaf_states(  # type: ignore[no-untyped-def]
     x, second, source, address, source_mask, state_mask, inside, time, LEAF: tl.constexpr, NEUTRAL: tl.constexpr,
     ACC: tl.constexpr, INDEX: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
-    """Return the states (p, q) of single elements, neutral outside ``state_mask``.
+    """Return the states (p, q) of single elements, in which x is neutral outside ``state_mask``.
 
     LEAF is the kind of operation. "value": p is the element, and q is p. "linear": p is the summand of a recurrence, q
     its factor. "exponentials": p is the element as the maximum, q is 1. "indexed": p is the element, q its index, which
@@ -128,7 +128,7 @@ def load_tile(  # type: ignore[no-untyped-def]
     inside = exists & (place < length)
     time = _time_at(place, length, REVERSE)
     address = base + time * inner
-    source, source_mask = address, inside  # where x is read
+    source, source_mask = address, inside  # where x is read; the summands `second` are read at `address`
     if SHIFT:
         source = base + _time_at(place - 1, length, REVERSE) * inner
         source_mask = inside & (place > begin)
@@ -156,7 +156,8 @@ def append_last_state(  # type: ignore[no-untyped-def]
     A part is the places that one program scans. A scan with SHIFT combines at each place the element one place earlier,
     and so has not read the last one. In a lagged recurrence, s_i = a_i * (s_(i-1) + b_i), only the factors a are
     shifted: the summand b of the last element is in the state already, and only its factor is missing. The state
-    (0, factor) adds it; ``inside`` is False everywhere, so that no summand is read.
+    (0, factor) adds it; ``inside`` is False everywhere, so that no summand is read. ``time`` is not read, as no scan of
+    indexed states is shifted.
     """
     address = base + _time_at(end - 1, length, REVERSE) * inner
     last_p, last_q = _leaf_states(
@@ -184,10 +185,10 @@ def neutral(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def load_state(values, indices, address, mask, p, q, LEAF: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load states (p, q) from the results of a scan; outside the mask, return the given neutral p and q.
+    """Load states (p, q) from the results of a scan; outside the mask, return the given neutral p.
 
     The state of a result of logsumexp has it as the maximum, and 1 as the sum. Of a recurrence only h is loaded: the
-    product of the factors before is not needed.
+    product of the factors before is not needed. A neutral p (the maximum -inf) has no effect with any q.
     """
     p = tl.where(mask, tl.load(values + address, mask=mask, other=0), p)
     if LEAF == "exponentials":
@@ -282,7 +283,10 @@ class Sweep:
 
     @property
     def start(self) -> float:
-        """Return the value of the neutral state."""
+        """Return the result of the scan before its first element.
+
+        For "linear" that is the state h = 0, as `neutral` is the neutral factor, 1.
+        """
         return 0 if self.op == "linear" else self.neutral
 
     def totals(self) -> Sweep:

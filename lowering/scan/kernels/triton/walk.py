@@ -140,26 +140,29 @@ def scan_in_parts(sweep: Sweep, tile: Tile, part: int, initial: State | None, ou
     The totals of the parts are computed and scanned; then the parts are scanned, each from its carry. Reads x twice and
     writes results once. Without out, reads x once.
     """
-    part_totals = _run_parts(sweep.totals(), tile, part, None, None, True)
+    part_totals = _run_parts(sweep.totals(), tile, part, carry=None, out=None, total=True)
     assert part_totals is not None
-    totals_sweep = sweep.over(part_totals)
+    totals_sweep = sweep.over(part_totals)  # a scan of the totals
     totals_tile = totals_sweep.tile(tile.steps * tile.lines, tile.warps)
     if out is None:
-        return scan_single_pass(totals_sweep, totals_tile, initial, None, True)
+        return scan_single_pass(totals_sweep, totals_tile, initial, out=None, total=True)
     parts = totals_sweep.length
     carry = _carry_buffers(sweep, parts, initial)
-    scan_single_pass(totals_sweep, totals_tile, initial, carry.rows(1), False)  # the carries after the first
-    _run_parts(sweep, tile, part, carry, out, False)
+    # Rows from 1 on: the carries after the first, of which the last one is the total.
+    scan_single_pass(totals_sweep, totals_tile, initial, out=carry.rows(1), total=False)
+    _run_parts(sweep, tile, part, carry, out, total=False)
     return carry.rows(parts)
 
 
 def _carry_buffers(sweep: Sweep, parts: int, initial: State | None) -> State:
     """Allocate the carries into every part and out of the last one, (parts + 1, lines).
 
-    The first row is set to the initial state, or to the neutral one; the others are not written yet.
+    The first row is set to the initial state, or to the neutral one; the others are not written yet. `second` is the
+    index of a running maximum, or the factor of a recurrence: 0 in the first row, before which there is no index, and
+    whose factor is never read.
     """
     carry = replace(sweep, starts=None).states(parts + 1)  # without flags, which carries do not have
     carry.value[0] = sweep.start if initial is None else initial.value[0]
     if carry.second is not None:
-        carry.second[0] = 0  # the index; the factor of a recurrence is not read
+        carry.second[0] = 0
     return carry
