@@ -22,12 +22,12 @@ from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.torch_compat import argument_name
 from sp_compile.passes.graph.call import OpCall, collect_nodes, is_tensor, node_shape
 from sp_compile.passes.graph.node_info import node_info
-from sp_compile.passes.graph.sizes import Size, assume_large, ceil_div, is_same_size, size_product
+from sp_compile.passes.graph.sizes import Size, assume_large, is_same_size, size_product
 
 from .axes import Atom, Axes, Dim, Evidence, Split, attended_dims, value_factors
 from .factors import BoundRule
 from .rule import lookup_rule
-from .sharded_work import LARGE_SHARE, RowWork
+from .sharded_work import LARGE_SHARE, RowWork, largest_share
 
 ATTENTION_EVIDENCE = ("attention", "a softmax and a product")  # kinds of evidence by attention
 WINDOWED_EVIDENCE = "attention in windows of its positions"  # the rows of windows, which `choose_rows` may choose
@@ -397,12 +397,6 @@ def _rival_values(evidence: FoundDim) -> list[Node]:
     """Return the values of an op that have rival candidates: its result and, for attention, its queries and keys."""
     operands = [x for x in evidence.node.all_input_nodes if is_tensor(x)]
     return [evidence.node, *(operands[:2] if evidence.kind == ATTENTION_EVIDENCE[0] else ())]
-
-
-def largest_share(size: Size, n: int) -> float:
-    """Return the largest share of the rows of a dim that one of n ranks has: 5 rows on 4 ranks give 2 / 5."""
-    rows = assume_large(size)
-    return ceil_div(rows, n) / rows
 
 
 def _found_dims(gm: GraphModule, axes: Axes, chunk_sources: Mapping[int, Atom]) -> Iterator[FoundDim]:
