@@ -29,6 +29,7 @@ from sp_compile.passes.sharding.rule import cache_lookups
 from sp_compile.passes.sharding.sharded_work import ShardedWork
 from sp_compile.passes.sharding.window_starts import align_window_starts
 
+from .propagation.choose_rows import choose_rows
 from .propagation.propagate import propagate
 
 
@@ -260,6 +261,8 @@ class PassContext:
         sharded_dims = {node: placement.dim for node, placement in inputs.items() if isinstance(placement, Shard)}
         # `picks`: rows selected from the sequence are a second sequence; the balanced layout supports only one.
         find_sequences(gm, axes, user_dims, picks=not self.is_balanced, sharded=sharded_dims)
+        if user_dims is None and not sharded_dims and self.folds == 1:
+            axes = choose_rows(gm, axes)
         # A dim that is already sharded is a sequence, even if no op of this graph gives evidence for it.
         for node, dim in sharded_dims.items():
             axes.sequences.update(axes.find(atom.name) for atom in axes.dims[node, 0][dim])

@@ -12,6 +12,7 @@
     masked_writes      x[mask] = rows                 ->  where, with the row of each position
     reduce_pairs       Functions that only reduce     ->  sp.reduce_pair
     elementwise_functions   Functions of elementwise ops  ->  sp.token_function
+    strided_slices     x[:, 1::2]                     ->  select(reshape(x, ...), 2, 1)
     expert_loops       sort, process rows, unsort     ->  sp.to_sorted, sp.grouped_mm, sp.from_sorted
     pad_inputs         pad and conv1d, pad and slice  ->  sp.conv1d, sp.shift: nothing longer than its sequence
 

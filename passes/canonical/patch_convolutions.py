@@ -28,6 +28,7 @@ from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall, node_shape, parse_overloads
 from sp_compile.passes.graph.node_info import node_info
 from sp_compile.passes.graph.sizes import Size, exact_quotient, is_same_shape, size_product
+from sp_compile.passes.sharding.matchers import permutation_of
 from sp_compile.passes.sharding.rule import rule_of
 
 aten = torch.ops.aten
@@ -47,7 +48,8 @@ class RewritePatchConvolutions(CanonicalPass):
         changes = 0
         for call in calls:
             windows = _find_windows(call)
-            if windows is not None and call.node.users and all(_is_flat(user, call.node) for user in call.node.users):
+            users = list(call.node.users)
+            if windows is not None and users and all(_is_flat(x, call.node) or _is_last(x, call) for x in users):
                 self._rewrite(call, windows)
                 changes += 1
         return changes
@@ -72,9 +74,15 @@ class RewritePatchConvolutions(CanonicalPass):
             x = self.reshape(x, (batch, size_product(grid), channels * size_product(kernel)), node)
             w = self.reshape(call["weight"], (weight[0], size_product(weight[1:])), node)
             y = self.compute(aten.linear.default, (x, w, call["bias"]), node)  # (N, H * W, D)
-            flat = self.compute(aten.transpose.int, (y, 1, 2), node)
-        for user in list(node.users):
-            self.replace(user, flat)
+            for user in list(node.users):
+                new = self._view(user, y, call)
+                self.replace(user, new)
+
+    def _view(self, user: Node, patches: Node, call: OpCall) -> Node:
+        """Emit the result of a user of the convolution as a view of the patches, (N, H * W, D)."""
+        if _is_flat(user, call.node):
+            return self.compute(aten.transpose.int, (patches, 1, 2), call.node)
+        return self.reshape(patches, node_shape(user), user)
 
     def _unfold(self, x: Node, kernel: Sequence[Size], windows: PatchWindows, like: Node) -> Node:
         """Emit the windows of an image, (N, C, H, W, p, p) for two dims, as copies, since they may overlap."""
@@ -138,3 +146,9 @@ def _is_flat(user: Node, node: Node) -> bool:
     rule, (batch, channels, *grid) = rule_of(user), node_shape(node)
     is_view = rule is not None and rule.reshapes and user.args[0] is node
     return is_view and is_same_shape(node_shape(user), (batch, channels, size_product(grid)))
+
+
+def _is_last(user: Node, call: OpCall) -> bool:
+    """Return True if the user moves the channels of the convolution's result to the end, (N, H, W, D)."""
+    ndim = len(node_shape(call.node))
+    return permutation_of(user) == (0, *range(2, ndim), 1) and user.args[0] is call.node

@@ -133,8 +133,8 @@ def start_sharding(axes: Axes, call: OpCall, rule: BoundRule, n: int, window: Fr
         call: The call of the node.
         rule: The rule of the op.
         n: The number of ranks.
-        window: The frame to use in place of that of `axes`, if it has as many positions: the node's rows are then
-            placed as a window of another sequence.
+        window: The frame to use in place of that of `axes`, if it has the same number of positions: the node's rows are
+            then placed as a window of another sequence.
     """
     node, value = call.node, next(iter(call.results()), None)
     is_draw = is_random(node)

@@ -50,6 +50,7 @@ from .node_steps import (
     start_sharding,
     through_factors,
 )
+from .row_units import express_in_rows
 
 
 def mask_values(gm: GraphModule) -> set[Node]:
@@ -110,16 +111,16 @@ def propagate(
     # Nodes with replicated operands that stay replicated.
     replicated = mask_values(gm) if starts_sequences else frozenset(gm.graph.nodes)
     for node in gm.graph.nodes:
-        # `in_chunks` completes the frame of a sequence that the program computes in chunks: ranks have whole chunks.
+        # `express_in_rows` completes the frame of a sequence that is computed in chunks: ranks have whole chunks.
         if node.op in ("placeholder", "get_attr"):
-            plan.placements[node] = (axes.in_chunks(node, 0, (inputs or {}).get(node, REPLICATE)),)
+            plan.placements[node] = (express_in_rows(axes, node, 0, (inputs or {}).get(node, REPLICATE)),)
         elif node.op == "output":
             _visit_output(plan, node, outputs)
         elif node.op == "call_function":
             step = _visit(plan, axes, node, n, node in replicated, declines, (window_starts or {}).get(node))
             if step.wants is not None:
                 plan.wants[node] = step.wants
-            plan.placements[node] = tuple(axes.in_chunks(node, i, p) for i, p in enumerate(step.results))
+            plan.placements[node] = tuple(express_in_rows(axes, node, i, p) for i, p in enumerate(step.results))
             plan.demands.extend(step.demands)
     shard_demanded(plan, gm, axes, n, starts_sequences)
     return plan

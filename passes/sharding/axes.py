@@ -85,10 +85,14 @@ class Axes:
     splits: dict[tuple[Size, ...], list[Split]] = field(default_factory=dict)  # by the sizes of their factors
     granules: dict[int, int] = field(default_factory=dict)  # positions of a chunk, by class; see `find_sequences`
     blocks: dict[int, int] = field(default_factory=dict)  # positions of a chunk, by class of the dim of chunks
+    chunk_blocks: dict[int, dict[int, int]] = field(default_factory=dict)  # `blocks` of each sequence, by class
     # product of the strides of successive windows that read a dim, by its class and number of rows
     strides: dict[tuple[int, Size], int] = field(default_factory=dict)
     joined: list[tuple[Atom, Size]] = field(default_factory=list)  # parts of concatenations, and their first positions
     n: int = 1  # number of ranks, of which each has complete chunks
+    keeps_strided: bool = True  # False: the rows of windows with strides are no rows of the operand's class
+    flat: set[tuple[int, ...]] = field(default_factory=set)  # classes of products that attention reads, by their rows
+    windowed: dict[int, set[Node]] = field(default_factory=dict)  # attentions in windows of a class of rows
 
     def find(self, name: int) -> int:
         """Return the representative name of a class (union-find); two dims have the same rows if theirs are equal."""
@@ -241,8 +245,10 @@ class Axes:
             size = self.n * stride * ceil_div(atom.size, self.n * stride)
             is_padded = stride > 1 and self.folds == 1 and is_most_of(atom.size, size)
             return Frame(size, 0, atom.size) if is_padded else Frame.full(atom.size, self.folds)
-        # The longest value of the class: the result of the concatenation, or the sequence that is already padded.
-        longest = max((a.size for a in self._atoms() if self.find(a.name) == name), key=assume_large)
+        # The longest value of the class (the result of the concatenation, or the padded sequence), or of its chunks.
+        blocks = {name: 1, **self.chunk_blocks.get(name, {})}
+        sizes = (a.size * blocks[c] for a in self._atoms() if (c := self.find(a.name)) in blocks)
+        longest = max(sizes, key=assume_large)
         frame = Frame.of_chunks(atom.size, longest, self.granules.get(name, 1), self.n, self.folds)
         # `of_chunks` pads to a multiple of the ranks, too, which a part that is not chunked does not need.
         size = frame.size if is_chunked else longest
@@ -264,6 +270,11 @@ def name_axes(gm: GraphModule) -> Axes:
     # dims are named again.
     products = dict(_find_products(gm, axes))
     return _name_axes(gm, Axes(products=products)) if products else axes
+
+
+def name_factors(gm: GraphModule) -> Axes:
+    """Identify the dims as `name_axes` does, with the factors of products and the rows of strided windows apart."""
+    return _name_axes(gm, Axes(keeps_strided=False))
 
 
 Evidence = Iterable[tuple[Node, Dim]]  # op, and a dim that is a sequence because of it
@@ -468,8 +479,10 @@ def _passed_factor(axes: Axes, dim: Dim | None, factor: str, rule: BoundRule, si
         return dim
     # A window of a sequence, such as x[:, 1:], belongs to the same sequence: it has the class of x with another size.
     # A single row, such as x[:, :1], is no sequence.
-    is_window = rule.kind(factor) == "window" or (factor in rule.slides and _keeps_class(rule.slides[factor], rows))
-    if is_window and len(dim) == 1 and not is_same_size(size, 1):
+    sliding = rule.slides.get(factor)
+    is_apart = sliding is not None and sliding.stride > 1 and not axes.keeps_strided
+    is_window = rule.kind(factor) == "window" or (sliding is not None and _keeps_class(sliding, rows))
+    if is_window and not is_apart and len(dim) == 1 and not is_same_size(size, 1):
         return (Atom(dim[0].name, size),)
     return (axes.new_atom(size),)
 

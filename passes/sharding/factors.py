@@ -47,8 +47,8 @@ def flatten_dims(dims: Dims) -> tuple[str, ...]:
 class BoundRule:
     """Rule bound to one call: factor names for every dim of operands and results, and their kinds.
 
-    Some fields tell propagation where a sequence starts: at a call with replicated operands, if each rank computes only
-    its own rows of the result.
+    From some fields, propagation knows where a sequence starts: at a call with replicated operands, if each rank
+    computes only its own rows of the result.
     """
 
     operands: tuple[Dims, ...]  # factors of each dim of each operand

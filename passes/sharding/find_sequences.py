@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from torch.fx import GraphModule, Node
@@ -22,14 +22,15 @@ from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.torch_compat import argument_name
 from sp_compile.passes.graph.call import OpCall, collect_nodes, is_tensor, node_shape
 from sp_compile.passes.graph.node_info import node_info
-from sp_compile.passes.graph.sizes import Size, assume_large, ceil_div, is_same_size, size_product
+from sp_compile.passes.graph.sizes import Size, assume_large, is_same_size, size_product
 
 from .axes import Atom, Axes, Dim, Evidence, Split, attended_dims, value_factors
 from .factors import BoundRule
 from .rule import lookup_rule
-from .sharded_work import LARGE_SHARE, RowWork
+from .sharded_work import LARGE_SHARE, RowWork, largest_share
 
 ATTENTION_EVIDENCE = ("attention", "a softmax and a product")  # kinds of evidence by attention
+WINDOWED_EVIDENCE = "attention in windows of its positions"  # the rows of windows, which `choose_rows` may choose
 
 
 class SequenceCandidate(NamedTuple):
@@ -83,6 +84,17 @@ def find_sequences(
         SpError: If an input does not have its dim in seq_dims.
     """
     _find_evidence(gm, axes, seq_dims, sharded or {})
+    complete_sequences(gm, axes, picks)
+
+
+def complete_sequences(gm: GraphModule, axes: Axes, picks: bool) -> None:
+    """Add sequences that belong to `axes.sequences`, and set the chunks and strides of all of them.
+
+    Args:
+        gm: Graph.
+        axes: Axes with sequences; updated.
+        picks: As in `find_sequences`.
+    """
     _add_parts(gm, axes)
     _find_granules(gm, axes)
     _find_strides(gm, axes)
@@ -133,6 +145,47 @@ def _find_granules(gm: GraphModule, axes: Axes) -> None:
         if name in axes.sequences and chunks in multiplied and isinstance(granule, int):
             axes.granules[name] = math.lcm(granule, axes.granules.get(name, 1))
             axes.blocks[chunks] = granule
+    for name in axes.windowed:
+        _find_nested_granules(axes, name, multiplied)
+
+
+def _find_nested_granules(axes: Axes, name: int, multiplied: Collection[int]) -> None:
+    """Set the granules of a sequence whose chunks are split into chunks again, and those of its dims of chunks.
+
+    An example is an image of which 2 rows are merged to one, and windows of 4 of these: each rank has complete windows
+    of 8 rows of the image.
+
+    Args:
+        axes: The axes, updated.
+        name: The class of the sequence.
+        multiplied: The classes of dims of products.
+    """
+    blocks = chunk_blocks(axes, name, multiplied)
+    granule = math.lcm(*blocks.values(), axes.granules.get(name, 1))
+    axes.granules[name], axes.chunk_blocks[name] = granule, blocks
+    for chunks, block in blocks.items():
+        axes.granules[chunks], axes.blocks[chunks] = granule // block, block
+
+
+def chunk_blocks(axes: Axes, name: int, multiplied: Collection[int]) -> dict[int, int]:
+    """Return the positions of a chunk, by class of the dims of chunks into which a class of rows is split.
+
+    Chunks of chunks count, too. The result is empty for chunks of symbolic sizes.
+
+    Args:
+        axes: The axes.
+        name: The class of the rows.
+        multiplied: The classes of dims of products; others are omitted.
+    """
+    blocks, found = dict[int, int](), [(name, 1)]
+    for source, rows in found:  # `found` grows in the loop
+        for split in axes.all_splits():
+            chunks, chunk = axes.find(split.factors[0].name), size_product(a.size for a in split.factors[1:])
+            is_new = axes.find(split.source.name) == source and chunks not in (name, *blocks)
+            if is_new and chunks in multiplied and isinstance(chunk, int):
+                blocks[chunks] = rows * chunk
+                found.append((chunks, rows * chunk))
+    return blocks
 
 
 def _add_parts(gm: GraphModule, axes: Axes) -> None:
@@ -307,7 +360,7 @@ class _RivalChoice:
         # most that a candidate divides: FLOPs that none divides are equal for all, and not counted.
         divided = {x: self.work.flops_of_rows(self.rows[x]) for x in rivals}
         total = max(divided.values())
-        flops = {x: total - divided[x] * (1 - _largest_share(self.sizes[x], self.axes.n)) for x in rivals}
+        flops = {x: total - divided[x] * (1 - largest_share(self.sizes[x], self.axes.n)) for x in rivals}
         least = min(flops.values())
         about_least = [x for x in rivals if flops[x] <= (1 + LARGE_SHARE) * least]
         eligible = [x for x in rivals if x in self.preferred] or about_least
@@ -346,12 +399,6 @@ def _rival_values(evidence: FoundDim) -> list[Node]:
     return [evidence.node, *(operands[:2] if evidence.kind == ATTENTION_EVIDENCE[0] else ())]
 
 
-def _largest_share(size: Size, n: int) -> float:
-    """Return the largest share of the rows of a dim that one of n ranks has: 5 rows on 4 ranks give 2 / 5."""
-    rows = assume_large(size)
-    return ceil_div(rows, n) / rows
-
-
 def _found_dims(gm: GraphModule, axes: Axes, chunk_sources: Mapping[int, Atom]) -> Iterator[FoundDim]:
     """Yield the evidence for sequences, the strongest kind first; see `_chunk_sources` for the last argument."""
     for kind, find_evidence in EVIDENCE.items():
@@ -372,12 +419,15 @@ def sequence_candidates(gm: GraphModule, axes: Axes) -> list[SequenceCandidate]:
     for node, atom, kind in _found_dims(gm, axes, chunk_sources):
         if not is_same_size(atom.size, 1):
             evidence.setdefault(axes.find(atom.name), (atom.size, kind, set()))[2].add(node)
+    for name, nodes in axes.windowed.items():
+        size = max(a.size for dims in axes.dims.values() for dim in dims for a in dim if axes.find(a.name) == name)
+        evidence[name] = (size, WINDOWED_EVIDENCE, nodes)
     inputs = (node for node in gm.graph.find_nodes(op="placeholder") if not node_info(node).parameter)
     input_names = {axes.find(a.name) for node in inputs for dim in axes.dims.get((node, 0), ()) for a in dim}
     work = RowWork(gm, axes)
     candidates = []
     for name, (size, kind, nodes) in evidence.items():
-        classes = {name, *_chunk_classes(axes, chunk_sources, name)}
+        classes = {name, *_chunk_classes(axes, chunk_sources, name), *axes.chunk_blocks.get(name, {})}
         share = work.flops_of_rows(classes) / work.total if work.total else 1.0
         is_chosen = name in axes.sequences
         why = "" if is_chosen else axes.lost.get(name, "the others have stronger evidence, or are named by seq_dims")
@@ -387,7 +437,7 @@ def sequence_candidates(gm: GraphModule, axes: Axes) -> list[SequenceCandidate]:
     return sorted(candidates, key=lambda c: (not c.is_chosen, -assume_large(c.size)))
 
 
-def _softmax_attended_dims(gm: GraphModule, axes: Axes) -> Evidence:
+def softmax_attended_dims(gm: GraphModule, axes: Axes) -> Evidence:
     """Yield (product, dim) for dims that a softmax normalizes over and a later product sums over.
 
     This is attention that is written out: softmax(q @ k.T) @ v.
@@ -425,7 +475,7 @@ def _combined_dims(gm: GraphModule, axes: Axes) -> Evidence:
 # for ops along whose dim the rows are combined.
 EVIDENCE: dict[str, Callable[[GraphModule, Axes], Evidence]] = {
     ATTENTION_EVIDENCE[0]: attended_dims,
-    ATTENTION_EVIDENCE[1]: _softmax_attended_dims,
+    ATTENTION_EVIDENCE[1]: softmax_attended_dims,
     "scans": _scanned_dims,
     "scans with a function": _combined_dims,
 }

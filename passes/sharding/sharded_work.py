@@ -22,7 +22,7 @@ from sp_compile.lowering.base.errors import node_line
 from sp_compile.lowering.scan.linear_attention import LINEAR_ATTENTION_OPS, chunk_tokens
 from sp_compile.lowering.torch_compat import autograd_function_apply
 from sp_compile.passes.graph.call import OpCall, node_shape, node_tensors
-from sp_compile.passes.graph.sizes import as_sizes, assume_large, size_product
+from sp_compile.passes.graph.sizes import Size, as_sizes, assume_large, ceil_div, size_product
 
 from .attention_axes import ATTENTION, ATTENTION_OF_TORCH, op_strategy
 from .axes import Atom, Axes
@@ -362,3 +362,9 @@ def _activation_bytes(node: Node, trained: set[Node]) -> float:
         return 0.0
     results = (x for x in node_tensors(node) if x.is_floating_point() or x.is_complex())
     return float(sum(assume_large(size_product(as_sizes(x.shape))) * x.dtype.itemsize for x in results))
+
+
+def largest_share(size: Size, n: int) -> float:
+    """Return the largest share of the rows of a dim that one of n ranks has: 5 rows on 4 ranks give 2 / 5."""
+    rows = assume_large(size)
+    return ceil_div(rows, n) / rows

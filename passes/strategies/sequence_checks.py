@@ -259,6 +259,11 @@ def _plan_constraints(gm: GraphModule, axes: Axes, plan: PlacementPlan, n: int) 
             size, local = have.frame.size, have.frame.local_length(n)
             padded = "" if divides(n, size) else f", padded to {n} * {local}"
             constraints[f"sequence of {size}: {local} positions a rank{padded}"] = None
-        elif isinstance(have, Shard):
+        elif isinstance(have, Shard) and not _has_windows(axes, node, have.dim):
             constraints[f"{n} ranks divide the {have.frame.size} heads (dim {have.dim})"] = None
     return list(constraints)
+
+
+def _has_windows(axes: Axes, node: Node, dim: int) -> bool:
+    """Return True if a dim counts windows of a sequence (`choose_rows`), whose rows are another constraint."""
+    return bool(axes.windowed) and any(axes.find(a.name) in axes.blocks for a in axes.dims[node, 0][dim])

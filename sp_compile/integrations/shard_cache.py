@@ -298,7 +298,7 @@ def _find_cache_error(cache: Any, name: str) -> SpError | None:
 
 
 def _settings(config: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `generate()` is told: a configuration's values that are not the defaults, replaced by arguments.
+    """Return the settings of `generate()`: a configuration's values that are not the defaults, replaced by arguments.
 
     Only numbers, strings, and lists of them, since ranks compare their text.
     """

@@ -268,7 +268,9 @@ def _plan_first(planner: StepPlanner, result: StepPlan, all_ranks: Sequence[int]
     def examine(checkpoint: bool, tiles: int | str) -> list[PlannedStep]:
         """Return the steps of the variants that are added, of all numbers of ranks that are not settled."""
         unsettled = [n for n, attentions in choices.items() if attentions and not _is_settled(result, n)]
-        if tiles == more_tiles:  # not on those n with as many tiles already, which tiles="auto" chose for the memory
+        if (
+            tiles == more_tiles
+        ):  # not on those n with this number of tiles already, which tiles="auto" chose for the memory
             unsettled = [n for n in unsettled if num_tiles.get(n, 0) < TILE_COUNTS]
         states = {n: planner.states(n)[0] for n in unsettled}
         configs = [PlanConfig(n, *choices[n][0].key, checkpoint, tiles, states[n], planner.offload) for n in unsettled]

@@ -202,7 +202,7 @@ class GuardedProgram:
         if problem is None:
             self.called.add(mine.model)
             return mine
-        # The ranks of the inner guards' groups wait for this call: tell them that it does not take place.
+        # The ranks of the inner guards' groups wait for this call: they are informed that it does not take place.
         for ranks in self.connected[1:]:
             all_gather_messages(ranks, STOP_VERB)
         # A rank that has raised in a step, and whose program caught it, announces its next call while the other ranks

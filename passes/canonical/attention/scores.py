@@ -108,7 +108,7 @@ class ScoreOperand:
         leading = (*[1] * (len(before) + 2 - len(own_shape)), *own_shape)[:-2]  # 1 for missing dims
         if not is_identity(self.order):
             return None
-        # It broadcasts to any leading dims. If it has more dims than the scores will have, it is reshaped to as many.
+        # It broadcasts to any leading dims. If it has more dims than the scores will have, it is reshaped to these.
         if all(is_same_size(extent, 1) for extent in leading):
             return ScoreOperand(self.node, order, (1,) * len(after) if len(own_shape) > len(order) else ())
         if not is_same_shape(leading, before):

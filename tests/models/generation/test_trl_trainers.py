@@ -54,7 +54,7 @@ LONG = [(20, ("grpo",)), (10, ("rloo", "dpo", "reward"))]
 @pytest.mark.slow
 @pytest.mark.parametrize(("steps", "kinds"), LONG, ids=["grpo", "others"])
 def test_each_step_of_changing_lengths(tmp_path: Path, steps: int, kinds: tuple[str, ...]) -> None:
-    """Both ranks train on the same completions, each once; tokens, log-probabilities and rewards are those of one device."""
+    """Both ranks train on the same completions, each once; tokens, log-probabilities and rewards equal those of a single device."""
     pytest.importorskip("trl")
     for n in (1, 2):
         launch(tmp_path, n, "rl.py", f"rl{n}.pt", *kinds, RL_STEPS=str(steps))

@@ -59,8 +59,8 @@ models are in `tests/support/docs/family_models.py`, the generic sizes in `famil
 
 Why families have less than 95% on shards:
 
-- Swin, SAM: attention within windows. The windows are cut by reshapes of a padded or shifted image, so that a dim with all
-  tokens does not reach them, and the search takes no dim inside a window.
+- SAM: 8 rows of patches are 3 rows of windows, so that a rank would have 2 of 3. An image of 17 rows is on shards: each
+  rank has complete rows of windows.
 - TimeSformer: attention over frames and over patches in turn, with a reshape of the residual between the two.
 - MobileViT: convolutions and attention in turn, with a reshape of the image to patches between the two.
 - ViT-MAE: the encoder reads a random selection of the patches, so that the patches and the selection are two sequences.

@@ -1,0 +1,53 @@
+"""Replace slices with a step that divides their dim by a selection from groups of rows.
+
+    x[:, 1::2]  ->  select(reshape(x, (B, H / 2, 2, W, C)), 2, 1)    x: (B, H, W, C)
+
+So the result has a dim of groups, of which each rank has complete ones if x is sharded. Image models merge patches in
+this form. Unchanged: the first and the last dim, of batches and channels, steps that do not divide the size, and
+symbolic sizes. Bytes moved: none; both are views.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile.passes.base import CanonicalPass, register_pass
+from sp_compile.passes.context import PassContext
+from sp_compile.passes.graph.call import OpCall
+from sp_compile.passes.graph.sizes import as_size
+
+aten = torch.ops.aten
+
+
+@register_pass
+class GroupStridedSlices(CanonicalPass):
+    """Replacement of slices with a step in one graph."""
+
+    requires = frozenset({"normalized"})
+
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Replace each slice x[:, i::step] that reads one row of each group of `step` rows; return their number."""
+        slices = [n for n in gm.graph.find_nodes(op="call_function", target=aten.slice.Tensor) if _reads_groups(n)]
+        for node in slices:
+            self._rewrite(OpCall(node))
+        return len(slices)
+
+    def _rewrite(self, call: OpCall) -> None:
+        """Replace a slice by the selection of one row of each group."""
+        node, dim, step, shape = call.node, call.dim(), call["step"], call.shape()
+        with self.graph.inserting_before(node):
+            groups = (*shape[:dim], shape[dim] // step, step, *shape[dim + 1 :])
+            grouped = self.reshape(call.operands[0], groups, node)
+            self.replace(node, self.compute(aten.select.int, (grouped, dim + 1, call["start"] or 0), node))
+
+
+def _reads_groups(node: Node) -> bool:
+    """Return True for a slice along an inner dim that reads one row of each group of `step` rows."""
+    call = OpCall(node)
+    dim, size, step = call.dim(), call.shape()[call.dim()], as_size(call["step"])
+    start, end = call["start"] or 0, call["end"]
+    if not (isinstance(size, int) and isinstance(step, int) and isinstance(start, int)) or step <= 1:
+        return False
+    reads_to_end = end is None or (isinstance(end, int) and end > size - step + start)
+    return 0 < dim < call.ndim() - 1 and size > step and size % step == 0 and 0 <= start < step and reads_to_end

@@ -1,0 +1,146 @@
+"""Choose the rows of windows as the sequence, if attention runs in windows of them.
+
+    view(x, (B, H / w, w, W / w, w, C)) -> permute -> (B * (H / w) * (W / w), w * w, C)    x: (B, H, W, C)
+
+Attention then reads the w * w positions of a window, which are no large part of the program: most of its work is on
+(B, H * W, C). If each rank has complete rows of windows, H / w is a batch dim of attention, which needs no exchange.
+
+`find_sequences` finds the dims that attention reads. A dim is an alternative if it is split into windows, so that
+attention reads their positions but does not relate the windows. It is chosen if a rank then has clearly less work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import NamedTuple
+
+from torch.fx import GraphModule, Node
+
+from sp_compile.passes.graph.sizes import assume_large, ceil_div, is_same_size
+from sp_compile.passes.sharding.axes import Atom, Axes, attended_dims, name_factors
+from sp_compile.passes.sharding.find_sequences import chunk_blocks, complete_sequences, softmax_attended_dims
+from sp_compile.passes.sharding.sharded_work import LARGE_SHARE, RowWork, largest_share
+
+
+class WindowedRows(NamedTuple):
+    """A dim whose rows are split into windows."""
+
+    rows: Atom  # the dim; of the values that have it, the longest
+    blocks: dict[int, int]  # rows of a chunk, by the classes of its dims of windows, and of chunks of these
+    attentions: set[Node]  # that read the positions of windows
+
+
+def choose_rows(gm: GraphModule, axes: Axes) -> Axes:
+    """Return axes whose sequence is the rows of windows, or `axes` if a rank has as little work with its sequences.
+
+    Args:
+        gm: The graph.
+        axes: The axes after `find_sequences`.
+    """
+    if axes.n == 1 or not axes.sequences:
+        return axes
+    if not _may_have_windows(gm, axes):
+        return axes
+    rows_axes = name_factors(gm)  # in which the positions of a window have factors of the rows
+    attentions = _attentions_by_class(gm, rows_axes)
+    products = _attended_products(gm, rows_axes)
+    # Attention over rows * columns runs on shards of complete rows, but not of columns, of which each row has a part.
+    columns = {name for product in products for name in product[1:]}
+    candidates = [
+        c for c in _find_windowed_rows(gm, rows_axes, attentions) if rows_axes.find(c.rows.name) not in columns
+    ]
+    if not candidates:
+        return axes
+    work = RowWork(gm, rows_axes)
+    flops = [
+        _rank_flops(work, {rows_axes.find(c.rows.name), *c.blocks}, _windowed_share(c, axes.n)) for c in candidates
+    ]
+    chosen = candidates[flops.index(min(flops))]
+    if min(flops) > _tolerated_flops(gm, axes, chosen):
+        return axes
+    name = rows_axes.find(chosen.rows.name)
+    rows_axes.folds, rows_axes.n, rows_axes.sequences = axes.folds, axes.n, {name}
+    rows_axes.flat = {product for product in products if product[0] == name}
+    rows_axes.windowed = {name: chosen.attentions}
+    rows_axes.lost = dict.fromkeys(
+        attentions, f"each rank has less work with complete windows of the {chosen.rows.size}"
+    )
+    complete_sequences(gm, rows_axes, picks=True)
+    return rows_axes
+
+
+def _may_have_windows(gm: GraphModule, axes: Axes) -> bool:
+    """Return True if attention reads a product of dims, or a part of a dim that a reshape splits."""
+    if axes.products:
+        return True
+    parts = {axes.find(a.name) for split in axes.all_splits() for a in split.factors[1:]}
+    return bool(parts) and not parts.isdisjoint(_attentions_by_class(gm, axes))
+
+
+def _attentions_by_class(gm: GraphModule, axes: Axes) -> dict[int, set[Node]]:
+    """Return the ops of attention that read a dim, by its class."""
+    attentions: dict[int, set[Node]] = {}
+    for find_evidence in (attended_dims, softmax_attended_dims):
+        for node, dim in find_evidence(gm, axes):
+            for atom in dim:
+                if not is_same_size(atom.size, 1):
+                    attentions.setdefault(axes.find(atom.name), set()).add(node)
+    return attentions
+
+
+def _attended_products(gm: GraphModule, axes: Axes) -> set[tuple[int, ...]]:
+    """Return the products of dims that attention reads, as the classes of their factors, the slowest first."""
+    dims = [axes.canonical(dim) for find in (attended_dims, softmax_attended_dims) for _, dim in find(gm, axes)]
+    return {tuple(a.name for a in dim) for dim in dims if len(dim) > 1}
+
+
+def _find_windowed_rows(gm: GraphModule, axes: Axes, attentions: dict[int, set[Node]]) -> list[WindowedRows]:
+    """Return the dims that are split into windows whose positions attention reads, without relating the windows.
+
+    Args:
+        gm: The graph.
+        axes: Its axes, without products.
+        attentions: The ops of attention by the classes of the dims that they read.
+    """
+    found: dict[int, set[Node]] = {}
+    for split in axes.all_splits():
+        windows, *positions = (axes.find(a.name) for a in split.factors)
+        if windows not in attentions and any(name in attentions for name in positions):
+            reads = found.setdefault(axes.find(split.source.name), set())
+            reads |= {node for name in positions for node in attentions.get(name, ())}
+    if not found:
+        return []
+    multiplied = RowWork(gm, axes).multiplied_classes()
+    sizes: dict[int, Atom] = {}
+    for atom in (a for dims in axes.dims.values() for dim in dims for a in dim):
+        name = axes.find(atom.name)
+        if name in found and (name not in sizes or assume_large(atom.size) > assume_large(sizes[name].size)):
+            sizes[name] = atom
+    return [WindowedRows(sizes[x], chunk_blocks(axes, x, multiplied), reads) for x, reads in found.items()]
+
+
+def _windowed_share(candidate: WindowedRows, n: int) -> float:
+    """Return the largest share of the rows that one of n ranks has, if each has complete windows."""
+    rows, window = assume_large(candidate.rows.size), max(candidate.blocks.values(), default=1)
+    return min(1.0, window * ceil_div(rows, window * n) / rows)
+
+
+def _rank_flops(work: RowWork, classes: Set[int], share: float) -> float:
+    """Return the FLOPs of a rank that has a share of the rows of some classes, and all of the other work."""
+    return work.total - (1 - share) * work.flops_of_rows(classes)
+
+
+def _tolerated_flops(gm: GraphModule, axes: Axes, windowed: WindowedRows) -> float:
+    """Return the FLOPs of a rank up to which the rows of windows replace the sequences of `axes`.
+
+    They are clearly less than those with the sequences. Slightly more are accepted if attention needs more exchanges
+    with these: if the positions of windows are a sequence, or if attention reads a sequence as a part of a product.
+    """
+    sizes = [a.size for dims in axes.dims.values() for dim in dims for a in dim if axes.is_sequence(a)]
+    share = min((largest_share(size, axes.n) for size in sizes if not is_same_size(size, 1)), default=1.0)
+    chunks = {axes.find(s.factors[0].name) for s in axes.all_splits() if axes.is_sequence(s.source)}
+    flops = _rank_flops(RowWork(gm, axes), axes.sequences | chunks, share)
+    attentions = _attentions_by_class(gm, axes)
+    exchanges_positions = any(not windowed.attentions.isdisjoint(attentions.get(x, ())) for x in axes.sequences)
+    reads_parts = any(not axes.sequences.isdisjoint(product) for product in _attended_products(gm, axes))
+    return flops * (1 + LARGE_SHARE) if exchanges_positions or reads_parts else flops / (1 + LARGE_SHARE)

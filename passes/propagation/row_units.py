@@ -1,0 +1,92 @@
+"""Express placements in the rows of the sequence, if it is the rows of windows (`choose_rows.py`).
+
+An image of 16 rows with windows of 4 has values of 16 rows with all columns, and of 4 rows of windows. A reshape may
+pass the placement of the one to the other, so that its frame still counts rows of windows: 2 of 4 on each rank, with
+4 w columns (`Shard.inner`). That is the same part of the value as 8 of 16 rows with w columns, and ops with several
+operands need the same form of all. So a frame counts the rows of the dim of which it is a part, or, if attention reads
+a product of rows and columns, the positions of the product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch.fx import Node
+
+from sp_compile.passes.graph.sizes import Size, divides, exact_quotient, is_same_size, size_product
+from sp_compile.passes.sharding.axes import Atom, Axes, Dim
+from sp_compile.passes.sharding.placement import Frame, Placement, Shard
+
+
+def express_in_rows(axes: Axes, node: Node, index: int, placement: Placement) -> Placement:
+    """Return the placement of a result with a frame in units of its rows, and with the `granule` and `block` of these.
+
+    Args:
+        axes: The axes.
+        node: The node.
+        index: The index of the result.
+        placement: The placement of the result.
+    """
+    if not axes.windowed:
+        return axes.in_chunks(node, index, placement)
+    if not isinstance(placement, Shard) or (node, index) not in axes.dims:
+        return placement
+    dim = axes.dims[node, index][placement.dim]
+    for i, atom in enumerate(dim):
+        name = axes.find(atom.name)
+        granule, block = axes.granules.get(name, 1), axes.blocks.get(name, 1)
+        if max(granule, block) == 1 or not is_same_size(placement.outer, _size_of(dim[:i])):
+            continue
+        counted = _convert_units(placement, atom, _size_of(dim[i + 1 :]), axes.n)
+        # In a frame whose size is no multiple of (granule * ranks * chunks of a rank), a chunk may be on two ranks.
+        if counted is not None and divides(granule * axes.n * counted.frame.order.chunks, counted.frame.size):
+            counted = replace(counted, frame=replace(counted.frame, granule=granule, block=block))
+            return _flatten_product(axes, counted, dim[i:])
+    return placement
+
+
+def _convert_units(shard: Shard, atom: Atom, inner: Size, n: int) -> Shard | None:
+    """Return a shard whose frame counts the rows of an atom, or None if it is no shard of complete rows.
+
+    The outer factor of both is the same, and their frames have the same positions in elements of the dim.
+
+    Args:
+        shard: The placement.
+        atom: A factor of its dim.
+        inner: The size of the factors of the dim after the atom.
+        n: Number of ranks.
+    """
+    frame = shard.frame
+    if is_same_size(frame.length, atom.size) and is_same_size(shard.inner, inner):
+        return shard
+    if not is_same_size(frame.length * shard.inner, atom.size * inner):
+        return None
+    size, start = (exact_quotient(rows * shard.inner, inner) for rows in (frame.size, frame.start))
+    # Both frames are cut at the same elements if each rank has the same number of rows of each, without a remainder.
+    is_complete = size is not None and all(divides(n * frame.order.chunks, x) for x in (frame.size, size))
+    if not is_complete or start is None:
+        return None
+    return replace(shard, frame=replace(frame, size=size, start=start, length=atom.size), inner=inner)
+
+
+def _flatten_product(axes: Axes, shard: Shard, dim: Dim) -> Shard:
+    """Return a shard whose frame counts the positions of a product that attention reads, if its dim has the product.
+
+    Args:
+        axes: The axes.
+        shard: The placement, whose frame counts the first atom of `dim`.
+        dim: The factors of its dim, from the rows on.
+    """
+    names, frame = tuple(axes.find(a.name) for a in dim), shard.frame
+    for run in axes.flat:
+        if names[: len(run)] == run:
+            columns = _size_of(dim[1 : len(run)])
+            sizes = (frame.size * columns, frame.start * columns, frame.length * columns)
+            flat = Frame(*sizes, frame.folds, frame.granule * columns)
+            return replace(shard, frame=flat, inner=_size_of(dim[len(run) :]))
+    return shard
+
+
+def _size_of(dim: Dim) -> Size:
+    """Return the number of positions of some factors."""
+    return size_product(a.size for a in dim)
