@@ -217,6 +217,7 @@ def _band_runs(q: Range, k: Range, lower: int, upper: int) -> list[AttendedRun]:
     left = None if lower <= 1 - rows else keys - rows - lower
     right = None if upper >= keys - 1 else upper - (keys - rows)
     window = Window(left, right)
+    # With at most one query more than keys, all queries have a key's position or the one before the first key.
     if rows <= keys + 1 or supports_window(window, rows, keys):
         return [AttendedRun(q, k, window)]
     # Cut at the first query that sees the last key, and at the first one that does not see the first key: the windows

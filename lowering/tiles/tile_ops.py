@@ -140,7 +140,7 @@ def tiles_at_once(rows: Tensors, shared: Tensors, tiles: int, program: str, seed
 @opaque(
     f"tiles_backward(Tensor[] cotangents, {TILE_ARGUMENTS}) -> Tensor[]",
     lambda cotangents, rows, shared, tiles, program, seed: _fake_results(rows, shared, program, "gradients"),
-    replays=False,
+    replays=False,  # not in a CUDA graph
 )
 def tiles_backward(
     cotangents: Tensors, rows: Tensors, shared: Tensors, tiles: int, program: str, seed: Tensor | None

@@ -281,10 +281,11 @@ def _view_step(aliases: Aliases, node: Node) -> ViewStep | None:
     """
     source, value = aliases.parent[node], node.meta["val"]
     base = source.meta["val"]  # the tensor in whose memory the view is
-    op = functional_form(node.target) if is_view_change(node) else node.target
-    if op is operator.getitem:
+    op = functional_form(node.target) if is_view_change(node) else node.target  # x.unsqueeze_(0): unsqueeze
+    if op is operator.getitem:  # a part of a split
         return ViewStep(operator.getitem, (node.args[1],))
-    args, kwargs = to_positional(op, *aliases.calls[node]), aliases.calls[node][1]
+    given, kwargs = aliases.calls[node]  # positional and keyword arguments
+    args = to_positional(op, given, kwargs)
     reads_other_tensor = any(map(is_tensor, pytree.tree_leaves((args[1:], kwargs))))
     is_view_of_source = bool(args) and args[0] is source and not reads_other_tensor
     # The op itself.

@@ -201,7 +201,7 @@ class OptimizeUserExchanges(Passes):
         if context.session.has_same_programs(gm):
             changes = super().apply(gm, context)
         else:
-            # Noted for the pass inside of `ScatterLayers` that users know, by its option `sequence_parallel_linear`.
+            # Users know the steps by the pass that `ScatterEachGroup` runs, which has an option of this name.
             context.notes.append(Note(NoteKind.DECLINED, SequenceParallelLinear.name, OTHER_PROGRAMS))
         # The backward consists of all nodes that depend on a tangent.
         backward = reachable_set(graph_tangents(gm.graph), lambda node: node.users)

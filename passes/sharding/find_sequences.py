@@ -7,6 +7,9 @@ within `LARGE_SHARE` are decided by the kind of their evidence and by the values
 as a scan beside attention, is considered only for rivals. A program that splits a dim into chunks
 and relates the chunks, as linear attention does, has evidence on a factor of the dim; the sequence is the dim itself,
 of which each rank has complete chunks.
+
+A `Dim` is the tuple of its factors (`Atom`), the slowest first, as (batch, sequence) of a flattened dim; () if its size
+is 1. `Axes` has the dims of all values of the graph, and the classes of their factors.
 """
 
 from __future__ import annotations

@@ -59,7 +59,10 @@ aten = torch.ops.aten
 
 
 class TileFunction:
-    """One tile of a region as a function of tensors, which is run under a tracer and under autograd."""
+    """One tile of a region as a function of tensors, which is run under a tracer and under autograd.
+
+    The region is a part of the token view (`tile_view.py`): a copy of the local graph in which tiles are the ranks.
+    """
 
     def __init__(self, view: TokenView, region: TileRegion, places: SymbolPlaces, length: Any, sizes: Extents) -> None:
         """Create the function.
@@ -144,7 +147,7 @@ class TileFunction:
             return operands[0].reshape(self.shape(node, length, sizes))
         size_argument = {rule.sizes: self.shape(node, length, sizes)} if rule.sizes else {}
         args, kwargs = call.with_operands(operands, **size_argument)
-        with restore_autocast(self.view.to_local[node]):
+        with restore_autocast(self.view.to_local[node]):  # recorded at the node of the local graph
             return node.target(*args, **kwargs)
 
 

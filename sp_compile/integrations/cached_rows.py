@@ -278,7 +278,8 @@ class RowsLayer(CacheLayerMixin):
             SpError: The layer has a window and does not record the past (SP842).
         """
         if self.window is not None and self.length >= self.window and not self.record_past:
-            raise SpError("SP842", "cache: positions before the window are not stored, so that it cannot be cropped.")
+            cause = "cache: expected no call of crop, since positions before a layer's window are not stored."
+            raise SpError("SP842", cause, "Call generate() without shard_cache for methods that crop the cache.")
         if self.is_initialized:
             self.length -= abs(tokens_to_remove)
             self._keep(self.positions < self.length)

@@ -156,7 +156,7 @@ def _call_program(
     Args:
         fn: The program.
         operands: q, k, v, and in the backward grad, out and lse; the lengths are dim 2 of each.
-        pairs: Texts and tables of the pairs.
+        pairs: The mask and the score of the pairs of a query and a key, and the values that they read.
         scale: Factor of the scores.
         learned: Names of the tables of the score that need a gradient, in the backward.
 
@@ -167,13 +167,13 @@ def _call_program(
     queries, keys = q.shape[2], k.shape[2]
     pair, captured = pair_functions(pairs, queries, keys, q.device)
     has_bool_mask = pair.mask_dims is not None and not pair.is_mask_additive
-    tables = build_tables(pairs.plan, queries, keys, has_bool_mask, q.device)
+    block_tables = build_tables(pairs.plan, queries, keys, has_bool_mask, q.device)  # numbers of key blocks, and these
     tile = tile_size(queries, keys)
-    table_lengths = [(2,), (2, 3)] * (len(tables) // 2)  # tables of numbers and of indices alternate
+    table_lengths = [(2,), (2, 3)] * (len(block_tables) // 2)  # tables of numbers and of indices alternate
     captured_lengths = [_length_dims(name, pair) for name in pair.names]
     lengths = [(2,)] * len(operands) + table_lengths + captured_lengths  # dims of each input that are lengths
     variant = pair, tile, scale, learned  # the arguments of `fn` that are no tensors
-    return _run_program(partial(fn, *variant), (fn, *variant), [*operands, *tables, *captured], lengths)
+    return _run_program(partial(fn, *variant), (fn, *variant), [*operands, *block_tables, *captured], lengths)
 
 
 def _length_dims(name: str, pair: PairFunctions) -> tuple[int, ...]:

@@ -149,7 +149,7 @@ class ScanBuilder(BatchedOps):
 
         def expand_steps(x: Value) -> Node:
             """Expand a coefficient to the shape of all steps, as scans require."""
-            return self.expand_to(self.align(x, value.ndim - time), stacked_shape, like)
+            return self.expand_to(self.align(x, trailing_dims=value.ndim - time), stacked_shape, like)
 
         initial = None if _is_constant(seed, 0) else self.expand_to(seed, shape, like)
         if not _is_number(affine.m):
