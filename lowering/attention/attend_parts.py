@@ -6,8 +6,9 @@
 The rows that have a gradient depend on the rank and on documents. They are known on the host, as one flag per row.
 
     part     the gradient that one step contributes
-    narrow   of a part in the dtype of its kernel, such as bfloat16: exact if every row is of one kernel call. Several
-             calls of a row, such as strips of queries, are summed in float32, and the sum is rounded once
+    narrow   of a part in the dtype of its kernel, such as bfloat16: exact if every row is of one call of a kernel
+             that returns this dtype. Several calls of a row, such as strips of queries, are summed in float32, and the
+             sum is rounded once, as is the float32 result of a kernel without fusion
 """
 
 from typing import Any

@@ -218,7 +218,7 @@ def split_keys_values(both: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
 
 
 def is_narrow(q: Tensor, k: Tensor, args: LocalArgs, k_span: Sequence[int]) -> bool:
-    """Return True if parts of this step are exact in the dtype of q: on no rank a row is of several kernel calls.
+    """Return True if parts of this step may have the dtype of q: on no rank a row is of several kernel calls.
 
     Masks that read vectors are planned at run time, sizes may be symbols, and blocks with mask tensors may be cut into
     strips of queries; False for these. Equal on all ranks.

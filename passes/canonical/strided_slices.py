@@ -3,7 +3,8 @@
     x[:, 1::2]  ->  select(reshape(x, (B, H / 2, 2, W, C)), 2, 1)    x: (B, H, W, C)
 
 So the result has a dim of groups, of which each rank has complete ones if x is sharded. Image models merge patches in
-this form. Unchanged: the first and the last dim, of batches and channels, steps that do not divide the size, and
+this form. Unchanged: tensors of fewer than 4 dims, which are no images; the first and the last dim, of batches and
+channels; steps that do not divide the size, or of which the ranks cannot have equal numbers without much padding; and
 symbolic sizes. Bytes moved: none; both are views.
 """
 
@@ -15,7 +16,7 @@ from torch.fx import GraphModule, Node
 from sp_compile.passes.base import CanonicalPass, register_pass
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall
-from sp_compile.passes.graph.sizes import as_size
+from sp_compile.passes.graph.sizes import as_size, ceil_div, is_most_of
 
 aten = torch.ops.aten
 
@@ -28,7 +29,11 @@ class GroupStridedSlices(CanonicalPass):
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Replace each slice x[:, i::step] that reads one row of each group of `step` rows; return their number."""
-        slices = [n for n in gm.graph.find_nodes(op="call_function", target=aten.slice.Tensor) if _reads_groups(n)]
+        slices = [
+            n
+            for n in gm.graph.find_nodes(op="call_function", target=aten.slice.Tensor)
+            if _reads_groups(n, job.ranks.n)
+        ]
         for node in slices:
             self._rewrite(OpCall(node))
         return len(slices)
@@ -42,12 +47,14 @@ class GroupStridedSlices(CanonicalPass):
             self.replace(node, self.compute(aten.select.int, (grouped, dim + 1, call["start"] or 0), node))
 
 
-def _reads_groups(node: Node) -> bool:
-    """Return True for a slice along an inner dim that reads one row of each group of `step` rows."""
+def _reads_groups(node: Node, n: int) -> bool:
+    """Return True for a slice along an inner dim that reads one row of each group of `step` rows, on n ranks."""
     call = OpCall(node)
     dim, size, step = call.dim(), call.shape()[call.dim()], as_size(call["step"])
     start, end = call["start"] or 0, call["end"]
     if not (isinstance(size, int) and isinstance(step, int) and isinstance(start, int)) or step <= 1:
+        return False
+    if call.ndim() < 4 or not is_most_of(size, step * n * ceil_div(size, step * n)):  # the size with padding
         return False
     reads_to_end = end is None or (isinstance(end, int) and end > size - step + start)
     return 0 < dim < call.ndim() - 1 and size > step and size % step == 0 and 0 <= start < step and reads_to_end

@@ -11,6 +11,7 @@ attention reads their positions but does not relate the windows. It is chosen if
 
 from __future__ import annotations
 
+import math
 from collections.abc import Set
 from typing import NamedTuple
 
@@ -121,7 +122,7 @@ def _find_windowed_rows(gm: GraphModule, axes: Axes, attentions: dict[int, set[N
 
 def _windowed_share(candidate: WindowedRows, n: int) -> float:
     """Return the largest share of the rows that one of n ranks has, if each has complete windows."""
-    rows, window = assume_large(candidate.rows.size), max(candidate.blocks.values(), default=1)
+    rows, window = assume_large(candidate.rows.size), math.lcm(*candidate.blocks.values())
     return min(1.0, window * ceil_div(rows, window * n) / rows)
 
 

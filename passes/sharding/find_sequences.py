@@ -423,7 +423,8 @@ def sequence_candidates(gm: GraphModule, axes: Axes) -> list[SequenceCandidate]:
         if not is_same_size(atom.size, 1):
             evidence.setdefault(axes.find(atom.name), (atom.size, kind, set()))[2].add(node)
     for name, nodes in axes.windowed.items():
-        size = max(a.size for dims in axes.dims.values() for dim in dims for a in dim if axes.find(a.name) == name)
+        sizes = (a.size for dims in axes.dims.values() for dim in dims for a in dim if axes.find(a.name) == name)
+        size = max(sizes, key=assume_large)
         evidence[name] = (size, WINDOWED_EVIDENCE, nodes)
     inputs = (node for node in gm.graph.find_nodes(op="placeholder") if not node_info(node).parameter)
     input_names = {axes.find(a.name) for node in inputs for dim in axes.dims.get((node, 0), ()) for a in dim}

@@ -88,10 +88,11 @@ class GroupKeyHeads(CanonicalPass):
         x = expanded.args[0]
         sizes = zip(node_shape(x), node_shape(expanded))
         repeated_dims = [d for d, (before, after) in enumerate(sizes) if not is_same_size(before, after)]
-        if x.meta["val"].ndim != expanded.meta["val"].ndim or len(repeated_dims) != 1:
+        result_shape = node_shape(node)
+        if x.meta["val"].ndim != expanded.meta["val"].ndim or len(repeated_dims) != 1 or len(result_shape) != 4:
             return None
         # After the permute the shape must be (dims of batch and heads of x, r, S, D); `repeats_dim` is that of r.
-        batch, heads, length, width = node_shape(node)
+        batch, heads, length, width = result_shape
         shape, repeats_dim = node_shape(permuted), (order or range(5)).index(repeated_dims[0])
         num_heads = exact_quotient(size_product(shape[:repeats_dim]), batch)
         if num_heads is None or not is_same_size(num_heads * shape[repeats_dim], heads):

@@ -20,7 +20,7 @@ from sympy.utilities.iterables import multiset_partitions
 from torch.fx import Node
 
 from sp_compile.lowering.base.errors import SpError, describe_node
-from sp_compile.lowering.torch_compat import size_hint, statically_known_true
+from sp_compile.lowering.torch_compat import GuardOnDataDependentSymNode, size_hint, statically_known_true
 from sp_compile.passes.cost import known_groups
 from sp_compile.passes.cost.collective_time import collective_bytes
 from sp_compile.passes.cost.known_groups import KnownGroups, Partition, reduce_partitions
@@ -178,7 +178,7 @@ class MergeChooser:
         full = static_value(first.source) if first.kind == "reduce_scatter" else result
         try:  # in the call that is being compiled
             return math.prod(map(size_hint, full.shape)) * result.dtype.itemsize
-        except TypeError:  # a size without a hint
+        except GuardOnDataDependentSymNode:  # a size that depends on data
             return math.nan
 
 

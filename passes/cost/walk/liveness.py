@@ -89,9 +89,12 @@ class LivenessWalk:
         return [(layers[self._storages.last_read.get(key, -1) + 1], self._inputs[key]) for key in keys]
 
     def alive(self, moment: int) -> list[LiveValue]:
-        """Return the values that are live at the kernel of this index, for reports; the largest is first."""
+        """Return the values that are live at the kernel of this index, for reports; the largest is first.
+
+        The list is empty for a graph with fewer kernels.
+        """
         assert self._storages is not None
-        _, live = next(islice(self._storages.run(self._inputs), moment, None))
+        _, live = next(islice(self._storages.run(self._inputs), moment, None), (None, []))
         return sorted(live, key=lambda value: -value.nbytes)
 
 

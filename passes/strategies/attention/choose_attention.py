@@ -412,5 +412,7 @@ def _max_visible_keys(sees_none: Callable[[int, int, int], bool], query: int) ->
     """
     if not sees_none(query, 0, 0):
         return None
+    if query == 0:
+        return 0  # it does not see the only key before or at its position
     distances = range(1, query + 1)  # once `sees_none` is True for a distance, it is for all larger ones: bisect
     return distances[bisect_left(distances, True, key=lambda distance: sees_none(query, 0, query - distance))]
