@@ -172,3 +172,7 @@ def test_a_mutation_is_a_kernel_between_the_kernels_that_use_its_operand(device:
     assert "sum_1" in names[:mutation]
     assert "sum_2" in names[mutation:]
     assert [found.moments[i].nbytes for i in (mutation, after)] == [2 * x.nbytes, 2 * x.nbytes]
+
+
+def test_a_graph_without_kernels_has_no_live_values() -> None:
+    assert walked(lambda x: x.view(-1), primals_1=torch.randn(4, 4)).alive(0) == []

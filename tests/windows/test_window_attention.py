@@ -89,3 +89,27 @@ def test_a_step_that_does_not_divide_the_rows(start: int) -> None:
 
     check(Subsampled(), torch.randn(2, 14, 4).double().requires_grad_(), sp=2)
     check(Subsampled(), torch.randn(2, 15, 4).double().requires_grad_(), sp=2)
+
+
+@pytest.mark.parametrize(("size", "n"), [((36, 22), 2), ((28, 70), 4)])
+def test_values_of_other_sizes(size: tuple[int, int], n: int) -> None:
+    """Attention over all pixels is gathered for these, where rows of windows are not the sequence."""
+    check(Backbone().double(), torch.randn(2, 3, *size).double(), sp=n)
+
+
+class Summaries(nn.Module):
+    """Attention over text, and a layer of each 16th row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = x.unflatten(2, (2, 4)).transpose(1, 2)
+        h = F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
+        return self.layer(h[:, 15::16]).sum()
+
+
+def test_ranks_need_no_complete_groups_of_a_slice_of_text() -> None:
+    report = check(Summaries().double(), torch.randn(2, 64, 8).double(), sp=8)
+    assert "64: 8 positions a rank" in str(report), "8 ranks have no 4 groups of 16 rows"
