@@ -167,6 +167,7 @@ def batches(
     **options: Any,
 ) -> None:
     """Steps of every batch against one device, in one graph that has tiles."""
+    torch._dynamo.reset()  # Dynamo compiles a function 8 times at most, also with other options
     alone, seen, plain = copy.deepcopy(model), list[RankProgram](), rank_program.compile_local
 
     def watched(lowered: RankProgram, mode: str | None) -> object:
