@@ -18,6 +18,7 @@ from sp_compile.lowering.base.options import ReportOptions
 from sp_compile.lowering.base.progress import set_step, show_progress
 from sp_compile.lowering.comm.simulate import run_ranks
 from sp_compile.lowering.torch_compat import pytree
+from sp_compile.passes.capture.capture import NESTED_CAUSE, NESTED_FIX
 from sp_compile.passes.graph.compare_runs import compare_runs, run_with_grads
 from sp_compile.passes.report import Report
 from sp_compile.planner.dry_run import DryRun
@@ -53,13 +54,15 @@ def verify(model: Callable[..., Any], *args: Any, sp: int | None = None, **optio
         Strides may differ.
 
     Raises:
-        SpError: The model or an input is on the meta device (SP715), no sequence is split (SP716), or `explain` would
-            raise.
+        SpError: The model or an input is on the meta device (SP715), an input is a nested tensor (SP212), no
+            sequence is split (SP716), or `explain` would raise.
     """
     tensors = pytree.tree_leaves((args, options))
     tensors += model.parameters() if isinstance(model, torch.nn.Module) else ()
     if any(isinstance(x, Tensor) and x.is_meta for x in tensors):
         raise SpError("SP715", "verify: expected a model and inputs with values, got a tensor on the meta device.")
+    if any(isinstance(x, Tensor) and x.is_nested for x in tensors):
+        raise SpError("SP212", NESTED_CAUSE.format("verify"), NESTED_FIX)
     with show_progress("verify"):
         (result,) = DryRun("verify", model, args, [(sp, options)], REFUSED_OPTIONS, compare=_compare).run()
     if not result.report.errors:

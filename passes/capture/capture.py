@@ -40,6 +40,9 @@ from .view_writes import VIEW_OPS, find_shared_results
 # Keys of the metadata of Dynamo's placeholders that later compilers read.
 _PLACEHOLDER_META = ("tensor_dict", "stack_trace", "nn_module_stack", "grapharg")
 
+NESTED_CAUSE = "{}: expected tensors whose rows have one length, got a nested tensor."
+NESTED_FIX = "Pass a padded tensor, such as x.to_padded_tensor(0.0), and a mask."
+
 
 def capture(gm: GraphModule, example_inputs: Sequence[Any], *, fakes: Sequence[Any] | None = None) -> GraphModule:
     """Convert the Dynamo graph of a running torch.compile to IR with the same calling convention.
@@ -182,7 +185,7 @@ def _fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[An
         if not isinstance(x, torch.Tensor):
             return x
         if x.is_nested:  # its ragged size has no symbol in Dynamo
-            raise CaptureError("SP212", "inputs: expected tensors of one length, got a nested tensor with jagged rows.")
+            raise CaptureError("SP212", NESTED_CAUSE.format("inputs"), NESTED_FIX)
         if torch_compat.is_wrapper(x):  # its fake is a plain tensor of its full shape
             has_fake_shard = isinstance(x, Sharded) and isinstance(x.local, FakeTensor)  # then its sizes have symbols
             full = x if has_fake_shard else convert_to_mode(x)

@@ -79,6 +79,8 @@ def test_inputs_without_fakes_run_unsplit() -> None:
         parts = [torch.ones(3, 4), torch.ones(length, 4)]
         given = torch.ones(2, length, 4), torch.nested.nested_tensor(parts, layout=torch.jagged)
         assert torch.equal(compiled(*given), model(*given))
+    with pytest.raises(sp_compile.SpError, match=r"SP212.*to_padded_tensor"):
+        sp_compile.verify(model, *given, sp=2)
 
 
 @pytest.mark.parametrize("marks", [torch._dynamo.mark_dynamic, torch._dynamo.maybe_mark_dynamic])
