@@ -38,21 +38,18 @@ def choose_rows(gm: GraphModule, axes: Axes) -> Axes:
         gm: The graph.
         axes: The axes after `find_sequences`.
     """
-    if axes.n == 1 or not axes.sequences:
-        return axes
-    if not _may_have_windows(gm, axes):
+    if axes.n == 1 or not axes.sequences or not _may_have_windows(gm, axes):
         return axes
     rows_axes = name_factors(gm)  # in which the positions of a window have factors of the rows
     attentions = _attentions_by_class(gm, rows_axes)
     products = _attended_products(gm, rows_axes)
     # Attention over rows * columns runs on shards of complete rows, but not of columns, of which each row has a part.
     columns = {name for product in products for name in product[1:]}
-    candidates = [
-        c for c in _find_windowed_rows(gm, rows_axes, attentions) if rows_axes.find(c.rows.name) not in columns
-    ]
-    if not candidates:
+    found = {x: nodes for x, nodes in _find_windowed_rows(rows_axes, attentions).items() if x not in columns}
+    if not found:
         return axes
     work = RowWork(gm, rows_axes)
+    candidates = _describe_rows(rows_axes, found, work.multiplied_classes())
     flops = [
         _rank_flops(work, {rows_axes.find(c.rows.name), *c.blocks}, _windowed_share(c, axes.n)) for c in candidates
     ]
@@ -95,13 +92,15 @@ def _attended_products(gm: GraphModule, axes: Axes) -> set[tuple[int, ...]]:
     return {tuple(a.name for a in dim) for dim in dims if len(dim) > 1}
 
 
-def _find_windowed_rows(gm: GraphModule, axes: Axes, attentions: dict[int, set[Node]]) -> list[WindowedRows]:
-    """Return the dims that are split into windows whose positions attention reads, without relating the windows.
+def _find_windowed_rows(axes: Axes, attentions: dict[int, set[Node]]) -> dict[int, set[Node]]:
+    """Return the classes of dims that are split into windows, of which attention reads the positions only.
 
     Args:
-        gm: The graph.
-        axes: Its axes, without products.
+        axes: The axes of the graph, without products.
         attentions: The ops of attention by the classes of the dims that they read.
+
+    Returns:
+        The ops of attention that read the positions of windows, by the class of the dim.
     """
     found: dict[int, set[Node]] = {}
     for split in axes.all_splits():
@@ -109,9 +108,17 @@ def _find_windowed_rows(gm: GraphModule, axes: Axes, attentions: dict[int, set[N
         if windows not in attentions and any(name in attentions for name in positions):
             reads = found.setdefault(axes.find(split.source.name), set())
             reads |= {node for name in positions for node in attentions.get(name, ())}
-    if not found:
-        return []
-    multiplied = RowWork(gm, axes).multiplied_classes()
+    return found
+
+
+def _describe_rows(axes: Axes, found: dict[int, set[Node]], multiplied: Set[int]) -> list[WindowedRows]:
+    """Return the longest dim of each class that `_find_windowed_rows` found, with its windows.
+
+    Args:
+        axes: The axes of the graph.
+        found: The ops of attention by class.
+        multiplied: The classes of dims of products.
+    """
     sizes: dict[int, Atom] = {}
     for atom in (a for dims in axes.dims.values() for dim in dims for a in dim):
         name = axes.find(atom.name)
