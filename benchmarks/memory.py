@@ -36,31 +36,32 @@ WORDS = """# Memory of a training step, predicted and measured
 
 `python benchmarks/memory.py --plan`, {}.
 
-Bytes of all tensors that a step of one rank makes, gradients included, at their peak, on a CPU, one thread.
-Predicted by `explain(memory=True)`, measured by every allocation of a warm step of the first and the last rank, whose
-others are torch's "fake" group; the larger counts. Parameters, inputs and the optimizer's state are known beforehand
-and not counted, nor what waits on the host, as it would beside a GPU. `aot_eager` runs each operator by itself;
-`inductor` fuses them, which is modeled.
+Peak bytes of all tensors that a training step of one rank allocates, gradients included, on a CPU with one thread.
+"Predicted" is the estimate of `explain(memory=True)`. "Measured" is by every allocation of a step after warm-up, on the
+first and on the last rank (the larger counts); torch's "fake" process group stands in for the other ranks. Parameters,
+inputs and optimizer state are not counted, nor are values offloaded to the host. `aot_eager` runs each operator by
+itself; `inductor` fuses operators, and the prediction models that.
 
 """
 SHARDS = f"""
 
 ## With FSDP2
 
-A decoder on {shards.RANKS} Gloo ranks, `fully_shard` of each block and of the model, each part compiled by itself. All
-that a rank holds at the peak of a warm step, its optimizer's included: shards of parameters and of AdamW's state, what
-FSDP has whole, values, gradients, inputs. Predicted by `explain(memory=True, state="sharded")` of the whole model.
+A decoder on {shards.RANKS} Gloo ranks, `fully_shard` of each block and of the model, each part compiled by itself. Peak
+bytes of a rank in a step after warm-up, everything included: shards of parameters and of AdamW's state, parameters and
+gradients that FSDP2 has gathered, values, gradients, inputs. Predicted by `explain(memory=True,
+state="sharded")` of the whole model.
 
 """
 """Then the second table."""
 
 TILES = f"""# Head and MLPs in tiles beside peers
 
-float32, a vocabulary of {VOCAB}, 4 layers of 256, every block checkpointed, one thread a rank. Peak of all tensors that
-a step makes, gradients included, of the rank that holds most; CPU seconds of all ranks together, their exchanges
-included: medians of turns in one run, in the first of which every allocation is recorded. Gradients: against those of
-the first line. DeepSpeed: its TiledMLP, TiledFusedLogitsLoss and DistributedAttention, and gradients summed in place.
-Handwritten: recomputed chunks, with heads exchanged for rows. Ours is compiled by Inductor, these two are eager.
+float32, a vocabulary of {VOCAB}, 4 layers of 256, every block checkpointed, one thread per rank. Peak bytes of all
+tensors that a step allocates, gradients included, on the rank with the highest peak. CPU seconds: the sum over ranks,
+exchanges included, median of several steps; the first step records allocations instead. Gradients are compared with
+those of the first row. "DeepSpeed" is its TiledMLP, TiledFusedLogitsLoss and DistributedAttention; it sums gradients
+in place. "Handwritten" recomputes chunks, and exchanges heads for rows. Both are eager; ours is compiled by Inductor.
 
 """
 """Then a section for each length and number of ranks."""
@@ -108,11 +109,12 @@ def tiles_of_peers(console: Console, given: argparse.Namespace) -> None:
 GROWTH = """# Peak against tokens, and compile time against tiles
 
 `python benchmarks/memory.py --growth`, {about}. The model of `tiles.md`: a vocabulary of 32,768, 4 layers of 256,
-float32, blocks checkpointed, one device, by Inductor. CPU seconds of a first step less those of a second one, without
-caches. Peak of all tensors of a warm step, gradients included, of the model without its attention, nothing of which is
-in tiles; bytes a token between the two lengths. "that fall": without what stays whole with any number of tiles, which
-is the last row's. Few tiles peak in the head, where less is whole than in a block's backward: so more than by the
-number of tiles falls until the peak is there.
+float32, blocks checkpointed, one device, compiled by Inductor without caches. The first table has the CPU seconds of a
+first step minus those of a second step. The second table has the peak of all tensors of a step after warm-up, gradients
+included, for the model without attention, which tiles do not affect. "bytes per token" is the increase between the two
+lengths. "tiled bytes" are those without the last row's: what no number of tiles makes smaller. With few tiles the peak
+is in the head, with more tiles in a block's backward, where more values are not tiled; the ratio in the last column is
+therefore larger than the number of tiles.
 
 """
 

@@ -45,7 +45,8 @@ def measure(args: argparse.Namespace, environment: dict[str, str]) -> list[Times
 def time_tables(returned: list[Times], kept: list[Times]) -> list[Table]:
     tables = []
     for part in dict.fromkeys(times.part for times in returned):
-        columns = ["ms", "against", "its time / ours", "memory kept", "ours / copy", "memory kept", "target", ""]
+        ratios = ["its time / ours", "freed memory kept", "ours / copy", "freed memory kept"]
+        columns = ["ms", "against", *ratios, "target", ""]
         table = Table(part, *columns)
         for a, b in zip(returned, kept):
             if a.part == part:
@@ -98,14 +99,14 @@ def memory_table(small: bool) -> Table:
 
 def report(args: argparse.Namespace, tables: list[Table]) -> str:
     facts = [
-        f"- {date.today()}, {processor()}, {os.cpu_count()} logical CPUs, others at work on them; one thread",
+        f"- {date.today()}, {processor()}, {os.cpu_count()} logical CPUs shared with other programs; one thread",
         f"- torch {torch.__version__}, Python {platform.python_version()}, {platform.system()} {platform.release()}",
         f"- `python benchmarks/scans.py {' '.join(sys.argv[1:])}".rstrip() + "`",
         f"- CPU time; medians of the ratios within each of {args.rounds} rounds",
-        "- public functions",
-        "- memory kept: malloc keeps what is freed, so that no time goes into new pages. As it is, what is large comes "
-        "in new pages: ours asks for large ones, as NumPy does, which the system gives faster; torch's may reuse them",
-        "- the floor is a copy: one pass over memory reads x once and writes the result once",
+        "- ours: the public functions of `sp_compile.functional`",
+        "- columns `freed memory kept`: malloc keeps freed memory, so that no time is spent on new pages. Otherwise "
+        "large buffers are in new pages. Ours requests huge pages for them, as NumPy does; torch may reuse pages",
+        "- copy: reads x once and writes the result once, the least that a scan can do",
     ]
     return "\n\n".join(["# Scans on CPU", "\n".join(facts), *map(markdown, tables)]) + "\n"
 

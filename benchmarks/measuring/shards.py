@@ -1,6 +1,6 @@
 """FSDP2 by blocks on real Gloo ranks: what `explain` predicts that a rank holds, and all tensors of a warm step.
 
-Everything counts: shards of parameters and of the optimizer's state, what FSDP has whole, values, gradients, inputs.
+Counted: shards of parameters and of optimizer state, what FSDP2 has gathered, values, gradients, inputs.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def predicted(way: str, compiler: str) -> float:
 
 
 def measured(way: str, compiler: str) -> int:
-    """The rank that holds most."""
+    """Return the largest peak of all ranks."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_rank, (way, compiler, folder), nprocs=RANKS)
         return max(int(Path(folder, f"{rank}").read_text()) for rank in range(RANKS))

@@ -141,7 +141,7 @@ CASES = {
 def compare(name: str, compiler: str) -> tuple[int, int]:
     """Bytes of tensors that a step makes, gradients included: (predicted, measured).
 
-    Of the rank that holds most: the first and the last one attend to other pairs.
+    The larger of the first and the last rank counts: their queries attend to other keys.
     """
     case = CASES[name]
     options: dict[str, Any] = {"compiler": compiler, "cost": {}, **case.options}

@@ -344,11 +344,13 @@ def peak(tiles: int | str, tokens: int) -> int:
 
 
 def growth(lengths: Sequence[int] = LENGTHS) -> Table:
-    """Bytes a token between two lengths that are so long that gradients are not all there is; of these, what falls.
+    """Return peaks at two lengths, and the bytes per token that tiles affect.
 
-    What stays whole with any number of tiles is what there is with `FINEST` tiles.
+    The lengths are so large that values of tokens, not gradients of parameters, make the peak. Bytes that no number of
+    tiles makes smaller are those with `FINEST` tiles.
     """
-    table = Table("tiles", *(f"peak MB, {n:,} tokens" for n in lengths), "bytes a token", "that fall", "of one tile's")
+    columns = [f"peak MB, {n:,} tokens" for n in lengths]
+    table = Table("tiles", *columns, "bytes per token", "tiled bytes", "of those without tiles")
     peaks = {tiles: [peak(tiles, n) for n in lengths] for tiles in (*TILES, FINEST)}
     slopes = {tiles: (found[-1] - found[0]) / (lengths[-1] - lengths[0]) for tiles, found in peaks.items()}
     for tiles, found in peaks.items():
