@@ -142,7 +142,8 @@ class Pieces:
 def table_size(length: Any) -> Any:
     """Return the number of int64 elements of a vector's padded table, about length / 2.
 
-    It depends only on the length of the vector, as the shape of an operator's result must.
+    It depends only on the length of the vector, as the shape of an operator's result must. In each cell of CELL
+    positions start at most MAX_PIECES + 1 pieces, with 4 numbers each.
     """
     return _HEADER + 4 * (MAX_PIECES + 1) * (length // CELL + 1)
 

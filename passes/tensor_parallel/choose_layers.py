@@ -73,8 +73,8 @@ def _best_scatter_axis(axes: Axes, nodes: Sequence[Node], n: int) -> int | None:
         position |= {axes.find(atom.name): (atom, i) for i, atom in enumerate(_row_axes(axes, node))}
 
     def priority(axis: int) -> tuple[int, bool, bool, int]:
-        """Return the key of an axis: number of sums, divisible, divisible and outermost, size."""
-        atom, index = position[axis]
+        """Return the key by which the best axis is the maximum: (sums, n divides it, and it is outermost, size)."""
+        atom, index = position[axis]  # index 0: the outermost dim of rows
         is_divided = divides(n, atom.size)
         return num_sums[axis], is_divided, is_divided and index == 0, assume_large(atom.size)
 
@@ -117,15 +117,19 @@ def _is_linear_output(node: Node) -> bool:
 def count_row_nodes(plan: PlacementPlan, start: Node) -> int:
     """Return the number of nodes that compute on shards of the rows of a scattered sum.
 
-    With 0, the scatter is idle: the rows are gathered again before any op computes on them.
+    With 0, the scatter is idle: the rows are gathered again before any op computes on them. The keys of `plan.wants`
+    are the ops that run on shards; those that only move elements, such as views, are not counted (`is_move_op`).
     """
     reached = reachable_set([start], lambda node: [user for user in node.users if _runs_on_rows(plan, user)])
     return sum(node in plan.wants and not is_move_op(node) for node in reached - {start})
 
 
 def _runs_on_rows(plan: PlacementPlan, node: Node) -> bool:
-    """Return True if the node runs on shards, or is a getitem of an op on shards."""
-    if node not in plan.wants:
+    """Return True if the node runs on shards, or is a getitem of an op on shards.
+
+    `plan.wants` has the placements that a node needs of its operands, for nodes that run on shards.
+    """
+    if node not in plan.wants:  # a getitem has no such placements
         return node.op == "call_function" and any(isinstance(p, Shard) for p in plan.placements.get(node, ()))
     return any(isinstance(want, Shard) for want in plan.wants[node])
 

@@ -177,10 +177,13 @@ def _call_program(
 
 
 def _length_dims(name: str, pair: PairFunctions) -> tuple[int, ...]:
-    """Return the dims of a captured tensor that are numbers of queries or keys: calls with other ones share a program.
+    """Return the dims of a captured tensor that are numbers of queries or keys; calls may differ in these only.
 
-    These are dims of the mask, the last dim of row<i> and col<i> (which may have a batch dim), and the dim of the
-    positions q and k. Sizes, and the vectors and tables of the score, have none.
+    Args:
+        name: "q" or "k", the positions of the queries or keys, with one dim; "row<i>" or "col<i>", a vector with one
+            element per query or key, and possibly a batch dim before; "mask"; or another name: a number, or a vector or
+            table of the score function, which has no such dim.
+        pair: The functions that read the tensor; `mask_dims` are letters of "bhqk", one for each dim of the mask.
     """
     if name == "mask":
         assert pair.mask_dims is not None

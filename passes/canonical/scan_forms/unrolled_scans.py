@@ -94,6 +94,7 @@ class UnrolledScans(RewriteAssociativeScans):
         if not has_equal_types or not self.supports_dtypes(leaves, scan):
             return False
         with self.graph.inserting_before(level.join):
+            # Scan the leaves as they were before torch moved the dim to the front, and flipped it for a reverse scan.
             out = self.emit_leaf_scan(scan, unmoved_operands(leaves, level.dim), level.join)
         for result in results:
             self.replace(result, out)
@@ -197,7 +198,7 @@ def _match_combine(
 
     def symbol(x: Node) -> sympy.Symbol | None:
         """Return the symbol of an operand, left or right rows of a leaf; None for values computed from operands."""
-        source, row_slice = _match_rows(x, level.dim)
+        source, row_slice = _match_rows(x, level.dim)  # a value, and its rows as (start, step, number of rows)
         # At even rows, combine(odd[:-1], x[2::2]): the left operand is a result of the inner level, not rows of a leaf.
         if source is level.odd and num_results and row_slice == (0, 1, num_results):
             return left
