@@ -40,7 +40,8 @@ def choose_scatter_dims(gm: GraphModule, job: ScatterContext) -> dict[Node, Shar
         The placement of each sum of a linear, or None for one without a suitable dim.
     """
     axes, n = name_axes(gm), job.ranks.n
-    varying = find_varying_nodes(gm, axes, job.varying)
+    varying = find_varying_nodes(gm, axes, job.varying)  # the values that differ between the ranks
+    # A sum of values that are equal on all ranks is no sum of partial products; an empty one moves nothing.
     sums = [node for node in job.summed if node.args[0] in varying and num_elements(node.meta["val"])]
     remaining = [node for node in sums if _is_linear_output(node.args[0])]
     chosen: dict[Node, Shard | None] = {}
@@ -105,7 +106,7 @@ def _is_linear_output(node: Node) -> bool:
     def operands_of(node: Node) -> Sequence[Node]:
         """Return the operands of an op that sums over no dim, or has no rule; () for products and other reductions."""
         call, rule = lookup_rule(node) or (None, None)
-        if call is None or transfer_of(node.target) is not None:
+        if call is None or transfer_of(node.target) is not None:  # an input, or an exchange between ranks
             return ()
         # A factor of an operand that no result has (`vanishing`) is summed, except in a reshape, which regroups dims.
         return call.operands if rule is None or rule.reshapes or not rule.vanishing else ()

@@ -400,6 +400,7 @@ def _estimate_share(planner: StepPlanner, result: StepPlan, variant: Variant) ->
     host = variant.host * share / variant.offload
     if host > planner.host:
         return None
+    # It is assumed to need exactly the memory of the device.
     return replace(variant, offload=share, host=host, is_measured=False, memory=result.memory, fits=True)
 
 

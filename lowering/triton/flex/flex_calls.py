@@ -167,9 +167,11 @@ def _call_program(
     queries, keys = q.shape[2], k.shape[2]
     pair, captured = pair_functions(pairs, queries, keys, q.device)
     has_bool_mask = pair.mask_dims is not None and not pair.is_mask_additive
-    block_tables = build_tables(pairs.plan, queries, keys, has_bool_mask, q.device)  # numbers of key blocks, and these
+    # Tables of numbers (1, 1, rows) and of indices (1, 1, rows, columns) of tiles alternate. Rows and columns depend on
+    # the lengths.
+    block_tables = build_tables(pairs.plan, queries, keys, has_bool_mask, q.device)
     tile = tile_size(queries, keys)
-    table_lengths = [(2,), (2, 3)] * (len(block_tables) // 2)  # tables of numbers and of indices alternate
+    table_lengths = [(2,), (2, 3)] * (len(block_tables) // 2)
     captured_lengths = [_length_dims(name, pair) for name in pair.names]
     lengths = [(2,)] * len(operands) + table_lengths + captured_lengths  # dims of each input that are lengths
     variant = pair, tile, scale, learned  # the arguments of `fn` that are no tensors

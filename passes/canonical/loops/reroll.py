@@ -345,7 +345,7 @@ class RerollLoops(CanonicalPass, ScanBuilder):
         anchor = _find_anchor(builder.shared_nodes(), step_set, [stack, *(user for user, _ in outer_reads)])
         with self.insert_after(anchor), restore_autocast(anchor):
             values = builder.run()
-            if not reads_rolled and not builder.scans:
+            if not reads_rolled and not builder.scans:  # steps read earlier ones, as y[t] + y[t - 1], without a state
                 raise NotALoop("no recurrence")
             # `reverse`: the list has the last step first; `builder.reverse`: `values` have it first.
             result = self._arrange(values if reverse == builder.reverse else self.flip(values), stack)
@@ -374,8 +374,9 @@ class RerollLoops(CanonicalPass, ScanBuilder):
             if not node.users:
                 self.graph.erase_node(node)
         self._erase_unused()
-        splits = {i.args[0]: None for i in inputs if i.target is operator.getitem}  # each once, in order
-        self.drop(*inputs)
+        # The unbinds and splits whose results the steps read, each once, in order.
+        splits = {i.args[0]: None for i in inputs if i.target is operator.getitem}
+        self.drop(*inputs)  # those that no other node reads
         for split in splits:
             self._select_pieces(split)
         self.rolled.update(n for n in self.emitted if n.users)

@@ -77,7 +77,8 @@ class UnrolledScans(RewriteAssociativeScans):
         self.levels = {n: level for n in gm.graph.nodes if (level := _match_level(n)) is not None}  # by join
         # `outermost_trees` yields the join of each tree first.
         outer = [self.levels[join] for join, _ in outermost_trees(gm.graph) if join in self.levels]
-        # A level with half of the rows of an unknown tree may be a part of that tree, which is gathered as a whole.
+        # A tree whose combine function is not known is gathered as a whole. Its inner level, which has half of its
+        # rows, may also be among `outer`: skip the levels with that number of rows.
         inner_rows = {level.rows // 2 for level in outer if self._match_tree(level) is None}
         return sum(self._rewrite_tree(level) for level in outer if level.rows not in inner_rows)
 

@@ -400,6 +400,7 @@ def _predicate_bounds(predicate: str, queries: int, keys: int) -> tuple[bool, in
     if last < 1:
         return False, None
     middle = last // 2
+    # Evaluate at two queries whether later keys are seen, and at three others how many keys are seen.
     causal = sees_none(0, 1, last) and sees_none(middle, middle + 1, last)
     windows = [_max_visible_keys(sees_none, query) for query in (last, last * 7 // 8, last * 2 // 3)]
     known_windows = [window for window in windows if window is not None]
