@@ -177,7 +177,7 @@ def _call_kernel(*operands: Any) -> tuple[Tensor, Tensor]:
     *rows, initial, scale, kernel = operands
     x = TokenRows(*rows)
     function, options = FUNCTIONS[kernel].function, {"scale": scale, "output_final_state": True}
-    if x.starts is None:
+    if x.starts is None:  # `KERNELS[kernel]` returns the arguments of the kernel's function
         out, state = function(*KERNELS[kernel](x), initial_state=initial, **options)
         return out, state
     batch, length = x.v.shape[:2]

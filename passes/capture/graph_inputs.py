@@ -107,8 +107,8 @@ def _sequence_dims(graph: GraphModule, seq_dims: Mapping[str, int] | None, n: in
     find_sequences(graph, axes, user_dims)
     if user_dims is not None:
         return {node.name: dim % node.meta["val"].ndim for node, dim in user_dims.items()}
-    detected = {node: axes.sequence_dims(node) for node in inputs if torch_compat.is_argument(node)}
-    first_dims = {node: dims[0] for node, dims in detected.items() if dims}
+    detected = {node: axes.sequence_dims(node) for node in inputs if torch_compat.is_argument(node)}  # no parameters
+    first_dims = {node: dims[0] for node, dims in detected.items() if dims}  # an input is sharded along one dim
     _check_equal_rows(first_dims, axes)
     return {node.name: dim for node, dim in first_dims.items()}
 

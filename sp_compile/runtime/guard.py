@@ -150,7 +150,7 @@ class GuardedProgram:
     def __call__(self, *args: Any) -> Any:
         """Compare the call over the ranks, then run the program."""
         refuse_transforms()
-        # The arguments that may be fake or sharded: all, or, once the parameters are known, all but these (and one).
+        # The arguments to test for fake or sharded values: all in the first call, then all but most parameters.
         tested_args = args if self.parameters is None else [*compress(args, self._sharding_inputs)]
         is_traced = any_traced(tested_args)  # a call with fake tensors runs nothing, so no message is exchanged
         # Agree on the call. `written` are the inputs that the program changes in place; those of an unsplit program are
@@ -226,6 +226,7 @@ class GuardedProgram:
         if self.parameters is None:
             self.parameters = [isinstance(a, torch.nn.Parameter) for a in args]
         subject, check_every = self.info.subject, self.info.check_every
+        # The numbers of the model, which its parameters identify, and of this call of it.
         model, number = (0, 0) if channel is None else channel.count_call(subject, [*compress(args, self.parameters)])
         compares_all = model not in self.called or (check_every > 0 and number % check_every == 0)
         self.called.discard(model)  # until the ranks agree: the call after an error is compared in full

@@ -131,7 +131,7 @@ class LoopBuilder:
             self.values[column] = self.editor.batch(column.node, leaves)
             return True
         form = self.editor.affine(column.node, leaves)
-        if form is None:
+        if form is None:  # not affine in the state: the column waits, and `_scan_together` may compute it
             return False
         self.forms[column] = form
         is_recurrence = form.state is column and form.lag == 1

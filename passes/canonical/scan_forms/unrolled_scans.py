@@ -120,6 +120,7 @@ class UnrolledScans(RewriteAssociativeScans):
             even_sides = {_RowSlice(2, 2, num_even): "right"}  # the left operands are results of the inner level
             if combine != _match_combine(level.even, level, level.leaf, even_sides, num_even):
                 return None
+        # The last level has no inner one that could combine by another function.
         inner_combine = self._match_tree(inner) if inner is not None else _LevelCombine(combine.op)
         if inner_combine is None or inner_combine.op != combine.op:
             return None

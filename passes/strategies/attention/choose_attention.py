@@ -300,7 +300,10 @@ def _is_allowed(candidate: Candidate, job: PassContext) -> bool:
 
 
 def _requested_strategy(job: PassContext) -> str:
-    """Return the strategy that the user requested by name, or else by the shape of the mesh, or "auto"."""
+    """Return the strategy that the user requested by name, or else by the shape of the mesh, or "auto".
+
+    A mesh with a "ulysses" axis of some, but not all ranks, for example, requests "hybrid".
+    """
     if job.options.attention != "auto":
         return job.options.attention
     of_mesh = [strategy.name for strategy in attention_strategies() if strategy.rewrite.on_mesh(job.ranks)]
