@@ -262,7 +262,7 @@ class PassContext:
         # `picks`: rows selected from the sequence are a second sequence; the balanced layout supports only one.
         find_sequences(gm, axes, user_dims, picks=not self.is_balanced, sharded=sharded_dims)
         if user_dims is None and not sharded_dims and self.folds == 1:
-            axes = choose_rows(gm, axes)
+            axes = choose_rows(gm, axes)  # of windows of an image, if a rank has less work with these as the sequence
         # A dim that is already sharded is a sequence, even if no op of this graph gives evidence for it.
         for node, dim in sharded_dims.items():
             axes.sequences.update(axes.find(atom.name) for atom in axes.dims[node, 0][dim])

@@ -57,10 +57,12 @@ def _attend_in_rings(
 def _local_args(args: ShardArgs, q: Tensor, stride: int, mask_rows: bool) -> LocalArgs:
     """Return the arguments for this rank's queries, whose rows are selected from the mask.
 
-    With ``mask_rows`` the mask is sharded, too: it has only the rows of this rank.
+    With ``mask_rows`` the mask is sharded, too: it has only the rows of this rank. ``stride`` is the number of ranks of
+    a neighborhood, 1 if none exchange heads for rows.
     """
     if not mask_rows:
         return args.local(q, stride)
+    # Nothing is selected from a sharded mask.
     return replace(replace(args, mask=None).local(q, stride), mask=args.mask)
 
 
@@ -159,7 +161,7 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tens
     q, k, v = autocast(q, k, v)
     keys = GatheredKeys(list(args.k_frame) or None, args.n, args.group, orders)
     # With ``balance``, the queries are in the zigzag layout during the computation. Keys are gathered as they are. The
-    # stride is 1: each rank has other rows.
+    # stride (1) is the number of ranks that exchange heads for rows: here no rank does.
     query_args = _to_zigzag(args, mask_rows) if args.balance else args
     q = to_zigzag_rows([q], args.n, args.group)[0] if args.balance else q
     out = attention(q, k, v, autocast_args(_local_args(query_args, q, 1, mask_rows)), keys, args.sinks, args.lse)

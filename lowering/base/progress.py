@@ -57,7 +57,8 @@ class ProgressLine:
             if is_early or is_logged:
                 return
             self.is_shown = True
-            line = f"sp: {self.title}: {current_partition() or self.step} ({self.seconds:.0f} s)"
+            current = current_partition() or self.step  # the graph that torch compiles ("forward"), else the step
+            line = f"sp: {self.title}: {current} ({self.seconds:.0f} s)"
             if not is_terminal:
                 self._write(f"{line}, continues")
                 return

@@ -56,6 +56,7 @@ class DeferredGraph:
         for operand in self.operands:
             sources = arguments if operand.is_argument else results
             values.append(sources[operand.position].detach())
+        # The operands that receive a gradient: the program has a token for it among its results.
         with_grad = [i for i, operand in enumerate(self.operands) if operand.grad_token is not None]
         versions, samples = tensor_versions(values).tolist(), _sample_elements(values)
         like = values[0].new_empty((), dtype=self.like.dtype)  # `self.like` is a fake tensor of the compilation

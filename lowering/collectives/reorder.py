@@ -13,7 +13,9 @@ from sp_compile.lowering.base.library import LinearMap, composite
 def _take_rows(x: Tensor, dim: int, frame: FrameArg, order: Tensor, inverse: Tensor) -> Tensor:
     """Return x with the row of position order[i] as its i-th row.
 
-    `inverse` is not used here: `_undo_rows`, the adjoint, is called with the same arguments.
+    x has the positions of the frame's window, start, ..., start + length - 1, out of `size`. `nearest_rows` returns the
+    index in x of each position, for all outer and inner factors. `inverse` is not used here: `_undo_rows`, the adjoint,
+    is called with the same arguments.
     """
     outer, size, start, length = frame
     positions = order if is_known(length == size) else order.narrow(0, start, length)  # those of the window

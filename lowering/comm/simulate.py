@@ -122,7 +122,7 @@ class _SimulatedWorld:
             if rank == self.n - 1:
                 self._check_calls()  # the other ranks must have returned, too
             self._pass_turn(rank)
-        except (_RankStopped, SimulationError) as error:
+        except (_RankStopped, SimulationError) as error:  # of another rank, or of all ranks: no rank to name
             self._stop(error)
         except BaseException as error:
             error.add_note(f"raised on simulated rank {rank} of {self.n}")

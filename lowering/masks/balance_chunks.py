@@ -103,9 +103,10 @@ def assign_chunks(work: WorkBefore, length: int, n: int, rows: int, front: int =
     def cut(chunks: int) -> _EvenChunks:
         """Cut the contiguous shard of each rank into this number of chunks, whose lengths differ by at most one."""
         is_large = np.tile(np.arange(chunks) < rows % chunks, n)  # chunks with one row more than others
-        edges = np.append(0, np.cumsum(rows // chunks + is_large))
+        edges = np.append(0, np.cumsum(rows // chunks + is_large))  # each of the n ranks has `rows` rows
+        # `work` returns the work of all queries before each edge; the differences are the works of the chunks.
         works = np.diff(np.array(work([min(int(edge), length) for edge in edges]), np.float64))
-        is_fixed = (edges[:-1] < front) | (edges[1:] > length - back)
+        is_fixed = (edges[:-1] < front) | (edges[1:] > length - back)  # a part of the chunk must not be moved
         return _EvenChunks(edges, works, is_large, is_fixed)
 
     imbalance_of = operator.attrgetter("imbalance")

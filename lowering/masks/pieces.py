@@ -142,7 +142,8 @@ class Pieces:
 def table_size(length: Any) -> Any:
     """Return the number of int64 elements of a vector's padded table, about length / 2.
 
-    It depends only on the length of the vector, as the shape of an operator's result must.
+    It depends only on the length of the vector, as the shape of an operator's result must. In each cell of CELL
+    positions start at most MAX_PIECES + 1 pieces, with 4 numbers each.
     """
     return _HEADER + 4 * (MAX_PIECES + 1) * (length // CELL + 1)
 
@@ -247,10 +248,11 @@ def _line_starts(values: Ints) -> Ints:
     ends = np.append(starts[1:], length - 1)
     run_numbers, is_long = np.arange(len(starts)), ends - starts > 1
     last_long = np.maximum.accumulate(np.where(is_long, run_numbers, -1))  # number of the last long run, or -1
-    # A long run (of three or more positions) is a line. Of consecutive runs of two positions every second is one, since
-    # its neighbors share its positions: the second, fourth, .. after a long run, which owns a position of the first;
-    # the first, third, .. if there is no long run before them. 0 0 0 1 3 7 has the runs [0, 2], [2, 3], [3, 4] and
-    # [4, 5]: [0, 2] and [3, 4] are lines, and the last position is a line of its own.
+    # A long run (of three or more positions) is a line. A short run (of two) shares both positions with its neighbors,
+    # so that only every second short run is a line. After a long run, which has the first position of the first short
+    # run, these are the second, the fourth, and so on; at the beginning, the first, the third, and so on.
+    # Example: 0 0 0 1 3 7 has the runs [0, 2], [2, 3], [3, 4] and [4, 5]. [0, 2] and [3, 4] are lines, and the last
+    # position is a line of its own.
     is_line = np.where(last_long >= 0, run_numbers - last_long, run_numbers) % 2 == 0
     # The first position of a run belongs to the run before it if that is a line.
     starts = (starts + np.append(False, is_line[:-1]))[is_line]

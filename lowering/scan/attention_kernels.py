@@ -175,9 +175,9 @@ def _call_kernel(*operands: Any) -> tuple[Tensor, Tensor]:
     bounds 0, 2, 3, 4, 6.
     """
     *rows, initial, scale, kernel = operands
-    x = TokenRows(*rows)  # all but the marks of documents
+    x = TokenRows(*rows)
     function, options = FUNCTIONS[kernel].function, {"scale": scale, "output_final_state": True}
-    if x.starts is None:
+    if x.starts is None:  # `KERNELS[kernel]` returns the arguments of the kernel's function
         out, state = function(*KERNELS[kernel](x), initial_state=initial, **options)
         return out, state
     batch, length = x.v.shape[:2]
@@ -187,7 +187,7 @@ def _call_kernel(*operands: Any) -> tuple[Tensor, Tensor]:
     bounds = torch.cat(
         [is_first.flatten().nonzero().flatten(), is_first.new_full((1,), batch * length, dtype=torch.int64)]
     )
-    counts = is_first.sum(1).cumsum(0)
+    counts = is_first.sum(1).cumsum(0)  # number of documents in each batch row and all rows before: 2, 4 in the example
     firsts, lasts = torch.cat([counts.new_zeros(1), counts[:-1]]), counts - 1  # documents that begin and end batch rows
     state = None
     if initial is not None:

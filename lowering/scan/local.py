@@ -141,7 +141,8 @@ def _compact_starts(starts: Tensor | None, x: Tensor, dim: int) -> Tensor | None
     dim %= max(x.ndim, 1)
     if starts.ndim <= 1:
         return starts.expand(x.shape[dim] if x.ndim else 1).reshape(1, -1, 1).contiguous()
-    sizes = [1] * (x.ndim - starts.ndim) + list(starts.shape)
+    sizes = [1] * (x.ndim - starts.ndim) + list(starts.shape)  # of the dims of x
+    # Expand the dims before and after `dim` to those of x, but not if all on this side are 1.
     outer, inner = _expanded_sizes(sizes[:dim], x.shape[:dim]), _expanded_sizes(sizes[dim + 1 :], x.shape[dim + 1 :])
     return _to_three_dims(starts.reshape(sizes).expand(*outer, x.shape[dim], *inner), dim)
 

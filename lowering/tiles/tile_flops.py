@@ -44,7 +44,7 @@ def _tiled_flops(part: str, rows: list[Tensor], shared: Any, tiles: int, name: s
     program = PROGRAMS[name]
     body = program.bodies[max(program.bodies)]  # `bodies` has one body for each length of a tile
     tile_part: TilePart = getattr(body, part)
-    row_dim = program.rows[0]
+    row_dim = program.rows[0]  # the dim of the first operand that is cut into tiles
     tile_rows, all_rows = size_hint(tile_part.inputs[0].shape[row_dim]), size_hint(rows[0].shape[row_dim])
     # How the loop adds each gradient of a tile to its sum, possibly by a matrix product.
     sums = [TILE_SUMS[value.adds] for value in program.gradients] if part == "gradients" else []

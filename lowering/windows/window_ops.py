@@ -288,7 +288,8 @@ def roll_shifts(shift: int, frame: FrameArg, n: int) -> list[tuple[int, int]]:
     if not is_padded(frame, n):  # rank 0 follows the last rank
         return ring_shifts(-shift, s - shift, s, n, wraps=True)
     wrapped = wrapped_rows(shift, frame, s)
-    # The rows [low, high) of the shifted window, then those from which the wrapped rows are read, which are far away.
+    # Row i reads row i - shift: the rows [-shift, s - shift), relative to a rank's first row. With padding, the wrapped
+    # rows are read from the other end of the sequence, which is not on the next rank.
     return ring_shifts(-shift, s - shift, s, n) + ring_shifts(*wrapped.source, s, n)
 
 

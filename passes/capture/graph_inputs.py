@@ -107,8 +107,8 @@ def _sequence_dims(graph: GraphModule, seq_dims: Mapping[str, int] | None, n: in
     find_sequences(graph, axes, user_dims)
     if user_dims is not None:
         return {node.name: dim % node.meta["val"].ndim for node, dim in user_dims.items()}
-    detected = {node: axes.sequence_dims(node) for node in inputs if torch_compat.is_argument(node)}
-    first_dims = {node: dims[0] for node, dims in detected.items() if dims}
+    detected = {node: axes.sequence_dims(node) for node in inputs if torch_compat.is_argument(node)}  # no parameters
+    first_dims = {node: dims[0] for node, dims in detected.items() if dims}  # an input is sharded along one dim
     _check_equal_rows(first_dims, axes)
     return {node.name: dim for node, dim in first_dims.items()}
 
@@ -265,8 +265,8 @@ def global_view(
     results = [leaf if isinstance(leaf, Node) else None for leaf in pytree.tree_leaves(gm.graph.output_node().args[0])]
     names = _result_names(gm, results)
     outputs = _output_options(names, results, options.outputs, fragment)
-    # The captured graph has the results of the program, then hidden results, then new values of `Sharded` inputs:
-    # append the names and options of the latter two.
+    # The captured graph has the results of the program, then hidden results (bases of views that the caller gets), then
+    # new values of `Sharded` inputs, which stay sharded ("lazy"): append the names and options of the latter two.
     write_backs = _write_backs(graph)
     views, first_views = _omit_views(graph, example_inputs, options.inputs, outputs)
     names += [f"a tensor of which {names[view.number]} is a view" for view in first_views]  # of the hidden results
@@ -334,7 +334,7 @@ def _omit_views(
     of_results = [view for view in shared.views if not view.of_argument]
     if "local" in outputs:
         of_results = []
-    has_memory = [type(x) in (torch.Tensor, torch.nn.Parameter, Sharded) for x in example_inputs]
+    has_memory = [type(x) in (torch.Tensor, torch.nn.Parameter, Sharded) for x in example_inputs]  # no other wrapper
     of_inputs = [view for view in shared.views if view.of_argument and inputs != "local" and has_memory[view.base]]
     n_results, hidden = len(outputs), list[ResultView]()
     for view in of_results:

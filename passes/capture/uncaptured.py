@@ -53,7 +53,7 @@ def wrap_failures() -> Iterator[None]:
             raise CaptureError(
                 "SP212", f"expected sizes that do not depend on data, got {error.cond}{place}."
             ) from error
-        if raises_internal_errors:
+        if raises_internal_errors:  # in tests
             raise
         raise CaptureError("SP213", f"internal error: {shorten_error(error).rstrip('.')}{place}.") from error
 

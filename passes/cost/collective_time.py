@@ -67,8 +67,9 @@ class HeadBytes:
     def exchange_bytes(self, ranks: int) -> Size:
         """Return the bytes of queries, results and repeated keys.
 
-        An all-to-all over `ranks` ranks moves them: before it, a rank has its rows of all heads; after it, the rows of
-        all these ranks for its part of the heads.
+        Heads of keys and values are repeated until `ranks` divides their number. An all-to-all over `ranks` ranks moves
+        all these: before it, a rank has its rows of all heads; after it, the rows of all these ranks for its part of
+        the heads.
         """
         return self.queries + self.results + self.repeat_keys(ranks)
 

@@ -221,12 +221,13 @@ class StepMemory:
             other_bytes -= graph.saved + min(later_gradients, graph.tangents)
             has_loss = g == len(self.graphs) - 1
             loss_end = next((i for i, moment in enumerate(moments) if moment.product), 0) if has_loss else 0
-            # FSDP gathers the weights of the next layer until the last layer of the step begins.
+            # While a layer runs, FSDP gathers the weights of the next one (`arriving`), but none in the last layer of
+            # the step, which is in the first graph. `weights.unit` are the bytes of the largest layer.
             if not self.weights.unit:  # no layers
                 gather_end = 0
             else:
                 gather_end = _last_layer_start(moments) if g == 0 else len(moments)
-            unsharded = _unsharded_bytes(moments, self.weights.unit)
+            unsharded = _unsharded_bytes(moments, self.weights.unit)  # of gradients, at each moment
             for i, moment in enumerate(moments):
                 phase = "loss" if i < loss_end else "backward"
                 copied = graph.copied if i == 0 else 0  # tangents are copied to row-major strides before it starts
@@ -287,11 +288,14 @@ class StepMemory:
     def sharded_peak(self, values: int, n: int) -> int:
         """Return the peak bytes if n ranks shard the state: that of forward and backward, or of the optimizer's step.
 
+        During the optimizer's step a rank has its shards of the gradients, and no values.
+
         Args:
             values: Largest `sharded_bytes` of forward and backward.
             n: Number of ranks.
         """
-        return self.sharded_state(n) + max(values, -(-self.weights.trainable // n))
+        gradient_shards = -(-self.weights.trainable // n)  # rounded up
+        return self.sharded_state(n) + max(values, gradient_shards)
 
     def sharded_state(self, n: int) -> int:
         """Return the constant bytes if n ranks shard parameters and state by layer."""
@@ -349,7 +353,11 @@ class StepMemory:
 
 
 def _last_layer_start(moments: Sequence[WalkMoment]) -> int:
-    """Return the index of the moment at which the last layer to run starts; 0 without layers."""
+    """Return the index of the moment at which the last layer to run starts; 0 without layers.
+
+    For the layers 1, "", 1, 0, "", 0 (by moment; "" outside of layers), it is 3: the first moment of layer 0 after the
+    last one of another layer.
+    """
     layers = [moment.layer for moment in moments]
     last = next(filter(None, reversed(layers)), "")
     if not last:

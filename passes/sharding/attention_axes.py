@@ -49,7 +49,8 @@ def all_attention_nodes(gm: GraphModule) -> list[Node]:
 def mask_predicate(call: OpCall) -> str | None:
     """Return an attention's mask as a condition on query position q and key position k, such as "k <= q".
 
-    It is "" for an attention without a mask, and None for a mask that is known as a tensor only.
+    It is "" for an attention without a mask, and None for a mask that is known as a tensor only. If an attention has a
+    predicate and a mask tensor in addition, it is the predicate.
     """
     if call.get("attn_mask") is not None:
         return call.get("predicate") or None

@@ -105,7 +105,7 @@ def match_product(node: Node, with_addend: bool = False) -> ProductMatch | None:
     if not batch or [len(rows), len(columns), len(contracted)] != [1, 1, 1]:
         return None
     summed_alone = (set(left_dims) ^ set(right_dims)) - set(result_dims)  # dims of one operand that are summed over
-    broadcasts = "" in (*left_dims, *right_dims)
+    broadcasts = "" in (*left_dims, *right_dims)  # a dim of size 1 that broadcasts has no name
     if summed_alone or broadcasts:
         return None
     left = ProductOperand(call.operands[-2], tuple(map(left_dims.index, (*batch, *rows, *contracted))))

@@ -40,7 +40,8 @@ def choose_scatter_dims(gm: GraphModule, job: ScatterContext) -> dict[Node, Shar
         The placement of each sum of a linear, or None for one without a suitable dim.
     """
     axes, n = name_axes(gm), job.ranks.n
-    varying = find_varying_nodes(gm, axes, job.varying)
+    varying = find_varying_nodes(gm, axes, job.varying)  # the values that differ between the ranks
+    # A sum of values that are equal on all ranks is no sum of partial products; an empty one moves nothing.
     sums = [node for node in job.summed if node.args[0] in varying and num_elements(node.meta["val"])]
     remaining = [node for node in sums if _is_linear_output(node.args[0])]
     chosen: dict[Node, Shard | None] = {}
@@ -73,8 +74,8 @@ def _best_scatter_axis(axes: Axes, nodes: Sequence[Node], n: int) -> int | None:
         position |= {axes.find(atom.name): (atom, i) for i, atom in enumerate(_row_axes(axes, node))}
 
     def priority(axis: int) -> tuple[int, bool, bool, int]:
-        """Return the key of an axis: number of sums, divisible, divisible and outermost, size."""
-        atom, index = position[axis]
+        """Return the key by which the best axis is the maximum: (sums, n divides it, and it is outermost, size)."""
+        atom, index = position[axis]  # index 0: the outermost dim of rows
         is_divided = divides(n, atom.size)
         return num_sums[axis], is_divided, is_divided and index == 0, assume_large(atom.size)
 
@@ -105,7 +106,7 @@ def _is_linear_output(node: Node) -> bool:
     def operands_of(node: Node) -> Sequence[Node]:
         """Return the operands of an op that sums over no dim, or has no rule; () for products and other reductions."""
         call, rule = lookup_rule(node) or (None, None)
-        if call is None or transfer_of(node.target) is not None:
+        if call is None or transfer_of(node.target) is not None:  # an input, or an exchange between ranks
             return ()
         # A factor of an operand that no result has (`vanishing`) is summed, except in a reshape, which regroups dims.
         return call.operands if rule is None or rule.reshapes or not rule.vanishing else ()
@@ -117,15 +118,19 @@ def _is_linear_output(node: Node) -> bool:
 def count_row_nodes(plan: PlacementPlan, start: Node) -> int:
     """Return the number of nodes that compute on shards of the rows of a scattered sum.
 
-    With 0, the scatter is idle: the rows are gathered again before any op computes on them.
+    With 0, the scatter is idle: the rows are gathered again before any op computes on them. The keys of `plan.wants`
+    are the ops that run on shards; those that only move elements, such as views, are not counted (`is_move_op`).
     """
     reached = reachable_set([start], lambda node: [user for user in node.users if _runs_on_rows(plan, user)])
     return sum(node in plan.wants and not is_move_op(node) for node in reached - {start})
 
 
 def _runs_on_rows(plan: PlacementPlan, node: Node) -> bool:
-    """Return True if the node runs on shards, or is a getitem of an op on shards."""
-    if node not in plan.wants:
+    """Return True if the node runs on shards, or is a getitem of an op on shards.
+
+    `plan.wants` has the placements that a node needs of its operands, for nodes that run on shards.
+    """
+    if node not in plan.wants:  # a getitem has no such placements
         return node.op == "call_function" and any(isinstance(p, Shard) for p in plan.placements.get(node, ()))
     return any(isinstance(want, Shard) for want in plan.wants[node])
 

@@ -40,6 +40,7 @@ class AffineCall(ShardCall):
         m, b, initial = self.m, self.b, self.initial
         if initial is not None:
             initial = initial.expand(*b.shape[:ROWS_FROM_END], *b.shape[-2:])
+        # torch.func cannot transform the operator: with its tensors as operands, its Python implementation is called.
         affine_scan = op_or_body(sp.affine_scan, ops.affine_scan, m, b, initial)
         options = self.dim, self.reverse, self.accumulate, self.exclusive
         shards = self.arguments(b, 1)  # the bytes are not needed: the exchange is always "gather"
@@ -64,6 +65,7 @@ class AffineCall(ShardCall):
         yield from self.wrong_recurrence(self.initial, m=self.m, b=self.b)
         yield from check_flags(exclusive=self.exclusive)
         yield from self._wrong_shapes()
+        # The rows are checked only if b has their dim, the third from the end (ROWS_FROM_END is -3).
         if self.shards is not None and self.b.ndim >= -ROWS_FROM_END:
             yield from self.shards.errors(self.b.shape, self.dim)
 

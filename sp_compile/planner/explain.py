@@ -66,6 +66,7 @@ def explain(
         raise SpError("SP713", f"memory: expected True or False, got {memory!r}.")
     if optimizer is not None and not memory:
         raise SpError("SP714", "optimizer: expected None with memory=False, as explain does not report its state.")
+    # The options that have no effect on the report, with the reasons: they raise.
     refused = DRY_RUN_OPTIONS if memory or passes else DRY_RUN_OPTIONS | MEMORY_OPTIONS
     run = DryRun("explain", model, args, [(sp, options)], refused, partitions=passes)
     run.per_weight = state_per_weight(optimizer) if memory else None

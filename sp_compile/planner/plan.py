@@ -266,18 +266,17 @@ def _plan_first(planner: StepPlanner, result: StepPlan, all_ranks: Sequence[int]
     more_tiles = TILE_COUNTS if user_tiles is None else None  # the number of tiles of the last attempt, if any
 
     def examine(checkpoint: bool, tiles: int | str) -> list[PlannedStep]:
-        """Return the steps of the variants that are added, of all numbers of ranks that are not settled."""
+        """Return the examined step on each number of ranks that is not settled; its rows are added to `result`."""
         unsettled = [n for n, attentions in choices.items() if attentions and not _is_settled(result, n)]
-        if (
-            tiles == more_tiles
-        ):  # not on those n with this number of tiles already, which tiles="auto" chose for the memory
+        if tiles == more_tiles:
+            # Skip those n whose last step had as many tiles already: tiles="auto" may have chosen them.
             unsettled = [n for n in unsettled if num_tiles.get(n, 0) < TILE_COUNTS]
         states = {n: planner.states(n)[0] for n in unsettled}
         configs = [PlanConfig(n, *choices[n][0].key, checkpoint, tiles, states[n], planner.offload) for n in unsettled]
         steps = planner.plan_steps(configs) if configs else []
         for step in steps:
             if tiles == more_tiles and not step.max_tiles:
-                continue  # no part of the model can be tiled
+                continue  # no part of the model can be tiled, so the step is that of the attempt before
             num_tiles[step.config.ranks] = step.max_tiles
             result.notes += [note for note in _graph_breaks(step) if note not in result.notes]
             for attention in choices[step.config.ranks]:
@@ -358,8 +357,9 @@ def _rows_to_examine(result: StepPlan, n: int, near: bool = True) -> list[Varian
 def _update_rows(planner: StepPlanner, result: StepPlan, rows: Sequence[Variant], adds_estimates: bool) -> None:
     """Examine these variants and replace them in `result.rows`; remove those that are not possible.
 
-    After a variant with a share on the host, that with the least share that fits is added. Unless it follows from the
-    same dry run, it is an estimate, and added only with `adds_estimates`.
+    A variant that moves a share of the saved values to the host may move more than it must. Another one, with the
+    smallest share with which it fits, is then added. Its numbers are exact if one dry run is sufficient for all shares
+    (`covers_any_share`). Otherwise they are an estimate, which is added only with `adds_estimates`.
     """
     steps = {step.config: step for step in planner.plan_steps([row.config for row in rows])}
     for row in rows:
@@ -370,9 +370,9 @@ def _update_rows(planner: StepPlanner, result: StepPlan, rows: Sequence[Variant]
         attention = next(choice for choice in planner.attention_choices(row.ranks) if choice.key == row.config.key)
         variant = planner.plan_row(step, attention, row.state, row.offload)
         result.rows.append(variant)
-        if not row.offload:
+        if not row.offload:  # nothing is on the host
             continue
-        if planner.shares and step.covers_any_share:
+        if planner.shares and step.covers_any_share:  # no shares: the user has fixed the share
             with_least_share = planner.min_offload(step, attention, row.state)
             if with_least_share and with_least_share.config != row.config:
                 result.rows.append(with_least_share)
@@ -400,6 +400,7 @@ def _estimate_share(planner: StepPlanner, result: StepPlan, variant: Variant) ->
     host = variant.host * share / variant.offload
     if host > planner.host:
         return None
+    # It is assumed to need exactly the memory of the device.
     return replace(variant, offload=share, host=host, is_measured=False, memory=result.memory, fits=True)
 
 

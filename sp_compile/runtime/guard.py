@@ -150,6 +150,7 @@ class GuardedProgram:
     def __call__(self, *args: Any) -> Any:
         """Compare the call over the ranks, then run the program."""
         refuse_transforms()
+        # The arguments to test for fake or sharded values: all in the first call, then all but most parameters.
         tested_args = args if self.parameters is None else [*compress(args, self._sharding_inputs)]
         is_traced = any_traced(tested_args)  # a call with fake tensors runs nothing, so no message is exchanged
         # Agree on the call. `written` are the inputs that the program changes in place; those of an unsplit program are
@@ -202,15 +203,17 @@ class GuardedProgram:
         if problem is None:
             self.called.add(mine.model)
             return mine
-        # The ranks of the inner guards' groups wait for this call: they are informed that it does not take place.
+        # `connected` are the groups of this guard and of its inner guards, whose ranks wait for this call: inform the
+        # latter that it does not take place.
         for ranks in self.connected[1:]:
             all_gather_messages(ranks, STOP_VERB)
         # A rank that has raised in a step, and whose program caught it, announces its next call while the other ranks
-        # are still in that step, such as at its backward.
+        # are still in that step, such as at its backward. `raised` is the text of such exceptions, "" without one.
         raised = describe_raised(messages or ())
         if raised and operation_mismatch is not None:
             if has_raised and len(involved_groups()) == 1:
-                # This is the rank that has raised. The others raise now, and then announce the same call as this rank.
+                # This is the rank that has raised. The others raise now, and then announce the same call as this rank:
+                # announce it again.
                 return self._agree(args, alias_error)
             # With several groups, ranks of another one may wait in the program for this rank: end the groups.
             abort_if_connected(channel, messages or (), mine)
@@ -223,6 +226,7 @@ class GuardedProgram:
         if self.parameters is None:
             self.parameters = [isinstance(a, torch.nn.Parameter) for a in args]
         subject, check_every = self.info.subject, self.info.check_every
+        # The numbers of the model, which its parameters identify, and of this call of it.
         model, number = (0, 0) if channel is None else channel.count_call(subject, [*compress(args, self.parameters)])
         compares_all = model not in self.called or (check_every > 0 and number % check_every == 0)
         self.called.discard(model)  # until the ranks agree: the call after an error is compared in full
@@ -310,8 +314,10 @@ class GuardedProgram:
         if cause:
             return SpError("SP638", cause)
         is_same_program = len({message.program.digest for message in messages}) == 1
+        # A line of each rank's program, where they differ first. All ranks call this, as all have the same messages.
         lines = [] if is_same_program else self.program.first_difference(self.ranks)
-        mismatch = find_input_mismatch(messages, lines, self.inputs, bool(self.boundary.own_rows))
+        has_shards = bool(self.boundary.own_rows)  # each rank passes its rows of some inputs
+        mismatch = find_input_mismatch(messages, lines, self.inputs, has_shards)
         # Different weights (SP635) may be due to partial gradients that the option param_grads='partial' leaves.
         if mismatch is not None and mismatch.code == "SP635" and self.info.leaves_partial:
             return SpError(mismatch.code, f"{LEFT_PARTIAL}{mismatch.cause}", f"{LEFT_PARTIAL_FIX}{mismatch.fix}")

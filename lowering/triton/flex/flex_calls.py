@@ -167,9 +167,11 @@ def _call_program(
     queries, keys = q.shape[2], k.shape[2]
     pair, captured = pair_functions(pairs, queries, keys, q.device)
     has_bool_mask = pair.mask_dims is not None and not pair.is_mask_additive
-    block_tables = build_tables(pairs.plan, queries, keys, has_bool_mask, q.device)  # numbers of key blocks, and these
+    # Tables of numbers (1, 1, rows) and of indices (1, 1, rows, columns) of tiles alternate. Rows and columns depend on
+    # the lengths.
+    block_tables = build_tables(pairs.plan, queries, keys, has_bool_mask, q.device)
     tile = tile_size(queries, keys)
-    table_lengths = [(2,), (2, 3)] * (len(block_tables) // 2)  # tables of numbers and of indices alternate
+    table_lengths = [(2,), (2, 3)] * (len(block_tables) // 2)
     captured_lengths = [_length_dims(name, pair) for name in pair.names]
     lengths = [(2,)] * len(operands) + table_lengths + captured_lengths  # dims of each input that are lengths
     variant = pair, tile, scale, learned  # the arguments of `fn` that are no tensors
@@ -177,10 +179,13 @@ def _call_program(
 
 
 def _length_dims(name: str, pair: PairFunctions) -> tuple[int, ...]:
-    """Return the dims of a captured tensor that are numbers of queries or keys: calls with other ones share a program.
+    """Return the dims of a captured tensor that are numbers of queries or keys; calls may differ in these only.
 
-    These are dims of the mask, the last dim of row<i> and col<i> (which may have a batch dim), and the dim of the
-    positions q and k. Sizes, and the vectors and tables of the score, have none.
+    Args:
+        name: "q" or "k", the positions of the queries or keys, with one dim; "row<i>" or "col<i>", a vector with one
+            element per query or key, and possibly a batch dim before; "mask"; or another name: a number, or a vector or
+            table of the score function, which has no such dim.
+        pair: The functions that read the tensor; `mask_dims` are letters of "bhqk", one for each dim of the mask.
     """
     if name == "mask":
         assert pair.mask_dims is not None

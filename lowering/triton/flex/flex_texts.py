@@ -111,7 +111,7 @@ def pair_functions(
         "q": _row_positions(pairs.q_rows, queries, dtype, device),
         "k": _row_positions(pairs.k_rows, keys, dtype, device),
     }
-    # Vectors and sizes that the texts read.
+    # Vectors and sizes that the texts read. A score function also reads b, heads and tables, which are no vectors.
     symbols = language.predicate_symbols(pairs.predicate) | (scores.score_symbols(pairs.score) & pairs.vectors.keys())
     for name in sorted(symbols - {"q", "k"}):
         if name in pairs.sizes:

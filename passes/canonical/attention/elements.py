@@ -284,12 +284,13 @@ def round_constants(cases: Cases, dtype: torch.dtype) -> Cases:
     """Return cases with their integer constants as a floating dtype represents them, in bfloat16 257 as 256."""
 
     def _round(number: sympy.Expr) -> sympy.Expr:
+        """Return a constant as the dtype represents it; expressions such as q + 1 are returned unchanged."""
         if not number.is_Integer or not dtype.is_floating_point:
             return number
         represented = round_to_dtype(float(number), dtype)
         if represented is None:
             raise NotSymbolic(f"overflows in {dtype}")
-        ((_, value),) = as_cases(as_number(represented))
+        ((_, value),) = as_cases(as_number(represented))  # a constant has one case, (True, value)
         return value
 
     return tuple((condition, _round(number)) for condition, number in cases)

@@ -108,9 +108,10 @@ class LoopBuilder:
         """
         column, step = self.loop.owner[node]
         batched = self.values[column]
-        if isinstance(batched, list):  # one BatchedValue for each result; it is no node, as the steps differ
+        if isinstance(batched, list):  # one BatchedValue for each result of an op such as topk
             raise NotALoop("an op outside the loop reads an op with several results")
-        index = column.end - 1 - step if self.reverse else step - column.first  # in the dim of the steps
+        # The column has the steps first, ..., end - 1; find the index of this step in the dim of the steps.
+        index = column.end - 1 - step if self.reverse else step - column.first
         return self.editor.compute(aten.select.int, (batched.node, batched.time, index), node)
 
     def _compute_column(self, column: StepColumn) -> bool:
@@ -130,7 +131,7 @@ class LoopBuilder:
             self.values[column] = self.editor.batch(column.node, leaves)
             return True
         form = self.editor.affine(column.node, leaves)
-        if form is None:
+        if form is None:  # not affine in the state: the column waits, and `_scan_together` may compute it
             return False
         self.forms[column] = form
         is_recurrence = form.state is column and form.lag == 1
@@ -152,6 +153,7 @@ class LoopBuilder:
         seeds: dict[ColumnRef, Any] = {}  # (column, lag) -> the value that many steps before the first one
         if len({(column.first, column.end) for column in body}) > 1:
             raise NotALoop("a state that some steps do not have")
+        # The operands of each column; this also collects the seeds.
         leaves = [[self._body_leaf(x, column, body, seeds) for x in column.operands] for column in body]
         self.values.update(CoupledStates(self.editor, body, leaves, seeds).scan(self.reverse))
         self.scans += 1
@@ -343,7 +345,7 @@ class RerollLoops(CanonicalPass, ScanBuilder):
         anchor = _find_anchor(builder.shared_nodes(), step_set, [stack, *(user for user, _ in outer_reads)])
         with self.insert_after(anchor), restore_autocast(anchor):
             values = builder.run()
-            if not reads_rolled and not builder.scans:
+            if not reads_rolled and not builder.scans:  # steps read earlier ones, as y[t] + y[t - 1], without a state
                 raise NotALoop("no recurrence")
             # `reverse`: the list has the last step first; `builder.reverse`: `values` have it first.
             result = self._arrange(values if reverse == builder.reverse else self.flip(values), stack)
@@ -372,8 +374,9 @@ class RerollLoops(CanonicalPass, ScanBuilder):
             if not node.users:
                 self.graph.erase_node(node)
         self._erase_unused()
-        splits = {i.args[0]: None for i in inputs if i.target is operator.getitem}  # each once, in order
-        self.drop(*inputs)
+        # The unbinds and splits whose results the steps read, each once, in order.
+        splits = {i.args[0]: None for i in inputs if i.target is operator.getitem}
+        self.drop(*inputs)  # those that no other node reads
         for split in splits:
             self._select_pieces(split)
         self.rolled.update(n for n in self.emitted if n.users)
@@ -382,7 +385,7 @@ class RerollLoops(CanonicalPass, ScanBuilder):
         """Replace the results of an unbind or split with other readers by selects, so that no rank needs all pieces."""
         for user in list(split.users):
             read = match_piece_read(user)
-            if read is not None:
+            if read is not None:  # `rows` is the number of rows of a piece, 0 for an unbind, which removes the dim
                 rows, index = read.rows, read.position
                 positions = (index * rows, (index + 1) * rows) if rows else (index,)
                 target = aten.slice.Tensor if rows else aten.select.int

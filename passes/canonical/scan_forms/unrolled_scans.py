@@ -77,7 +77,8 @@ class UnrolledScans(RewriteAssociativeScans):
         self.levels = {n: level for n in gm.graph.nodes if (level := _match_level(n)) is not None}  # by join
         # `outermost_trees` yields the join of each tree first.
         outer = [self.levels[join] for join, _ in outermost_trees(gm.graph) if join in self.levels]
-        # A level with half of the rows of an unknown tree may be a part of that tree, which is gathered as a whole.
+        # A tree whose combine function is not known is gathered as a whole. Its inner level, which has half of its
+        # rows, may also be among `outer`: skip the levels with that number of rows.
         inner_rows = {level.rows // 2 for level in outer if self._match_tree(level) is None}
         return sum(self._rewrite_tree(level) for level in outer if level.rows not in inner_rows)
 
@@ -94,6 +95,7 @@ class UnrolledScans(RewriteAssociativeScans):
         if not has_equal_types or not self.supports_dtypes(leaves, scan):
             return False
         with self.graph.inserting_before(level.join):
+            # Scan the leaves as they were before torch moved the dim to the front, and flipped it for a reverse scan.
             out = self.emit_leaf_scan(scan, unmoved_operands(leaves, level.dim), level.join)
         for result in results:
             self.replace(result, out)
@@ -118,6 +120,7 @@ class UnrolledScans(RewriteAssociativeScans):
             even_sides = {_RowSlice(2, 2, num_even): "right"}  # the left operands are results of the inner level
             if combine != _match_combine(level.even, level, level.leaf, even_sides, num_even):
                 return None
+        # The last level has no inner one that could combine by another function.
         inner_combine = self._match_tree(inner) if inner is not None else _LevelCombine(combine.op)
         if inner_combine is None or inner_combine.op != combine.op:
             return None
@@ -197,7 +200,7 @@ def _match_combine(
 
     def symbol(x: Node) -> sympy.Symbol | None:
         """Return the symbol of an operand, left or right rows of a leaf; None for values computed from operands."""
-        source, row_slice = _match_rows(x, level.dim)
+        source, row_slice = _match_rows(x, level.dim)  # a value, and its rows as (start, step, number of rows)
         # At even rows, combine(odd[:-1], x[2::2]): the left operand is a result of the inner level, not rows of a leaf.
         if source is level.odd and num_results and row_slice == (0, 1, num_results):
             return left

@@ -103,11 +103,12 @@ def _is_addition(node: Node) -> bool:
 def match_placed(node: Node) -> SlicePiece | None:
     """Return the piece that the node pads with zeros, or None.
 
-    The node is a padding, a cat with zeros, or the gradient of a slice or a select. In the returned `SlicePiece`,
-    `source` is the piece, and the position is that in the node.
+    The node is a padding, a cat with zeros, or the gradient of a slice or a select. The returned `SlicePiece` has the
+    piece as `source`, and its place in the result of the node: dim, start and length. For cat([p, zeros]), with p of 3
+    rows, it is (p, 0, 0, 3).
     """
     pad, op = match_padding(node), node_packet(node)
-    if pad is not None:
+    if pad is not None:  # with a `fill` other than 0 the node adds no zeros; a negative `before` or `after` crops
         length = node_shape(pad.source)[pad.dim]
         is_static = all(isinstance(rows, int) for rows in (pad.before, pad.after, length))
         if not is_static or pad.fill or min(pad.before, pad.after) < 0:
@@ -118,6 +119,7 @@ def match_placed(node: Node) -> SlicePiece | None:
     piece = _match_slice_write(OpCall(node), op in (aten.select_backward, aten.select_scatter))
     if piece is None:
         return None
+    # The written value must have the shape of the place that it is written to: a scatter may broadcast it.
     shape = node_shape(node)
     piece_dims = [piece.length] if piece.keeps_dim else []  # a select has removed the dim
     piece_shape = (*shape[: piece.dim], *piece_dims, *shape[piece.dim + 1 :])

@@ -66,7 +66,7 @@ class ChooseAttention(Pass):
         """Choose a strategy for every sharded attention (`NodeInfo.choice`), and the row order of the program.
 
         For each order of rows that is possible, the best strategy of each attention is found; the order with the fewest
-        predicted seconds is used. `job.folds` identifies it.
+        predicted seconds is used. `job.folds` identifies it: 1 contiguous, 2 zigzag (chunks of a rank), 0 balanced.
 
         Args:
             gm: The graph.
@@ -78,7 +78,7 @@ class ChooseAttention(Pass):
         Raises:
             SpError: The requested strategy supports none of the attention.
         """
-        plan, trained = job.plan(gm), differentiable_nodes(gm)
+        plan, trained = job.plan(gm), differentiable_nodes(gm)  # trained: nodes that receive a gradient
         nodes = [n for n in attention_nodes(gm) if _is_shardable(n, plan)]
         shapes = {n: _attention_shape(n, plan, job, trained) for n in nodes}
         machines = {n: job.machine_of(n) for n in nodes}
@@ -108,7 +108,7 @@ class ChooseAttention(Pass):
         job.decisions += decisions[order].values()
         if folds != job.folds:
             job.folds = folds
-            job.invalidate()
+            job.invalidate()  # the cached placements are of the old order
         return 0
 
     def _accept_balanced(
@@ -201,11 +201,13 @@ def _is_shardable(node: Node, plan: PlacementPlan) -> bool:
     """Return True if a strategy is chosen for an attention by cost: q, k and v are sharded along their sequence.
 
     For any other attention, such as one without a dim of heads, the passes of the strategies decide, and report it.
+    Without a demand ("attend"), the attention needs nothing of other ranks.
     """
     call = OpCall(node)
     is_sharded = all(sequence_shard(plan, call, i) is not None for i in range(3))
     has_demand = any(d.node is node and d.kind == "attend" for d in plan.demands)
-    return has_demand and is_sharded and call.ndim(0) >= 3 and not has_broadcast_heads(call)
+    has_heads = call.ndim(0) >= 3  # q is ([B,] H, S, D)
+    return has_demand and is_sharded and has_heads and not has_broadcast_heads(call)
 
 
 def _choose_candidate(
@@ -280,8 +282,9 @@ def _unsupported_error(node: Node, job: PassContext, allowed: Iterable[Candidate
 def _is_allowed(candidate: Candidate, job: PassContext) -> bool:
     """Return True if the options `attention`, `mesh` and `layout` allow a candidate.
 
-    A candidate with a relayout moves the rows to another order for one attention only. If an order other than the
-    contiguous one is requested, it is that of the whole program, so that no relayout is allowed.
+    A candidate with a relayout moves the rows to another order for one attention only. With layout="contiguous", the
+    candidate must run in contiguous order. If another order is requested, it is that of the whole program, so that no
+    relayout is allowed.
     """
     if _requested_strategy(job) not in ("auto", candidate.kind):
         return False
@@ -291,11 +294,16 @@ def _is_allowed(candidate: Candidate, job: PassContext) -> bool:
     requested = LAYOUTS.get(job.options.layout)
     if requested is None:  # "auto"
         return True
-    return LAYOUTS[candidate.layout].is_in_order if requested.is_in_order else not candidate.relayout
+    if requested.is_in_order:  # the contiguous order
+        return LAYOUTS[candidate.layout].is_in_order
+    return not candidate.relayout
 
 
 def _requested_strategy(job: PassContext) -> str:
-    """Return the strategy that the user requested by name, or else by the shape of the mesh, or "auto"."""
+    """Return the strategy that the user requested by name, or else by the shape of the mesh, or "auto".
+
+    A mesh with a "ulysses" axis of some, but not all ranks, for example, requests "hybrid".
+    """
     if job.options.attention != "auto":
         return job.options.attention
     of_mesh = [strategy.name for strategy in attention_strategies() if strategy.rewrite.on_mesh(job.ranks)]
@@ -395,6 +403,7 @@ def _predicate_bounds(predicate: str, queries: int, keys: int) -> tuple[bool, in
     if last < 1:
         return False, None
     middle = last // 2
+    # Evaluate at two queries whether later keys are seen, and at three others how many keys are seen.
     causal = sees_none(0, 1, last) and sees_none(middle, middle + 1, last)
     windows = [_max_visible_keys(sees_none, query) for query in (last, last * 7 // 8, last * 2 // 3)]
     known_windows = [window for window in windows if window is not None]

@@ -53,7 +53,7 @@ def _join_threads() -> None:
     for thread in _pending_queries:
         thread.join(STORE_TIMEOUT)
     if dist.is_available() and dist.is_initialized():
-        drain_gloo_threads()
+        drain_gloo_threads()  # wait for the threads of process groups, which would abort it, too
 
 
 atexit.register(_join_threads)
