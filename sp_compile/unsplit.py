@@ -43,8 +43,9 @@ def lower_unsplit(program: UserProgram, options: AnyOptions, session: CompileSes
 
     Args:
         program: The program.
-        options: The options of the backend; those of a sequence are refused, except in a fragment of a model.
-        session: The session. Passes on the joint graph optimize the collectives of its groups; none in a new session.
+        options: The options of the backend. Options on the sequence are refused, except in a fragment of a model.
+        session: The session. Passes on the joint graph optimize the collectives of its groups. A new session,
+            `CompileSession()`, has no groups: then nothing is optimized.
         *notes: Notes of the report.
 
     Raises:

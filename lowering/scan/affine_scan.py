@@ -182,7 +182,7 @@ def local_affine_total(m: Tensor, b: Tensor, reverse: bool, form: str) -> Pair:
     """Return the map (factor, state) of all rows: the last state is factor @ initial + state.
 
     Shapes: m (..., S, K, K), b (..., S, K, V) -> (..., K, K), (..., K, V). form: as for ``sp::local_affine_scan``.
-    Source: one batched product a row.
+    Implementation: one batched matrix product for each row.
     """
     factors, terms = _rows_of_batch(m), _rows_of_batch(b)
     size = m.shape[-1]

@@ -83,11 +83,14 @@ def abort_waits(group: dist.ProcessGroup) -> None:
 
 
 def _time_out_receive(backend: Any, rank: int) -> bool:
-    """Time out a Gloo receive from a rank, which ends all waits; return False if the rank is not connected."""
+    """Time out a Gloo receive from a rank; return False if the rank is not connected.
+
+    Gloo then closes all connections of the group, so that every wait on them raises (see `abort_waits`).
+    """
     buffer = torch.empty(1, device="cpu")
     with contextlib.suppress(RuntimeError):
         work = backend.recv([buffer], rank, NEVER_SENT)
-        leak((work, buffer))  # the receive never completes
+        leak((work, buffer))  # never destroyed: the receive never completes
         try:
             work.wait(timedelta(milliseconds=1))
         except RuntimeError as error:

@@ -367,9 +367,9 @@ def _hook_every_use(tensor: Any, hooked: Any) -> None:
 
 
 def _make_leaves(args: Sequence[Any]) -> list[Any]:
-    """Return detached copies of values (also nested in containers), to trace a body without its callers.
+    """Return the arguments with each tensor, also in nested containers, detached: a leaf of the autograd graph.
 
-    They require gradients as before.
+    The trace of a body on them does not contain the ops that computed them. They require gradients as before.
     """
     return pytree.tree_map_only(torch.Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), list(args))
 

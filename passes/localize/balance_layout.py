@@ -213,7 +213,7 @@ class BalanceLayout(Pass):
         chunks = balance_rows(predicates, weights, numbers, (), _current_size(length), n)
         contiguous = f"contiguous {chunks.contiguous_imbalance:.2f}"
         text = f"the busiest rank has {chunks.imbalance:.2f} times the mean of query-key pairs, {contiguous}"
-        if predicates != tuple(work.predicates):
+        if predicates != tuple(work.predicates):  # conditions that read vectors were removed above
             text = f"chunks are assigned at run time from the data of masks; without masked pairs, {text}"
         self.notes.append(Note(NoteKind.REWRITTEN, BALANCED.name, text))
 
@@ -242,6 +242,7 @@ class BalanceLayout(Pass):
             cause = "needs its rows in the order of the sequence, which this layout changes"
             raise SpError("SP411", f"layout='balanced': {describe_node(node)} {cause}.")
         call = OpCall(node)  # its arguments have changed
+        # The first four entries of a frame are [outer, size, start, length]; the fifth, `folds`, is the layout.
         contiguous_frames = {name: list(call[name])[:4] for name in frames}
         node.args, node.kwargs = call.with_operands(call.operands, **contiguous_frames)
 
@@ -301,7 +302,9 @@ class BalanceLayout(Pass):
         return self.compute(aten.unsqueeze.default, (positions, 0), like), None
 
     def _reorder_vector(self, vector: Node, frame: FrameArgument, like: Node) -> tuple[Node, Node | None]:
-        """Return a mask vector in the order of the frame's rows, and its table, or None if it is not computed yet."""
+        """Return a mask vector in the order of the frame's rows, and its table; None if no table is computed for it."""
+        # `_emit_order` has reordered the vectors of the sequence's length, once for all vectors with equal values
+        # (`representatives` names the one of them that `reordered` contains). Others are reordered here.
         if vector in self.representatives:
             return self.reordered[self.representatives[vector]]
         return self._emit_reorder(vector, 1, frame, like), None

@@ -188,12 +188,17 @@ class RowsLayer(CacheLayerMixin):
         return torch.arange(start, self.length, device=device)[(self.index - start) % n :: n].clone()
 
     def _distribute(self, rows: Tensor) -> Tensor:
-        """Return the rows of the window that this rank stores if positions go to the ranks in turn. Collective."""
+        """Return the rows of the window that this rank stores if positions go to the ranks in turn.
+
+        A collective: every rank must call it, with the rows that it stores now.
+        """
         start = self._window_start(self.length)
         shared = rows.new_zeros((*rows.shape[:2], self.length - start, rows.shape[3]))
         used = self.positions >= start
         shared.index_copy_(2, self.positions[used] - start, rows[:, :, used])
+        # The sum over the ranks is the full window, as each row is 0 on all ranks but the one that stores it.
         shared = current_communicator().all_reduce(shared, self.ranks.n, self.ranks.group)
+        # The first position p >= start with p % n == the index of this rank, and every n-th after it.
         return shared[:, :, (self.index - start) % self.ranks.n :: self.ranks.n].contiguous()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

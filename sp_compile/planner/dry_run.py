@@ -272,8 +272,10 @@ class DryRun:
         if not lowered.unsplit_reason:
             lowered.add_boundary_outputs()
         result.checkpoints |= any("ac_graph_id" in node.meta for node in lowered.graph.graph.nodes)
-        # `hosted` is the step with all saved values on the host. From it and the step with none there, `unroll_step`
-        # computes the step of all layers, of which the graph may have a few, and a plan those for many shares.
+        # The field `hosted` of a step is the same step with all saved values on the host. Steps with a part of the
+        # values there are computed from the two. It is needed
+        # - without the option `offload`, if a plan compares shares of saved values on the host (`keeps_steps`);
+        # - with it, if the graph has a few of the layers: `unroll_step` selects the share for all layers.
         needs_hosted = self.keeps_steps if options.offload == "never" else self.repeats is not None
         step = graph_step(lowered, options, needs_hosted and options.has_joint_passes)
         if self.repeats is not None or result.steps is not None:

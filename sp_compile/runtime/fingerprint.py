@@ -195,12 +195,14 @@ def graph_digest(gm: GraphModule, names: Mapping[str, str] = MappingProxyType({}
     digest_text, lines = [], []
     for text in inline_bodies(graph_lines(gm)):
         op_text = " ".join(filter(None, [text.node.name, text.call, *text.constants, text.value, text.checkpoint]))
-        line = TextLine(f"{op_text} {text.operands} {text.spec}", op_text, stack_trace(text.node))
+        full_text = f"{op_text} {text.operands} {text.spec}"
+        line = TextLine(text=full_text, name=op_text, trace=stack_trace(text.node))
         digest_text.append(line.text)
         # Messages show an input by the user's name and its value. The digest above contains its node like any other.
         if text.node.op == "placeholder":
             value = text.value or "a number that may change, as lengths do under dynamic=True"
-            line = TextLine(value, f"input {names.get(text.node.name) or text.node.name}: {value}", "")
+            name = f"input {names.get(text.node.name) or text.node.name}: {value}"
+            line = TextLine(text=value, name=name, trace="")
         lines.append(line)
     return ProgramDigest(hash_text("\n".join(digest_text)), tuple(lines))
 

@@ -427,6 +427,7 @@ def _has_sink_per_head(sinks: SinkValue | None, source: SoftmaxSource, scores: S
     # must then have 1 in both of them: it would be read as a mask of (batch, heads).
     if sinks.groups and any(not is_same_size(size_product(mask.shape[:-2]), 1) for mask in masks):
         return False
+    # The shape of the scores to which masks and biases are applied; None without any.
     return scores.masked_shape is None or is_same_shape(scores.masked_shape[:-2], sinks.leading)
 
 

@@ -138,6 +138,7 @@ def match_sink_value(sinks: Node, coords: Sequence[Any], leading: tuple[Size, ..
         node, coords = element
         shape = node_shape(node)
         indices = [c for c, extent in zip(coords, shape, strict=True) if not is_same_size(extent, 1)]
+        # One element for all heads, or a vector with an element per head.
         if not indices or (indices == [HEAD_INDEX] and is_same_size(size_product(shape), leading[1])):
             return SinkValue(node, leading)
         # Scores (groups, H / groups, Q, K): both leading dims index a vector of all heads.

@@ -117,10 +117,13 @@ def make_stand_in(
 
 
 def _is_default(value: Any, default: Any) -> bool:
-    """Return True if an argument has its default value, is None, or is False where the default is None or unknown."""
+    """Return True if an argument has its default value, or turns an option off (None, or False instead of None).
+
+    A default of None also stands for an argument that the signature does not have, as in a function of **kwargs.
+    """
     if value is None or (value is False and default is None):
         return True
-    if isinstance(value, Tensor) or default is None:
+    if isinstance(value, Tensor) or default is None:  # no default is a tensor
         return False
     return bool(value == default)
 
