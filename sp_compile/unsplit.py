@@ -100,6 +100,7 @@ def must_split(program: UserProgram, options: AnyOptions) -> bool:
 
 def explain_failure(failure: Exception, program: UserProgram) -> Exception:
     """Return the error of the compilation, shortened, or SP242 with a fix for torch's RecursionError on DTensors."""
+    # torch (without this package, too) recurses without end on DTensors with a dynamic length.
     if not isinstance(failure, RecursionError) or not program.has_dtensors:
         return shorten_failure(failure, program_subject(program.graph))
     error = SpError("SP242", CHANGING_LENGTHS)

@@ -149,6 +149,7 @@ def flash_backward(
     """Run FlashAttention's backward for grad, the cotangent of out; return dq, dk, dv and None (no bias gradient)."""
     layout = _FlashLayout.of(q, k, args)
     grad, query, key, value, out = layout.to_kernel(*pad_last_dim(_padded_width(q, v), grad, q, k, v, out))
+    # The kernel expects +inf, not -inf, for rows without keys, and a random state, which only dropout reads.
     lse, unused = mask_empty(lse), _unused_rng_state(q)
     if args.sequences is not None:
         lse = lse.transpose(0, 1).flatten(1)  # (H, B * Q)
@@ -239,6 +240,7 @@ class _EfficientLayout(NamedTuple):
         """Convert the kernel's log-sum-exps, which are padded along S, to (B, H, S)."""
         if self.queries is None:
             return lse[..., : self.max_length[0]]
+        # Rows that belong to no sequence get -inf, as rows without keys.
         return self.unpack_queries(self.queries.unpad_per_sequence(lse), -torch.inf)
 
     def pack_lse(self, lse: Tensor) -> Tensor:

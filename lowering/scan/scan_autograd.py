@@ -199,7 +199,7 @@ def _scan_vjp(grad: Tensor, x: Tensor, y: Tensor, carry: Tensor | None, cuts: Te
     w, carried, _ = recurrence_with_grad(a, grad, None, RecurrenceSpec(not spec.exclusive, back, dtype, accumulate))
     if spec.exclusive:
         w = shift_rows(w, _carried_states(w, carried, None, back), back)
-    dx = w.masked_fill(~c, 0) if c.dtype is torch.bool else c * w
+    dx = w.masked_fill(~c, 0) if c.dtype is torch.bool else c * w  # bool for "max" and "min"
     return dx.to(x.dtype)
 
 

@@ -100,7 +100,7 @@ class _TracingInterpreter(Interpreter):
 
     def __init__(self, gm: GraphModule, fake_mode: FakeTensorMode) -> None:
         super().__init__(gm)
-        self.extra_traceback = False
+        self.extra_traceback = False  # `run_node` adds the user's line to errors instead
         self.fake_mode = fake_mode
         self.functorch = _functorch_regions(gm.graph)  # nodes of each functorch region, by its first node
         self.done: set[Node] = set()  # nodes of functorch regions that have run
@@ -115,9 +115,9 @@ class _TracingInterpreter(Interpreter):
         if n in self.done:
             return self.env.get(n)
         try:
-            # Under no_grad, the trace would let later nodes read detached operands, see `run_without_grad`.
             if n in self.functorch:
                 return self.inline_functorch(self.functorch[n], n)
+            # Under no_grad, the trace would let later nodes read detached operands, see `run_without_grad`.
             return super().run_node(n) if torch.is_grad_enabled() else self.run_without_grad(n)
         except SpError:
             raise

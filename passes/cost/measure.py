@@ -107,7 +107,9 @@ def fit_constants(
     if n <= ranks_per_node:
         constants |= {"all_to_all_bandwidth": exchange.bandwidth, "hop_bandwidth": exchange.bandwidth}
         constants |= {"all_gather_bandwidth": gather.bandwidth}
-    else:  # the share of the bytes that leave the node
+    else:
+        # A rank sends equal blocks to n - 1 ranks, of which n - ranks_per_node are on other nodes. If these blocks take
+        # all of the time, the links between nodes have this share of the measured bandwidth.
         constants |= {"inter_node_bandwidth": exchange.bandwidth * (n - ranks_per_node) / (n - 1)}
     seconds_per_flop = attention.latency
     if seconds_per_flop:  # 0 is noise

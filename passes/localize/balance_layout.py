@@ -87,11 +87,12 @@ class BalanceLayout(Pass):
         balanced = balanced_inputs(job)
         if not calls and not balanced:
             return 0
+        # Another graph may read the neighbors of an output's rows, so that the first and last rows keep their place.
         self.fixed_ends = FIXED_END_POSITIONS if _has_sharded_output(gm, job) else 0
         self._emit_order(gm, calls, job.ranks.n, balanced)
         for call, frames in calls:
             self._rewrite_call(call, frames)
-        self.drop(*self.optional_nodes)
+        self.drop(*self.optional_nodes)  # those without readers
         return len(calls)
 
     def _emit_order(
@@ -152,13 +153,13 @@ class BalanceLayout(Pass):
         """
         work = self._attention_work(attentions)
         self._report_imbalance(work, self.sizes(length), n)
-        # pairs of numbers of positions: those before and those after a window
-        # `fixed_ends` is the number of positions that other graphs may cut off at each end of a sharded output, or 0.
+        # For each frame: the number of positions before its window, and of those after it.
         outside_windows = {(frame.start, as_size(frame.size - frame.start - frame.length)) for frame in frames}
+        # `fixed_ends` is the number of positions that other graphs may cut off at each end of a sharded output, or 0.
         fixed = sorted(outside_windows | {(self.fixed_ends, self.fixed_ends)}, key=str)
         front, back = (self.sizes.list(dict.fromkeys(numbers)) for numbers in zip(*fixed))  # without duplicates
         # Neighboring ranks that split the heads of an attention read the same rows, so the op counts them (`stride` of
-        # them) as one rank.
+        # them) as one rank. If the attentions differ, it is the smallest number of neighbors.
         strategies = ((op_strategy(call.node.target), call) for call in attentions)
         stride = min((strategy.neighbors(call) if strategy else 1 for strategy, call in strategies), default=1)
         return self.vectors, *work, self.sizes(length), front, back, n, stride, device

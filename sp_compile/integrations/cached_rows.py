@@ -46,7 +46,7 @@ class CachedRows(Tensor):
 
     @classmethod
     def of(cls, rows: Tensor, layer: RowsLayer, positions: Tensor, start: int) -> CachedRows:
-        """Return rows (B, H, rows, D) as such a tensor.
+        """Return a tensor (B, H, rows, D) as `CachedRows`, which only `attend_to_rows` may read.
 
         Args:
             rows: The rows.
@@ -235,8 +235,8 @@ class RowsLayer(CacheLayerMixin):
             self._keep(slice(len(self.positions) - count, None))
 
     def _keep(self, rows: slice | Tensor) -> None:
-        """Keep some rows, in memory of their own."""
-        if isinstance(rows, slice) and rows.start == 0:
+        """Keep some rows, in memory of their own. A slice has no end: slice(2, None) drops the first two rows."""
+        if isinstance(rows, slice) and rows.start == 0:  # all rows
             return
         self._keys, self._values = (x[:, :, rows].clone() for x in (self._keys, self._values))
         self.positions = self.positions[rows].clone()

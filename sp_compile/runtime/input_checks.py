@@ -206,11 +206,13 @@ def group_inputs(
         names.append("" if is_part or belongs_to_data else x.name)
     tensors = [x for x in graph_inputs if isinstance(x.value, torch.Tensor)]
     weights = {x.name for x in tensors if isinstance(x.value, torch.nn.Parameter)}
-    equal = {x.name for x in tensors if x.label in (facts.equal or ()) and not isinstance(x.value, DTensor)}
+    same_on_ranks = {x.name for x in tensors if x.label in (facts.equal or ()) and not isinstance(x.value, DTensor)}
+    # Values of weights are compared in the complete comparison (`equal`), and only if the program relies on them. Other
+    # tensors that were equal at compilation are compared by every call (`always`).
     return ComparedInputs(
         names,
         equal=frozenset(x.name for x in tensors if x.label in (labels or ()) and x.name in weights),
-        always=frozenset(equal - weights if labels is not None else ()),
+        always=frozenset(same_on_ranks - weights if labels is not None else ()),
         trained=tuple(x.name for x in tensors if x.value.requires_grad and x.name not in weights),
         dtypes=_dtypes(graph_inputs),
         is_assumed=True,

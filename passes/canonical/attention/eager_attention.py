@@ -245,7 +245,7 @@ class FuseEagerAttention(CanonicalPass):
         is_binary = self.compute(aten.logical_or.default, (is_zero, is_one), like)
         # Proven by parsing: each becomes a condition over the indices of queries and keys.
         gate_form, bias_form, binary_form = (try_parse_mask(x, shape) for x in (allowed, bias, is_binary))
-        self.drop(is_binary, bias)
+        self.drop(is_binary, bias)  # emitted for the proof only
         if gate_form is None or bias_form is None or binary_form is None or binary_form.allowed != sympy.true:
             return allowed, False
         return allowed, gate_form.allowed == bias_form.allowed and has_key_per_query(gate_form)
