@@ -77,7 +77,7 @@ def cudnn_backward(
 ) -> Gradients:
     """Run cuDNN's backward for grad, the cotangent of out; return dq, dk, dv and None (no gradient of a bias)."""
     grad, query, key, value, out = pad_last_dim(_padded_width(q, v), grad, q, k, v, out)
-    lse = mask_empty(lse).contiguous().unsqueeze(-1)
+    lse = mask_empty(lse).contiguous().unsqueeze(-1)  # (B, Hq, Q, 1), +inf for rows without keys
     unused = _unused_rng_state(q)
     # No bias and no sequences (None), no dropout (0.0).
     grads = aten._scaled_dot_product_cudnn_attention_backward(
@@ -326,6 +326,7 @@ def efficient_backward(
     added = _combine_bias_and_mask(q, args, k.shape[2])  # one additive mask, or None
     grad, query, out = layout.pack_queries(grad, query, out)
     bias, unused = args.bias if args.bias_grad else None, _unused_rng_state(q)
+    # No dropout (0.0); `bias is not None`: whether the kernel computes the gradient of the bias.
     dq, dk, dv, dadded = aten._efficient_attention_backward(
         grad, query, *(layout.pack_keys(x, q.shape[1]) for x in (key, value)),
         None if added is None else added.expand(*q.shape[:3], k.shape[2]),

@@ -190,7 +190,7 @@ def symmetric_all_to_all() -> Callable[..., None] | None:
 
 
 def symmetric_memory(size: int, device: torch.device, group: str) -> tuple[torch.Tensor, Any]:
-    """Allocate symmetric memory for the ranks of a group. Collective.
+    """Allocate symmetric memory for the ranks of a group, all of which must call it.
 
     Not run by the tests, as it requires a GPU per rank.
 

@@ -85,7 +85,7 @@ def _call_with_subclass(target: Any, args: tuple[Any, ...], kwargs: dict[str, An
     is_linear = target in (
         torch.nn.functional.linear, torch.ops.sp.subclass_linear, torch.ops.sp.subclass_linear.default
     )  # fmt: skip
-    is_weight = is_linear and not hasattr(args[0], SUBCLASS)
+    is_weight = is_linear and not hasattr(args[0], SUBCLASS)  # the attribute of operands of a subclass: not the input
     if is_weight and subclass not in SCALED_BY_TOKENS:
         return torch.ops.sp.subclass_linear(*args, **kwargs)
     reason, fix = "a tensor subclass, which is supported as the weight of a linear layer only", ""
@@ -377,7 +377,8 @@ def _make_leaves(args: Sequence[Any]) -> list[Any]:
 def _functorch_regions(graph: Graph) -> dict[Node, list[Node]]:
     """Return the nodes of each functorch region of a Dynamo graph, by its first node.
 
-    In Dynamo's graphs a call that increments the nesting starts such a region, and one that decrements it ends it.
+    In Dynamo's graphs a call that increments the nesting starts such a region, and one that decrements it ends it. A
+    call that prepares vmap before the region computes nothing, and is a region of its own.
     """
     regions: dict[Node, list[Node]] = {}
     region: list[Node] = []
@@ -392,6 +393,6 @@ def _functorch_regions(graph: Graph) -> dict[Node, list[Node]]:
             region.append(n)
         if name.endswith("decrement_nesting") or name == "_exit_dual_level":
             depth -= 1
-        if name == "lazy_load_decompositions" and depth == 0:  # prepares vmap
+        if name == "lazy_load_decompositions" and depth == 0:
             regions[n] = [n]
     return regions

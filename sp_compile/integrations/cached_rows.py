@@ -448,6 +448,7 @@ def _attend_locally(
             outs.append(_attend_with_softcap(queries, k, v, part, scale, softcap))
             continue
         args = KernelArgs(scale, allowed=part if is_bool else None, bias=None if is_bool else part)
+        # A decoding step has one query (rows=1): select a kernel without a minimum number of queries.
         key = KernelKey(
             q.device, q.dtype, Kind.MASKED if is_bool else Kind.FULL, max(q.shape[-1], width), rows=1,
             bias=None if is_bool else part.dtype, elements=max(k.numel(), v.numel(), queries.numel()),
@@ -466,6 +467,7 @@ def _attend_with_softcap(
     scores = torch.tanh(q.to(dtype) @ k.mT * (scale / softcap)) * softcap
     scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     lse = scores.logsumexp(-1)
+    # For a row without keys, lse is -inf: exp(-inf - 0) is 0, and exp(-inf + inf) would be NaN.
     weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
     return weights @ v, lse
 

@@ -168,7 +168,7 @@ def exchange_digest(gm: GraphModule) -> ProgramDigest:
     nodes = graph_lines(gm)
     inlined = list(inline_bodies(nodes))
     digest_text = [f"{text.call} {text.checkpoint}" for text in inlined if is_collective(text.node)]
-    if not digest_text:
+    if not digest_text:  # no collectives: all ops of the graph itself, in which a region is one op
         digest_text = [
             f"{text.node.op} {_target_text(text.node)} {text.operands} {text.spec}"
             for text in nodes
@@ -177,6 +177,7 @@ def exchange_digest(gm: GraphModule) -> ProgramDigest:
     lines = []  # of all ops, to locate a difference between programs with different digests
     for text in inlined:
         if text.node.op not in ("placeholder", "output"):
+            # An operand is "input 3" for an input, of which the number is omitted, or the number of an op.
             operands = ["input" if isinstance(operand, str) else operand for operand in text.operands]
             name = text.call or text.node.name
             lines.append(TextLine(f"{text.call} {operands} {text.spec}", name, stack_trace(text.node)))

@@ -32,6 +32,8 @@ FEW_FLOATS = 4096  # largest floating tensor that every call compares, in elemen
 def input_digests(gm: GraphModule, inputs: Sequence[Any], options: str) -> InputDigests:
     """Return the digests of a Dynamo graph's inputs and options, which this rank sends to its groups."""
     values = {label: value_digest(local_value(x)) for label, x in zip(_input_labels(inputs), inputs) if label}
+    # Shards of a tensor of equal elements, such as a mask of ones, are equal on all ranks, as a full tensor is. Digests
+    # of values do not tell them apart, so that these tensors are listed.
     with use_real_tensors():
         numbered_tensors = enumerate(local_tensors(inputs))  # in the order of labels
         constants = [f"input_{i}" for i, x in numbered_tensors if x.ndim > 1 and is_constant(x)]

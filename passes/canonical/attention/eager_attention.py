@@ -251,7 +251,7 @@ class FuseEagerAttention(CanonicalPass):
         return allowed, gate_form.allowed == bias_form.allowed and has_key_per_query(gate_form)
 
     def _scale(self, x: Node, factor: float, like: Node) -> Node:
-        """Return x * factor, the bias of scores as they add it; no op is emitted for a factor of 1."""
+        """Return x * factor, the term that scores + factor * x adds; no op is emitted for a factor of 1."""
         if factor == 1:
             return x
         if factor == -1:

@@ -199,7 +199,7 @@ class RewriteAssociativeScans(CanonicalPass):
         if calls:
             erase_dead(self.graph)  # results without readers need no scan
         for node in calls:
-            function, leaves = node.args[:2]
+            function, leaves = node.args[:2]  # the get_attr of the combine function's graph, and the scanned tensors
             scans = recognize_combine(self.gm.get_submodule(function.target), len(leaves))
             if scans is not None and all(self.supports_dtypes(leaves, scan) for scan in scans):
                 self._rewrite(node, scans)
