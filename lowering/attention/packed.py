@@ -219,7 +219,7 @@ def _split_by_length(
     rows = sum(int(_padded_lengths(part).sum()) for part in parts)
     while parts and row_bytes is not None:
         largest = max(range(len(parts)), key=lambda i: _allocated_rows(parts[i]))
-        # A further call costs time: below MAX_CALLS calls it must save half of the rows (2), above most of them (8).
+        # A further call costs time. It is made if the part allocates more than this many times the rows in use.
         max_ratio = MIN_SAVING if len(parts) + other_calls < MAX_CALLS else MAX_PADDING
         if _allocated_rows(parts[largest]) <= max(max_ratio * rows, UNSPLIT_BYTES // (batch * row_bytes)):
             break

@@ -111,8 +111,8 @@ class _ExtremesFunction(Function):
         """Save the operand, the result and the carry."""
         (x, op, exchange), (y, index, carry) = inputs, output
         _mark_undifferentiated(ctx, index, carry)
-        # An extreme is exact in every dtype: that of x is also the dtype of the result and of the accumulation.
-        ctx.spec = ScanSpec(op, exclusive=False, exchange=exchange, dtype=x.dtype, accumulate=x.dtype)
+        # Not exclusive (False). An extreme is exact in the dtype of x, so that the result and the accumulation have it.
+        ctx.spec = ScanSpec(op, False, exchange, x.dtype, x.dtype)
         ctx.save_for_backward(x, y, carry)
 
     @staticmethod
