@@ -305,7 +305,8 @@ class BalanceLayout(Pass):
     def _reorder_vector(self, vector: Node, frame: FrameArgument, like: Node) -> tuple[Node, Node | None]:
         """Return a mask vector in the order of the frame's rows, and its table; None if no table is computed for it."""
         # `_emit_order` has reordered the vectors of the sequence's length, once for all vectors with equal values
-        # (`representatives` names the one of them that `reordered` contains). Others are reordered here.
+        # (`representatives` names the one of them that `reordered` contains). Others are reordered here, and
+        # `HoistMaskTables` adds their tables.
         if vector in self.representatives:
             return self.reordered[self.representatives[vector]]
         return self._emit_reorder(vector, 1, frame, like), None
