@@ -29,6 +29,7 @@ def _pass_classes() -> dict[str, type]:
 def __getattr__(name: str) -> Any:
     if name in _PASS_MODULES:
         return resolve_name(f"{__name__}.{_PASS_MODULES[name]}")
+    # Only names of classes import all submodules, as `_pass_classes` does.
     if name[:1].isupper() and name in _pass_classes():
         return _pass_classes()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

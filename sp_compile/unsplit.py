@@ -43,8 +43,9 @@ def lower_unsplit(program: UserProgram, options: AnyOptions, session: CompileSes
 
     Args:
         program: The program.
-        options: The options of the backend; those of a sequence are refused, except in a fragment of a model.
-        session: The session. Passes on the joint graph optimize the collectives of its groups; none in a new session.
+        options: The options of the backend. Options on the sequence are refused, except in a fragment of a model.
+        session: The session. Passes on the joint graph optimize the collectives of its groups. A new session,
+            `CompileSession()`, has no groups: then nothing is optimized.
         *notes: Notes of the report.
 
     Raises:
@@ -99,6 +100,7 @@ def must_split(program: UserProgram, options: AnyOptions) -> bool:
 
 def explain_failure(failure: Exception, program: UserProgram) -> Exception:
     """Return the error of the compilation, shortened, or SP242 with a fix for torch's RecursionError on DTensors."""
+    # torch (without this package, too) recurses without end on DTensors with a dynamic length.
     if not isinstance(failure, RecursionError) or not program.has_dtensors:
         return shorten_failure(failure, program_subject(program.graph))
     error = SpError("SP242", CHANGING_LENGTHS)

@@ -82,7 +82,7 @@ def _attended_pairs(q: Tensor, k: Tensor, args: LocalArgs) -> int:
     if isinstance(q, FakeTensor) or q.is_meta:
         return batch * heads * _mean_pairs(args.predicate, *spans, queries, keys, sizes)
     q_rows, k_rows = local_valid_rows(spans[0], queries, args.group), local_valid_rows(spans[1], keys, args.group)
-    pieces = tuple(map(Pieces.of, args.make_pieces()))
+    pieces = tuple(map(Pieces.of, args.make_pieces()))  # the tables, of the vectors over queries first
     plan_args = args.predicate, q_rows, k_rows, sizes, pieces[: len(args.rows)], pieces[len(args.rows) :]
     # A table whose lower and upper bounds are equal determines all values of its vector.
     if all(np.array_equal(table.lows, table.highs) for table in pieces):

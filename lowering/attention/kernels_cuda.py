@@ -77,7 +77,7 @@ def cudnn_backward(
 ) -> Gradients:
     """Run cuDNN's backward for grad, the cotangent of out; return dq, dk, dv and None (no gradient of a bias)."""
     grad, query, key, value, out = pad_last_dim(_padded_width(q, v), grad, q, k, v, out)
-    lse = mask_empty(lse).contiguous().unsqueeze(-1)
+    lse = mask_empty(lse).contiguous().unsqueeze(-1)  # (B, Hq, Q, 1), +inf for rows without keys
     unused = _unused_rng_state(q)
     # No bias and no sequences (None), no dropout (0.0).
     grads = aten._scaled_dot_product_cudnn_attention_backward(
@@ -149,6 +149,7 @@ def flash_backward(
     """Run FlashAttention's backward for grad, the cotangent of out; return dq, dk, dv and None (no bias gradient)."""
     layout = _FlashLayout.of(q, k, args)
     grad, query, key, value, out = layout.to_kernel(*pad_last_dim(_padded_width(q, v), grad, q, k, v, out))
+    # The kernel expects +inf, not -inf, for rows without keys, and a random state, which only dropout reads.
     lse, unused = mask_empty(lse), _unused_rng_state(q)
     if args.sequences is not None:
         lse = lse.transpose(0, 1).flatten(1)  # (H, B * Q)
@@ -239,6 +240,7 @@ class _EfficientLayout(NamedTuple):
         """Convert the kernel's log-sum-exps, which are padded along S, to (B, H, S)."""
         if self.queries is None:
             return lse[..., : self.max_length[0]]
+        # Rows that belong to no sequence get -inf, as rows without keys.
         return self.unpack_queries(self.queries.unpad_per_sequence(lse), -torch.inf)
 
     def pack_lse(self, lse: Tensor) -> Tensor:
@@ -324,6 +326,7 @@ def efficient_backward(
     added = _combine_bias_and_mask(q, args, k.shape[2])  # one additive mask, or None
     grad, query, out = layout.pack_queries(grad, query, out)
     bias, unused = args.bias if args.bias_grad else None, _unused_rng_state(q)
+    # No dropout (0.0); `bias is not None`: whether the kernel computes the gradient of the bias.
     dq, dk, dv, dadded = aten._efficient_attention_backward(
         grad, query, *(layout.pack_keys(x, q.shape[1]) for x in (key, value)),
         None if added is None else added.expand(*q.shape[:3], k.shape[2]),

@@ -129,12 +129,12 @@ class PackedSequences(NamedTuple):
             call: The packed call.
             batch: The batch size.
             device: The device of the tables.
-            unpadded: Leave out rows that belong to no sequence, and sequences without queries or without keys. The
-                numbers of rows of both sides count them nevertheless, as rows of q, k and v.
+            unpadded: Leave out rows that belong to no sequence, and sequences without queries or without keys.
+                `PackedRows.size` counts these rows, too: it is the number of rows of q, or of k and v.
         """
         sides = _packed_sides(call, batch, unpadded, pinned=device.type == "cuda")
         tables = [side.table.to(device, non_blocking=True) for side in sides]
-        # The second element of a range of rows is its number of rows in a batch entry.
+        # A range of rows is (first row, number of rows) in a batch entry.
         (_, num_queries), (_, num_keys) = call.query_rows, call.key_rows
         return PackedSequences(*map(PackedRows, tables, sides, (num_queries * batch, num_keys * batch)))
 
@@ -165,7 +165,9 @@ def _packed_side(bounds: Ints, batch: int, rows: tuple[int, int], pinned: bool) 
         pinned: Whether to use pinned host memory.
     """
     (offset, length), lengths = rows, bounds[:, 1] - bounds[:, 0]
-    # First row of each sequence among all rows, and its end among the rows of sequences (cu_seqlens).
+    # For the rows a a a . . b c c of one batch entry, `begins` is [0, 5, 6], the first row of each sequence among all
+    # rows, and `ends` is [0, 3, 4, 6], the boundaries in the packed rows (cu_seqlens). The table has both as rows of
+    # equal length: the number of all rows, 8, follows `begins`.
     begins = (np.arange(batch)[:, None] * length + (bounds[:, 0] - offset)).ravel()
     ends = np.append(0, np.cumsum(np.tile(lengths, batch)))
     host = torch.from_numpy(np.stack([ends, np.append(begins, batch * length)]).astype(np.int32))
@@ -217,6 +219,7 @@ def _split_by_length(
     rows = sum(int(_padded_lengths(part).sum()) for part in parts)
     while parts and row_bytes is not None:
         largest = max(range(len(parts)), key=lambda i: _allocated_rows(parts[i]))
+        # A further call costs time. It is made if the part allocates more than this many times the rows in use.
         max_ratio = MIN_SAVING if len(parts) + other_calls < MAX_CALLS else MAX_PADDING
         if _allocated_rows(parts[largest]) <= max(max_ratio * rows, UNSPLIT_BYTES // (batch * row_bytes)):
             break

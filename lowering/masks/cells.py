@@ -74,7 +74,7 @@ def cells_of(rows: Rows, vectors: Mapping[str, Pieces], index: str) -> Cells:
 def valid_ranges(rows: Rows) -> list[Range]:
     """Return the valid rows as ranges of local rows: several if there is padding between them."""
     ranges: list[Range] = []
-    for _, offset, length in rows:
+    for _, offset, length in rows:  # (index in the sequence, local offset, length)
         if ranges and ranges[-1][1] == offset:
             ranges[-1] = ranges[-1][0], offset + length
         else:
@@ -383,6 +383,7 @@ def _merge_cells(pairs: list[CellPair]) -> Iterator[CellPair]:
             yield previous
             previous = pair
         else:
+            # The band of one key cell is not that of both.
             previous = previous._replace(k=(previous.k[0], pair.k[1]), band=None)
     yield previous
 

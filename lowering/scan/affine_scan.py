@@ -152,8 +152,8 @@ def local_affine_scan(m: Tensor, b: Tensor, initial: Tensor | None, reverse: boo
         exclusive    the same; returns h_(i-1) in place of h_i
         lagged       h_i = s_(i-1) + b_i and s_i = m_i @ h_i, where s is the carried state
 
-    Shapes: m (..., S, K, K), b (..., S, K, V), initial broadcast to (..., K, V) -> h like b. Source: one batched
-    product a row.
+    Shapes: m (..., S, K, K), b (..., S, K, V), initial broadcast to (..., K, V) -> h like b. Implementation:
+    one batched matrix product for each row.
     """
     factors, terms = _rows_of_batch(m), _rows_of_batch(b)
     h = torch.empty_like(terms)
@@ -182,7 +182,7 @@ def local_affine_total(m: Tensor, b: Tensor, reverse: bool, form: str) -> Pair:
     """Return the map (factor, state) of all rows: the last state is factor @ initial + state.
 
     Shapes: m (..., S, K, K), b (..., S, K, V) -> (..., K, K), (..., K, V). form: as for ``sp::local_affine_scan``.
-    Source: one batched product a row.
+    Implementation: one batched matrix product for each row.
     """
     factors, terms = _rows_of_batch(m), _rows_of_batch(b)
     size = m.shape[-1]

@@ -111,6 +111,7 @@ class _ExtremesFunction(Function):
         """Save the operand, the result and the carry."""
         (x, op, exchange), (y, index, carry) = inputs, output
         _mark_undifferentiated(ctx, index, carry)
+        # Not exclusive (False). An extreme is exact in the dtype of x, so that the result and the accumulation have it.
         ctx.spec = ScanSpec(op, False, exchange, x.dtype, x.dtype)
         ctx.save_for_backward(x, y, carry)
 
@@ -150,7 +151,8 @@ class _RecurrenceFunction(Function):
             return None, None, None, None
         (a, h, carry, initial), spec = ctx.saved_tensors, ctx.spec
         needs_a, _, needs_initial, _ = ctx.needs_input_grad
-        # With steps, only one rank would compute the final state, which is the gradient of the initial one.
+        # Every rank needs the final state of w, the gradient of the initial state. With method="steps" (shifts between
+        # ranks, see `CarryExchange`) only the last rank would have it; with "gather" all have it.
         back = spec.exchange.backward._replace(method="gather") if needs_initial else spec.exchange.backward
         dtype = torch.promote_types(grad.dtype, torch.float32)
         # The adjoint of a recurrence is the lagged one in the other direction, and vice versa.
@@ -197,7 +199,7 @@ def _scan_vjp(grad: Tensor, x: Tensor, y: Tensor, carry: Tensor | None, cuts: Te
     w, carried, _ = recurrence_with_grad(a, grad, None, RecurrenceSpec(not spec.exclusive, back, dtype, accumulate))
     if spec.exclusive:
         w = shift_rows(w, _carried_states(w, carried, None, back), back)
-    dx = w.masked_fill(~c, 0) if c.dtype is torch.bool else c * w
+    dx = w.masked_fill(~c, 0) if c.dtype is torch.bool else c * w  # bool for "max" and "min"
     return dx.to(x.dtype)
 
 
@@ -215,7 +217,7 @@ def _carried_states(y: Tensor, carry: Tensor | None, first: Tensor | None, excha
     """
     if carry is not None and not (torch.is_grad_enabled() and y.requires_grad):
         return carry.to(y.dtype)
-    ends = last_rows(y, exchange)
+    ends = last_rows(y, exchange)  # (chunks, ...)
     first = y.new_zeros(ends.shape[1:]) if first is None else first.to(y.dtype)
     return chunk_rows(first[None] if exchange.is_single else previous_ends(ends, first, exchange), exchange)
 

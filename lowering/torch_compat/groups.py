@@ -83,11 +83,14 @@ def abort_waits(group: dist.ProcessGroup) -> None:
 
 
 def _time_out_receive(backend: Any, rank: int) -> bool:
-    """Time out a Gloo receive from a rank, which ends all waits; return False if the rank is not connected."""
+    """Time out a Gloo receive from a rank; return False if the rank is not connected.
+
+    Gloo then closes all connections of the group, so that every wait on them raises (see `abort_waits`).
+    """
     buffer = torch.empty(1, device="cpu")
     with contextlib.suppress(RuntimeError):
         work = backend.recv([buffer], rank, NEVER_SENT)
-        leak((work, buffer))  # the receive never completes
+        leak((work, buffer))  # never destroyed: the receive never completes
         try:
             work.wait(timedelta(milliseconds=1))
         except RuntimeError as error:
@@ -187,7 +190,7 @@ def symmetric_all_to_all() -> Callable[..., None] | None:
 
 
 def symmetric_memory(size: int, device: torch.device, group: str) -> tuple[torch.Tensor, Any]:
-    """Allocate symmetric memory for the ranks of a group. Collective.
+    """Allocate symmetric memory for the ranks of a group, all of which must call it.
 
     Not run by the tests, as it requires a GPU per rank.
 

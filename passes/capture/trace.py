@@ -85,7 +85,7 @@ def _call_with_subclass(target: Any, args: tuple[Any, ...], kwargs: dict[str, An
     is_linear = target in (
         torch.nn.functional.linear, torch.ops.sp.subclass_linear, torch.ops.sp.subclass_linear.default
     )  # fmt: skip
-    is_weight = is_linear and not hasattr(args[0], SUBCLASS)
+    is_weight = is_linear and not hasattr(args[0], SUBCLASS)  # the attribute of operands of a subclass: not the input
     if is_weight and subclass not in SCALED_BY_TOKENS:
         return torch.ops.sp.subclass_linear(*args, **kwargs)
     reason, fix = "a tensor subclass, which is supported as the weight of a linear layer only", ""
@@ -100,7 +100,7 @@ class _TracingInterpreter(Interpreter):
 
     def __init__(self, gm: GraphModule, fake_mode: FakeTensorMode) -> None:
         super().__init__(gm)
-        self.extra_traceback = False
+        self.extra_traceback = False  # `run_node` adds the user's line to errors instead
         self.fake_mode = fake_mode
         self.functorch = _functorch_regions(gm.graph)  # nodes of each functorch region, by its first node
         self.done: set[Node] = set()  # nodes of functorch regions that have run
@@ -115,9 +115,9 @@ class _TracingInterpreter(Interpreter):
         if n in self.done:
             return self.env.get(n)
         try:
-            # Under no_grad, the trace would let later nodes read detached operands, see `run_without_grad`.
             if n in self.functorch:
                 return self.inline_functorch(self.functorch[n], n)
+            # Under no_grad, the trace would let later nodes read detached operands, see `run_without_grad`.
             return super().run_node(n) if torch.is_grad_enabled() else self.run_without_grad(n)
         except SpError:
             raise
@@ -367,9 +367,9 @@ def _hook_every_use(tensor: Any, hooked: Any) -> None:
 
 
 def _make_leaves(args: Sequence[Any]) -> list[Any]:
-    """Return detached copies of values (also nested in containers), to trace a body without its callers.
+    """Return the arguments with each tensor, also in nested containers, detached: a leaf of the autograd graph.
 
-    They require gradients as before.
+    The trace of a body on them does not contain the ops that computed them. They require gradients as before.
     """
     return pytree.tree_map_only(torch.Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), list(args))
 
@@ -377,7 +377,8 @@ def _make_leaves(args: Sequence[Any]) -> list[Any]:
 def _functorch_regions(graph: Graph) -> dict[Node, list[Node]]:
     """Return the nodes of each functorch region of a Dynamo graph, by its first node.
 
-    In Dynamo's graphs a call that increments the nesting starts such a region, and one that decrements it ends it.
+    In Dynamo's graphs a call that increments the nesting starts such a region, and one that decrements it ends it. A
+    call that prepares vmap before the region computes nothing, and is a region of its own.
     """
     regions: dict[Node, list[Node]] = {}
     region: list[Node] = []
@@ -392,6 +393,6 @@ def _functorch_regions(graph: Graph) -> dict[Node, list[Node]]:
             region.append(n)
         if name.endswith("decrement_nesting") or name == "_exit_dual_level":
             depth -= 1
-        if name == "lazy_load_decompositions" and depth == 0:  # prepares vmap
+        if name == "lazy_load_decompositions" and depth == 0:
             regions[n] = [n]
     return regions

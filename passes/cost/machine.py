@@ -165,13 +165,16 @@ class Machine:
             "all_to_all": (1 - share_of_others, share_of_others),
             # Of the ranks on another node, only one receives a rank's part, and sends it to the others there.
             "all_gather": (1, share_of_others / group_ranks_per_node),
-            "all_reduce": (1, 1),
-            "hop": (0, 1),
+            "all_reduce": (1, 1),  # all bytes, in a ring over the ranks, of which some links are between nodes
+            "hop": (0, 1),  # the slowest hop of the ring is between nodes
         }[kind]
         return LatencyBandwidth(latency, 1 / max(within / bandwidth, across / self.inter_node_bandwidth))
 
     def seconds(self, collective: str, nbytes: float, ranks: int, stride: int = 1) -> float:
-        """Return the seconds of a collective on `nbytes` (see `collective_bytes`); 0 for one rank."""
+        """Return the seconds of a collective on `nbytes` (see `collective_bytes`); 0 for one rank.
+
+        `stride` is the difference of the global ranks of neighbors in the group.
+        """
         if ranks == 1:
             return 0.0
         return self.line(collective, ranks, stride).seconds(collective_bytes(collective, nbytes, ranks))

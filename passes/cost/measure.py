@@ -107,7 +107,9 @@ def fit_constants(
     if n <= ranks_per_node:
         constants |= {"all_to_all_bandwidth": exchange.bandwidth, "hop_bandwidth": exchange.bandwidth}
         constants |= {"all_gather_bandwidth": gather.bandwidth}
-    else:  # the share of the bytes that leave the node
+    else:
+        # A rank sends equal blocks to n - 1 ranks, of which n - ranks_per_node are on other nodes. If these blocks take
+        # all of the time, the links between nodes have this share of the measured bandwidth.
         constants |= {"inter_node_bandwidth": exchange.bandwidth * (n - ranks_per_node) / (n - 1)}
     seconds_per_flop = attention.latency
     if seconds_per_flop:  # 0 is noise
@@ -354,7 +356,7 @@ def _cache_path(group: Any, device: torch.device) -> Path:
     folder = os.path.expanduser(os.environ.get("SP_COMPILE_CACHE_DIR") or "~/.cache/sp_compile")
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
     members = dist.get_process_group_ranks(group)
-    offsets = [rank - members[0] for rank in members]
+    offsets = [rank - members[0] for rank in members]  # groups with equal distances of their ranks share a file
     key: tuple[Any, ...] = (FILE_VERSION, platform.node(), f"{device.type} {gpu}", offsets)
     key += (os.environ.get("LOCAL_WORLD_SIZE", ""), dist.get_backend(group), torch.__version__, torch.get_num_threads())
     return Path(folder) / f"measured-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.json"

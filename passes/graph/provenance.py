@@ -54,7 +54,8 @@ def failed_exchange(error: BaseException, places: Mapping[str, ExchangeSource]) 
         error: Error that the program raised.
         places: Sources of the program's exchanges, from `exchange_sources`.
     """
-    # A kernel is no exchange, and its line has the sources of a later line (`CodeLine`), which may be one.
+    # Skip the lines of kernels: a kernel is no exchange, but its `sources` are those of the next line that names its
+    # nodes in a comment (see `CodeLine`), which may be the line of an exchange.
     names = [name for line in compiled_lines(error) if not line.kernel for name in line.sources if name in places]
     if not names:
         return ""

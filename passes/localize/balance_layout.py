@@ -87,11 +87,12 @@ class BalanceLayout(Pass):
         balanced = balanced_inputs(job)
         if not calls and not balanced:
             return 0
+        # Another graph may read the neighbors of an output's rows, so that the first and last rows keep their place.
         self.fixed_ends = FIXED_END_POSITIONS if _has_sharded_output(gm, job) else 0
         self._emit_order(gm, calls, job.ranks.n, balanced)
         for call, frames in calls:
             self._rewrite_call(call, frames)
-        self.drop(*self.optional_nodes)
+        self.drop(*self.optional_nodes)  # those without readers
         return len(calls)
 
     def _emit_order(
@@ -152,13 +153,13 @@ class BalanceLayout(Pass):
         """
         work = self._attention_work(attentions)
         self._report_imbalance(work, self.sizes(length), n)
-        # pairs of numbers of positions: those before and those after a window
-        # `fixed_ends` is the number of positions that other graphs may cut off at each end of a sharded output, or 0.
+        # For each frame: the number of positions before its window, and of those after it.
         outside_windows = {(frame.start, as_size(frame.size - frame.start - frame.length)) for frame in frames}
+        # `fixed_ends` is the number of positions that other graphs may cut off at each end of a sharded output, or 0.
         fixed = sorted(outside_windows | {(self.fixed_ends, self.fixed_ends)}, key=str)
         front, back = (self.sizes.list(dict.fromkeys(numbers)) for numbers in zip(*fixed))  # without duplicates
         # Neighboring ranks that split the heads of an attention read the same rows, so the op counts them (`stride` of
-        # them) as one rank.
+        # them) as one rank. If the attentions differ, it is the smallest number of neighbors.
         strategies = ((op_strategy(call.node.target), call) for call in attentions)
         stride = min((strategy.neighbors(call) if strategy else 1 for strategy, call in strategies), default=1)
         return self.vectors, *work, self.sizes(length), front, back, n, stride, device
@@ -213,7 +214,7 @@ class BalanceLayout(Pass):
         chunks = balance_rows(predicates, weights, numbers, (), _current_size(length), n)
         contiguous = f"contiguous {chunks.contiguous_imbalance:.2f}"
         text = f"the busiest rank has {chunks.imbalance:.2f} times the mean of query-key pairs, {contiguous}"
-        if predicates != tuple(work.predicates):
+        if predicates != tuple(work.predicates):  # conditions that read vectors were removed above
             text = f"chunks are assigned at run time from the data of masks; without masked pairs, {text}"
         self.notes.append(Note(NoteKind.REWRITTEN, BALANCED.name, text))
 
@@ -242,6 +243,7 @@ class BalanceLayout(Pass):
             cause = "needs its rows in the order of the sequence, which this layout changes"
             raise SpError("SP411", f"layout='balanced': {describe_node(node)} {cause}.")
         call = OpCall(node)  # its arguments have changed
+        # The first four entries of a frame are [outer, size, start, length]; the fifth, `folds`, is the layout.
         contiguous_frames = {name: list(call[name])[:4] for name in frames}
         node.args, node.kwargs = call.with_operands(call.operands, **contiguous_frames)
 
@@ -301,7 +303,10 @@ class BalanceLayout(Pass):
         return self.compute(aten.unsqueeze.default, (positions, 0), like), None
 
     def _reorder_vector(self, vector: Node, frame: FrameArgument, like: Node) -> tuple[Node, Node | None]:
-        """Return a mask vector in the order of the frame's rows, and its table, or None if it is not computed yet."""
+        """Return a mask vector in the order of the frame's rows, and its table; None if no table is computed for it."""
+        # `_emit_order` has reordered the vectors of the sequence's length, once for all vectors with equal values
+        # (`representatives` names the one of them that `reordered` contains). Others are reordered here, and
+        # `HoistMaskTables` adds their tables.
         if vector in self.representatives:
             return self.reordered[self.representatives[vector]]
         return self._emit_reorder(vector, 1, frame, like), None

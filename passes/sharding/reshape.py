@@ -58,11 +58,12 @@ def reshape_rule(before: tuple[Size, ...], after: tuple[Size, ...]) -> BoundRule
     num_shared = len(extents)
     operand = _group_dims(old_offsets, old_shared, "old", extents)  # adds the other factors to `extents`
     result = _group_dims(new_offsets, new_shared, "new", extents)
-    gathered = dict.fromkeys([*extents][num_shared:], "whole")
+    gathered = dict.fromkeys([*extents][num_shared:], "whole")  # the kind of factors that must be gathered
     # A rule states the sizes of factors that share a dim with others; those of other factors are the sizes of dims. The
     # symbol _EMPTY_SIZE stands for the size 0, by which offsets cannot be divided.
     grouped = {f for dim in (*operand, *result) if dim[:1] == "(" for f in dim_factors(dim)}
     sizes = {f: as_size(sympy.sympify(s).subs(_EMPTY_SIZE, 0)) for f, s in extents.items() if f in grouped}
+    # lazy: the op only moves data.
     return BoundRule((operand,), (result,), gathered, lazy=True, reshapes=True, extents=sizes)
 
 

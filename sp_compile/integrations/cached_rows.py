@@ -46,7 +46,7 @@ class CachedRows(Tensor):
 
     @classmethod
     def of(cls, rows: Tensor, layer: RowsLayer, positions: Tensor, start: int) -> CachedRows:
-        """Return rows (B, H, rows, D) as such a tensor.
+        """Return a tensor (B, H, rows, D) as `CachedRows`, which only `attend_to_rows` may read.
 
         Args:
             rows: The rows.
@@ -188,12 +188,17 @@ class RowsLayer(CacheLayerMixin):
         return torch.arange(start, self.length, device=device)[(self.index - start) % n :: n].clone()
 
     def _distribute(self, rows: Tensor) -> Tensor:
-        """Return the rows of the window that this rank stores if positions go to the ranks in turn. Collective."""
+        """Return the rows of the window that this rank stores if positions go to the ranks in turn.
+
+        A collective: every rank must call it, with the rows that it stores now.
+        """
         start = self._window_start(self.length)
         shared = rows.new_zeros((*rows.shape[:2], self.length - start, rows.shape[3]))
         used = self.positions >= start
         shared.index_copy_(2, self.positions[used] - start, rows[:, :, used])
+        # The sum over the ranks is the full window, as each row is 0 on all ranks but the one that stores it.
         shared = current_communicator().all_reduce(shared, self.ranks.n, self.ranks.group)
+        # The first position p >= start with p % n == the index of this rank, and every n-th after it.
         return shared[:, :, (self.index - start) % self.ranks.n :: self.ranks.n].contiguous()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -230,8 +235,8 @@ class RowsLayer(CacheLayerMixin):
             self._keep(slice(len(self.positions) - count, None))
 
     def _keep(self, rows: slice | Tensor) -> None:
-        """Keep some rows, in memory of their own."""
-        if isinstance(rows, slice) and rows.start == 0:
+        """Keep some rows, in memory of their own. A slice has no end: slice(2, None) drops the first two rows."""
+        if isinstance(rows, slice) and rows.start == 0:  # all rows
             return
         self._keys, self._values = (x[:, :, rows].clone() for x in (self._keys, self._values))
         self.positions = self.positions[rows].clone()
@@ -443,6 +448,7 @@ def _attend_locally(
             outs.append(_attend_with_softcap(queries, k, v, part, scale, softcap))
             continue
         args = KernelArgs(scale, allowed=part if is_bool else None, bias=None if is_bool else part)
+        # A decoding step has one query (rows=1): select a kernel without a minimum number of queries.
         key = KernelKey(
             q.device, q.dtype, Kind.MASKED if is_bool else Kind.FULL, max(q.shape[-1], width), rows=1,
             bias=None if is_bool else part.dtype, elements=max(k.numel(), v.numel(), queries.numel()),
@@ -461,6 +467,7 @@ def _attend_with_softcap(
     scores = torch.tanh(q.to(dtype) @ k.mT * (scale / softcap)) * softcap
     scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     lse = scores.logsumexp(-1)
+    # For a row without keys, lse is -inf: exp(-inf - 0) is 0, and exp(-inf + inf) would be NaN.
     weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
     return weights @ v, lse
 

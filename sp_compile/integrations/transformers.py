@@ -53,8 +53,11 @@ class SequenceParallel(SampleSharer, ItemCounter, WeightSaver):
         """
 
         def make_accelerator(**kwargs: Any) -> SequenceParallelAccelerator:
-            """Return the Accelerator with the Trainer's arguments of `Accelerator`, but our parallelism_config."""
-            kwargs.pop("parallelism_config", None)
+            """Return our Accelerator with the arguments that the Trainer would pass to `Accelerator`.
+
+            Its parallelism_config is always that of the TrainingArguments.
+            """
+            kwargs.pop("parallelism_config", None)  # the Trainer may pass it, too
             config = self.args.parallelism_config
             return SequenceParallelAccelerator(parallelism_config=config, sp_options=self.sp_options, **kwargs)
 

@@ -118,8 +118,8 @@ class DryRun:
         """
         kwargs = self._start()
         captures = nullcontext() if self.captured is None else cache_captures(self.captured.captured)
-        # A graph then generates its code when it first runs. Simulated ranks (`compare`) run graphs in several threads,
-        # which would generate it at the same time.
+        # With `skip_graph_printing` a graph generates its code when it first runs. Simulated ranks (`compare`) run the
+        # graphs in several threads, which would generate it at the same time.
         printing = skip_graph_printing() if self.compare is None else nullcontext()
         with flex_on_any_device(), enable_losses_on_meta(), printing, captures:
             if self.captured is None or self.captured.graph is None:
@@ -150,20 +150,20 @@ class DryRun:
             if sp is not None and (type(sp) is not int or sp < 1):
                 raise SpError("SP711", f"sp: expected a number of ranks, 1 or more, got {sp!r}.")
             step = StepMemory(weights, self.per_weight) if self.per_weight is not None else None
-            report = Report(2 if sp is None else sp, step=step)
+            report = Report(2 if sp is None else sp, step=step)  # by default, two ranks are simulated
             self.results.append(DryRunResult(options, sp, report, [] if self.keeps_steps else None))
         return kwargs
 
     def _trace(self, kwargs: Mapping[str, Any]) -> None:
         """Run the model once under torch.compile with `_backend`, which lowers its graphs in all configurations."""
-        torch.compiler.reset()
+        torch.compiler.reset()  # code that was compiled earlier would not call the backend
         eager = CountEagerWork(lambda: not is_compiling())  # adds the FLOPs of ops outside of graphs to the report
         with _restore_buffers(self.model), allow_meta_constants(), eager:
             try:
                 torch.compile(self.model, backend=self._backend)(*self.args, **kwargs)
             except BackendCompilerFailed as failure:
                 raise shorten_failure(failure.inner_exception, self.entry) from None
-        torch.compiler.reset()
+        torch.compiler.reset()  # later calls of the model do not run the code of the dry run
         for result in self.results:
             result.report.work.merge(eager.work)
 
@@ -235,12 +235,14 @@ class DryRun:
         """Lower a graph in the configuration of a result, as the backend does, and examine it in place of compiling."""
         session = CompileSession(program.graph, program.inputs, result.options, measures=False)
         report, options = result.report, result.options
-        if session.may_split:  # else the program's own collectives use all axes of the mesh
+        # If the program's own collectives use all axes of the mesh, no axis is left for a sequence to be split over.
+        if session.may_split:
             report.n = _simulate_ranks(session, result.sp, simulate=self.compare is not None)
             if self.compare is not None:  # complete results are compared
                 options = replace(options, outputs="gather")
         if report.step is not None and options.state == "sharded":
             report.step.shards = report.n
+        # The second result is that of `_examine`, None.
         lowered, _ = lower_or_keep(program, options, session, partial(self._examine, result=result), self.repeats)
         return _Lowered(result, session, lowered)
 
@@ -251,7 +253,7 @@ class DryRun:
         add notes to the report. Otherwise only check that torch can partition the program into forward and backward, so
         that `explain` and `verify` raise the errors of the backend.
         """
-        if lowered.eager:
+        if lowered.eager:  # eager code runs the graph: nothing is compiled
             return
         options, predicts_step = result.user_options, self.partitions or result.report.step is not None
         # `exchanges`: the program has collectives of its own. If `compare` simulates the ranks, they are not examined.
@@ -259,6 +261,7 @@ class DryRun:
         if examines_collectives and not options.has_joint_passes:
             text = NO_COLLECTIVE_PASSES.format(options.compiler)
             lowered.report.add([Note(NoteKind.DECLINED, SequenceParallelLinear.name, text)])
+        # Only passes on the joint graph depend on the option `compiler`, and here none runs.
         elif self.entry == "explain" and not lowered.exchanges and not predicts_step:
             options.refuse(self.entry, compiler="compiles nothing of a program without its own collectives")
         if predicts_step or (examines_collectives and options.has_joint_passes):
@@ -272,8 +275,10 @@ class DryRun:
         if not lowered.unsplit_reason:
             lowered.add_boundary_outputs()
         result.checkpoints |= any("ac_graph_id" in node.meta for node in lowered.graph.graph.nodes)
-        # `hosted` is the step with all saved values on the host. From it and the step with none there, `unroll_step`
-        # computes the step of all layers, of which the graph may have a few, and a plan those for many shares.
+        # The field `hosted` of a step is the same step with all saved values on the host. Steps with a part of the
+        # values there are computed from the two. It is needed
+        # - without the option `offload`, if a plan compares shares of saved values on the host (`keeps_steps`);
+        # - with it, if the graph has a few of the layers: `unroll_step` selects the share for all layers.
         needs_hosted = self.keeps_steps if options.offload == "never" else self.repeats is not None
         step = graph_step(lowered, options, needs_hosted and options.has_joint_passes)
         if self.repeats is not None or result.steps is not None:

@@ -168,7 +168,7 @@ def exchange_digest(gm: GraphModule) -> ProgramDigest:
     nodes = graph_lines(gm)
     inlined = list(inline_bodies(nodes))
     digest_text = [f"{text.call} {text.checkpoint}" for text in inlined if is_collective(text.node)]
-    if not digest_text:
+    if not digest_text:  # no collectives: all ops of the graph itself, in which a region is one op
         digest_text = [
             f"{text.node.op} {_target_text(text.node)} {text.operands} {text.spec}"
             for text in nodes
@@ -177,6 +177,7 @@ def exchange_digest(gm: GraphModule) -> ProgramDigest:
     lines = []  # of all ops, to locate a difference between programs with different digests
     for text in inlined:
         if text.node.op not in ("placeholder", "output"):
+            # An operand is "input 3" for an input, of which the number is omitted, or the number of an op.
             operands = ["input" if isinstance(operand, str) else operand for operand in text.operands]
             name = text.call or text.node.name
             lines.append(TextLine(f"{text.call} {operands} {text.spec}", name, stack_trace(text.node)))
@@ -195,12 +196,14 @@ def graph_digest(gm: GraphModule, names: Mapping[str, str] = MappingProxyType({}
     digest_text, lines = [], []
     for text in inline_bodies(graph_lines(gm)):
         op_text = " ".join(filter(None, [text.node.name, text.call, *text.constants, text.value, text.checkpoint]))
-        line = TextLine(f"{op_text} {text.operands} {text.spec}", op_text, stack_trace(text.node))
+        full_text = f"{op_text} {text.operands} {text.spec}"
+        line = TextLine(text=full_text, name=op_text, trace=stack_trace(text.node))
         digest_text.append(line.text)
         # Messages show an input by the user's name and its value. The digest above contains its node like any other.
         if text.node.op == "placeholder":
             value = text.value or "a number that may change, as lengths do under dynamic=True"
-            line = TextLine(value, f"input {names.get(text.node.name) or text.node.name}: {value}", "")
+            name = f"input {names.get(text.node.name) or text.node.name}: {value}"
+            line = TextLine(text=value, name=name, trace="")
         lines.append(line)
     return ProgramDigest(hash_text("\n".join(digest_text)), tuple(lines))
 

@@ -32,6 +32,8 @@ FEW_FLOATS = 4096  # largest floating tensor that every call compares, in elemen
 def input_digests(gm: GraphModule, inputs: Sequence[Any], options: str) -> InputDigests:
     """Return the digests of a Dynamo graph's inputs and options, which this rank sends to its groups."""
     values = {label: value_digest(local_value(x)) for label, x in zip(_input_labels(inputs), inputs) if label}
+    # Shards of a tensor of equal elements, such as a mask of ones, are equal on all ranks, as a full tensor is. Digests
+    # of values do not tell them apart, so that these tensors are listed.
     with use_real_tensors():
         numbered_tensors = enumerate(local_tensors(inputs))  # in the order of labels
         constants = [f"input_{i}" for i, x in numbered_tensors if x.ndim > 1 and is_constant(x)]
@@ -206,11 +208,13 @@ def group_inputs(
         names.append("" if is_part or belongs_to_data else x.name)
     tensors = [x for x in graph_inputs if isinstance(x.value, torch.Tensor)]
     weights = {x.name for x in tensors if isinstance(x.value, torch.nn.Parameter)}
-    equal = {x.name for x in tensors if x.label in (facts.equal or ()) and not isinstance(x.value, DTensor)}
+    same_on_ranks = {x.name for x in tensors if x.label in (facts.equal or ()) and not isinstance(x.value, DTensor)}
+    # Values of weights are compared in the complete comparison (`equal`), and only if the program relies on them. Other
+    # tensors that were equal at compilation are compared by every call (`always`).
     return ComparedInputs(
         names,
         equal=frozenset(x.name for x in tensors if x.label in (labels or ()) and x.name in weights),
-        always=frozenset(equal - weights if labels is not None else ()),
+        always=frozenset(same_on_ranks - weights if labels is not None else ()),
         trained=tuple(x.name for x in tensors if x.value.requires_grad and x.name not in weights),
         dtypes=_dtypes(graph_inputs),
         is_assumed=True,

@@ -245,13 +245,13 @@ class FuseEagerAttention(CanonicalPass):
         is_binary = self.compute(aten.logical_or.default, (is_zero, is_one), like)
         # Proven by parsing: each becomes a condition over the indices of queries and keys.
         gate_form, bias_form, binary_form = (try_parse_mask(x, shape) for x in (allowed, bias, is_binary))
-        self.drop(is_binary, bias)
+        self.drop(is_binary, bias)  # emitted for the proof only
         if gate_form is None or bias_form is None or binary_form is None or binary_form.allowed != sympy.true:
             return allowed, False
         return allowed, gate_form.allowed == bias_form.allowed and has_key_per_query(gate_form)
 
     def _scale(self, x: Node, factor: float, like: Node) -> Node:
-        """Return x * factor, the bias of scores as they add it; no op is emitted for a factor of 1."""
+        """Return x * factor, the term that scores + factor * x adds; no op is emitted for a factor of 1."""
         if factor == 1:
             return x
         if factor == -1:
@@ -427,6 +427,7 @@ def _has_sink_per_head(sinks: SinkValue | None, source: SoftmaxSource, scores: S
     # must then have 1 in both of them: it would be read as a mask of (batch, heads).
     if sinks.groups and any(not is_same_size(size_product(mask.shape[:-2]), 1) for mask in masks):
         return False
+    # The shape of the scores to which masks and biases are applied; None without any.
     return scores.masked_shape is None or is_same_shape(scores.masked_shape[:-2], sinks.leading)
 
 

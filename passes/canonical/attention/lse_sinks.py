@@ -101,7 +101,7 @@ def _match_joined_sinks(total: Node, lse: Node, ndim: int) -> Node | None:
     Args:
         total: The value that may have this form.
         lse: The log-sum-exp of the attention.
-        ndim: The number of dims of the value from which the total is subtracted, of which the last one has size 1.
+        ndim: The number of dims of lse in the program, 4 for (B, H, Q, 1): s is joined to it along its last dim.
     """
     if total.target is not aten.logsumexp.default or not OpCall(total)["keepdim"]:
         return None
@@ -114,4 +114,4 @@ def _match_joined_sinks(total: Node, lse: Node, ndim: int) -> Node | None:
         return None
     if not all(is_same_size(node_shape(x)[-1], 1) for x in parts):  # one column each
         return None
-    return next((x for x in parts if _strip_moves(x) is not lse), None)
+    return next((x for x in parts if _strip_moves(x) is not lse), None)  # the part that is not lse

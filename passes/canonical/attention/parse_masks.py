@@ -107,8 +107,9 @@ def parse_bias(
     try:
         positions, coords = _mask_coordinates(node, shape)
         biases = BiasReader(positions, dtype, MAX_FILL)
-        element = biases.at(node, coords)
-        mask = _checked_mask(positions, element.allowed, element.finite and not absorbs_fills)
+        element = biases.at(node, coords)  # `finite`: masked scores get a large negative number, not -inf
+        needs_key_per_query = element.finite and not absorbs_fills
+        mask = _checked_mask(positions, element.allowed, needs_key_per_query)
         return mask, ScoreOperands(register_expression(SCORE + element.value), biases.heads)
     except (NotSymbolic, SpError):
         return None
@@ -323,7 +324,7 @@ class RewriteMasks(base.CanonicalPass):
         if key not in self.biases:
             self.biases[key] = parse_bias(bias, shape, dtype, absorbs_fills)
         parsed_bias = self.biases[key]
-        if parsed_bias is None or OpCall(node).get("score"):
+        if parsed_bias is None or OpCall(node).get("score"):  # two score functions are not composed
             return False
         mask, score = parsed_bias
         with self.graph.inserting_before(node):

@@ -54,6 +54,7 @@ class SoftmaxSource:
         if self.sinks is None:
             return None
         leading = node_shape(self.sinks)[:-2]
+        # INDICES: row (b, h, q) reads element (b, h, q, k) of the sinks, whose last dim has size 1.
         return match_sink_value(self.sinks, INDICES, leading) if len(leading) == 2 else None
 
     def drops_sinks(self, node: Node) -> bool:
@@ -87,13 +88,14 @@ def match_softmax_source(x: Any, keys_dim: int, *readers: Node) -> SoftmaxSource
         # Only a cast after a cat or subtraction is part of the chain. One that reads the scores directly belongs to the
         # scores, which are matched elsewhere.
         return replace(inner, chain=(*inner.chain, x)) if inner.chain else no_ops
-    difference = match_difference(x, MAXIMA)  # row - maximum(row)
+    difference = match_difference(x, MAXIMA)  # (row, dim) if x is row - maximum(row, dim)
     shift = ops_between(*difference, x) if difference is not None and difference[1] == keys_dim else None
     if shift is not None:
         inner = match_softmax_source(shift.source, keys_dim, *shift.readers)
         return replace(inner, chain=(*inner.chain, *shift.chain))
     operands = OpCall(x).operands
     is_last_dim = keys_dim == x.meta["val"].ndim - 1
+    # match_join: the dim of the cat, and False because the dim is not new.
     if x.target is aten.cat.default and len(operands) == 2 and is_last_dim and match_join(x) == (keys_dim, False):
         is_single = [is_same_size(node_shape(operand)[-1], 1) for operand in operands]  # sinks: one column
         if is_single[0] != is_single[1]:
@@ -138,6 +140,7 @@ def match_sink_value(sinks: Node, coords: Sequence[Any], leading: tuple[Size, ..
         node, coords = element
         shape = node_shape(node)
         indices = [c for c, extent in zip(coords, shape, strict=True) if not is_same_size(extent, 1)]
+        # One element for all heads, or a vector with an element per head.
         if not indices or (indices == [HEAD_INDEX] and is_same_size(size_product(shape), leading[1])):
             return SinkValue(node, leading)
         # Scores (groups, H / groups, Q, K): both leading dims index a vector of all heads.

@@ -339,7 +339,7 @@ def _batch_trailing(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Bat
     None for other ops, if the steps' dim is among the last dims on which it acts, or if its parameters differ by step.
     """
     if node.target in (aten.layer_norm.default, aten.rms_norm.default):
-        num_dims = len(node.args[1])
+        num_dims = len(node.args[1])  # of normalized_shape, the last dims
     elif node.target is aten.linear.default:
         num_dims = 1
     else:

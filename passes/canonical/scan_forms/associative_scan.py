@@ -65,7 +65,7 @@ def recognize_combine(function: GraphModule, num_leaves: int) -> list[CombineOp]
     symbols = {node: sympy.Symbol(f"x{i}") for i, node in enumerate(function.graph.find_nodes(op="placeholder"))}
     output = function.graph.output_node().args[0]
     outputs = output if isinstance(output, (list, tuple)) else [output]
-    expressions = [expression_of(x, symbols.get) for x in outputs]
+    expressions = [expression_of(x, symbols.get) for x in outputs]  # None for a leaf with other ops
     inputs = list(symbols.values())
     left, right = inputs[:num_leaves], inputs[num_leaves : 2 * num_leaves]
     scans: list[CombineOp] = []
@@ -199,7 +199,7 @@ class RewriteAssociativeScans(CanonicalPass):
         if calls:
             erase_dead(self.graph)  # results without readers need no scan
         for node in calls:
-            function, leaves = node.args[:2]
+            function, leaves = node.args[:2]  # the get_attr of the combine function's graph, and the scanned tensors
             scans = recognize_combine(self.gm.get_submodule(function.target), len(leaves))
             if scans is not None and all(self.supports_dtypes(leaves, scan) for scan in scans):
                 self._rewrite(node, scans)

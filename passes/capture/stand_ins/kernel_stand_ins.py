@@ -83,7 +83,8 @@ def make_stand_in(
         signature: The signature of the original function, by which arguments are matched.
         run_original: run_original(reason, args, kwargs) runs the original function.
         drops_unknown: True if the original function ignores arguments that it does not have.
-        results: The number of results of the original function, the first ones of the stand-in; None if it is equal.
+        results: How many results the original function returns: that many of the first ones of the stand-in. None for
+            all.
     """
     compute = STAND_INS[kernel].compute
     positions, renamed, defaults, required, known = ArgumentNames.of(STAND_INS[kernel], signature)
@@ -117,10 +118,13 @@ def make_stand_in(
 
 
 def _is_default(value: Any, default: Any) -> bool:
-    """Return True if an argument has its default value, is None, or is False where the default is None or unknown."""
+    """Return True if an argument has its default value, or turns an option off (None, or False instead of None).
+
+    A default of None also stands for an argument that the signature does not have, as in a function of **kwargs.
+    """
     if value is None or (value is False and default is None):
         return True
-    if isinstance(value, Tensor) or default is None:
+    if isinstance(value, Tensor) or default is None:  # no default is a tensor
         return False
     return bool(value == default)
 
@@ -226,6 +230,7 @@ def _attend_delta(
     if use_qk_l2norm_in_kernel:
         q, k = _normalize(q), _normalize(k)
     if use_beta_sigmoid_in_kernel:
+        # The transition I - beta k k^T has an eigenvalue 1 - beta, which is negative for beta above 1.
         beta = beta.sigmoid() * (2.0 if allow_neg_eigval else 1.0)
     return attend_kernel(kernel, q, k, v, decay, beta=beta, **options)
 
