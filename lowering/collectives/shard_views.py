@@ -65,12 +65,13 @@ class ViewStorage:
         return self._view_of(self.base.read(is_trained))
 
     def assign(self, new: Tensor, storage: ShardStorage | ViewStorage | None) -> None:
-        """Write a value into the base, which is read for that.
+        """Write a value into the view, and thus into its base, which is gathered (read) for that on every rank.
 
         Args:
             new: The new value.
             storage: Storage of the new value if it is sharded.
         """
+        # Without inference mode: what `read` gathers is kept, and autograd cannot use tensors of inference mode.
         with torch.inference_mode(False), torch.no_grad():
             self.read().copy_(new if storage is None else storage.read())
 

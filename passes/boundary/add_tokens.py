@@ -128,7 +128,7 @@ class BoundaryPasses(Passes):
         changes = super().apply(gm, context)
         num_outputs += len(context.boundary.balanced_order)
         tokens_and_operands = range(num_outputs, len(output_leaves(gm)))
-        # `rows`: the outputs of which a rank has only its part, as of each of these.
+        # `rows` has the outputs that contain only the part of one rank. Tokens and operands are such outputs, too.
         rows = context.boundary.rows.union(tokens_and_operands)
         context.boundary = replace(context.boundary, num_program_outputs=num_outputs, rows=rows)
         return changes

@@ -340,8 +340,11 @@ class _SortUses:
         return True
 
     def _match_view(self, node: Node) -> bool:
-        """Match a view in which the rows are no dim of their own; `accept` matches a later view that undoes it."""
-        if is_rearrangement(node):
+        """Match a view whose first dim is not the rows, as y.view(-1) or y.T for rows y (R, columns).
+
+        `accept` matches a later view that restores the rows.
+        """
+        if is_rearrangement(node):  # a permutation, a reshape or a copy
             self.views.add(node)
         return node in self.views
 

@@ -200,7 +200,7 @@ class _Functionalizer:
 
         A target is an argument that the op writes to.
         """
-        mutation = find_mutation(node, *self.aliases.calls[node])
+        mutation = find_mutation(node, *self.aliases.calls[node])  # (args, kwargs) of the original program
         for target in mutation.targets:
             self.check_mutation(node, target)
         if mutation.value is not None:  # a functional form of the op computes it
@@ -210,6 +210,7 @@ class _Functionalizer:
             self.aliases.replace(node, target)
             self.replaced.append(node)
             return
+        # Without a functional form: run the op in place on a clone of the current value of each target.
         emit = self.emitter(node)
         clones = {t: emit(aten.clone.default, self.current_value(t)) for t in mutation.targets}
         node.args, node.kwargs = map_arg(self.aliases.calls[node], lambda x: clones.get(x) or self.current_value(x))
@@ -307,7 +308,8 @@ class _Functionalizer:
             view = parent[base] if view.target is operator.getitem else base
         version = self.version[root] = self.version.get(root, 0) + 1
         self.root_values[root] = view_value
-        # with_grad: these values have their gradients, or the detach has cut them; no reader computes them again.
+        # with_grad=True, also under no_grad: the detach above has decided that these values have no gradient, so a
+        # later reader with gradients must not compute them again.
         self.values[root] = _ViewValue(view_value, version, with_grad=True)
         self.values[target] = _ViewValue(value, version, with_grad=True)
 
@@ -345,6 +347,6 @@ class _Functionalizer:
         for root, value in self.root_values.items():
             is_buffer = root.op == "get_attr" and not node_info(root).constant
             if root.op == "placeholder" or is_buffer:
-                torch_compat.unmark_static(root)
+                torch_compat.unmark_static(root)  # a backward must not recompute values from it after the copy_
                 copy = self.graph.call_function(aten.copy_.default, (root, value))
                 copy.meta["val"] = root.meta["val"]

@@ -420,14 +420,16 @@ class PadMatch:
 def match_pad(node: Node) -> PadMatch | None:
     """Match a pad of one dim by a constant, or return None."""
     call = OpCall(node) if node.target in PAD_OPS else None
-    window_calls = sliding_calls(call) if call is not None else {}  # by dim; a pad has windows of one row
+    # A pad is an op with sliding windows of one row. In `window_calls` are its padded dims, each with its form on
+    # shards, sp.op(x, before, after, fill).
+    window_calls = sliding_calls(call) if call is not None else {}
     if call is None or len(window_calls) != 1:
         return None
     ((dim, window_call),) = window_calls.items()
-    if window_call.first is not None:  # another op pads other dims first, by sizes that are not ints
+    if window_call.first is not None:  # it also pads a dim by symbolic sizes, which `window_calls` omits
         return None
     after = window_call.sliding.num_after(call.shape()[dim])
-    (fill,) = window_call.tail  # the arguments of the sp:: op after the padding before and after
+    (fill,) = window_call.tail  # the arguments after `after`
     return PadMatch(call.operands[0], dim, window_call.sliding.before, after, fill)
 
 

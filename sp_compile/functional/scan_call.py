@@ -281,6 +281,7 @@ def number_as_tensor(value: Tensor | float | None, like: Tensor) -> Tensor | Non
     Returns:
         The tensor. Other values are returned unchanged.
     """
+    # If `like` is no tensor, as for an invalid call, the checks of the call report that.
     is_number = isinstance(value, (int, float)) and isinstance(like, Tensor)
     return like.new_full((), value) if is_number else value
 

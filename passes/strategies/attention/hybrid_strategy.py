@@ -69,7 +69,7 @@ class HybridAttention(ShardedAttention):
     def describe(self, node: Node) -> str:
         """Return the line of the report for a rewritten attention."""
         ulysses = self._ulysses(OpCall(node))
-        assert ulysses is not None
+        assert ulysses is not None  # `unsupported_reason` refuses calls without such a number
         return f"heads over {ulysses} neighbors, a ring of {self.job.ranks.n // ulysses} such groups"
 
     def _ulysses(self, call: OpCall) -> int | None:

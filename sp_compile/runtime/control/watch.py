@@ -43,7 +43,8 @@ def mark_running(groups: Sequence[Ranks]) -> Iterator[None]:
     """
     thread = threading.get_ident()
     channels = [channel for channel in map(channel_of, groups) if channel is not None]
-    is_outermost = thread not in _active_runs  # guards of several groups are nested; the outer one has all groups
+    # A program over several groups enters one context for each, nested; the outermost one is passed all groups.
+    is_outermost = thread not in _active_runs
     if is_outermost:
         _active_runs[thread] = next(_run_numbers)
         _recent_groups[:] = groups
