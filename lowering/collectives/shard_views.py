@@ -57,7 +57,7 @@ class ViewStorage:
         with torch.no_grad():
             if self.full is not None:
                 return self.layout.local_rows(self.full)
-            rows = self.base.layout.as_dense(self.base.rows())
+            rows = self.base.layout.as_dense(self.base.rows())  # without gaps, as `_local_geometry` assumes
             return rows.as_strided(*self._local_geometry(rows))
 
     def read(self, is_trained: bool = False) -> Tensor:

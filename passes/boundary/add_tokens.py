@@ -77,7 +77,7 @@ class AddGradientTokens(Pass):
         """Create the pass for training on several ranks, or return None.
 
         It also returns None for a program with collectives of its own: passes over these identify gradients by the
-        position of outputs, which this pass changes.
+        position of outputs, which this pass changes. (`is_split_only`: the program has no such collectives.)
         """
         return cls() if context.is_split_only and context.trains and context.ranks.n > 1 else None
 

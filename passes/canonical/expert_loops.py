@@ -188,6 +188,7 @@ class _SortUses:
             self.unsorted[node] = x
             return True
         times = self.tokens.get(index)  # how often each row is read; None for another index
+        # x is unsorted, and all reads together are R rows.
         if times is None or self.depends_on_order(x) or not self.has_length(node_shape(x)[0] * times):
             return False
         self.sorted_reads[node] = times

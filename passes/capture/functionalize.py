@@ -185,7 +185,10 @@ class _Functionalizer:
     # ---- mutations
 
     def replace_view_change(self, node: Node) -> None:
-        """Convert `x.unsqueeze_(0)`, which writes no memory, to `x.unsqueeze(0)`, which later nodes read as x."""
+        """Convert `x.unsqueeze_(0)`, which writes no memory, to `x.unsqueeze(0)`, which later nodes read as x.
+
+        Raise WriteError for an input: the caller would see its new shape, which no copy_ at the end can write back.
+        """
         (target, *_), _ = self.aliases.calls[node]  # args and kwargs
         op = functional_form(node.target)
         if op is None or self.aliases.root(target).op in ("placeholder", "get_attr"):

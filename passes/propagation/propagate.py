@@ -200,6 +200,7 @@ def _visit(
     demands += step.demands
     if step.wants is None and n > 1 and is_random(node) and not _is_broadcast_draw(node):
         why = "a random draw that must be equal on every rank"
+        # A demand of the op itself: the index 0 refers to no operand, since draws such as randn have none.
         demands.append(Demand(node, 0, "draw", REPLICATE, why=why))
     return NodeStep(step.wants, step.results, tuple(demands))
 

@@ -259,7 +259,7 @@ def _cancel_chain(node: Node, operand: Node, origins: dict[Node, Node]) -> Node:
     """Return the value that a node equals because it cancels earlier permutations or reshapes, else the node.
 
     For x.mT.mT, the two permutations compose to the identity, so the result is the origin of x. For reshapes it is that
-    of an earlier value with the node's shape.
+    of an earlier value with the node's shape: x for x.view(6).view(2, 3) with x (2, 3).
 
     Args:
         node: A permutation or reshape.
@@ -442,7 +442,7 @@ def is_arange(node: Any) -> bool:
 def constant_value(node: Any) -> Number | None:
     """Return the number that every element of a tensor has if it is known from the graph, else None.
 
-    It is known for full, zeros, constant 0-dim tensors, and for views, copies and exact casts of these.
+    It is known for full, zeros, constant 0-dim tensors, and for views, copies, exact casts and square roots of these.
     """
     if not is_tensor(node) or is_written(node):
         return None

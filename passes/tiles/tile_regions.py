@@ -145,7 +145,7 @@ def find_regions(view: TokenView) -> Iterator[TileRegion]:
             grown -= nodes
             nodes = _drop_unreachable(view, grown)
         _add_group(view, groups, seed, nodes)
-    # Rows that are repeated for one region only are repeated in it, and no longer in another region that has them.
+    # Ops that repeat rows, and whose results only one region reads, move into this region from any other one.
     for seed, nodes in groups.items():
         copies = _row_copies(view, seed, nodes)
         for group in groups.values():

@@ -297,7 +297,7 @@ def find_alias_error(args: Sequence[Any], written: Sequence[int], names: Sequenc
     Args:
         args: Arguments of the call.
         written: Indices of the mutated arguments.
-        names: Names from `input_names`.
+        names: Names of the arguments for the error, from `input_names`.
     """
     written_ranges = [_memory_range(args[i]) for i in written]
     last_end = max((r.end for r in written_ranges), default=0)

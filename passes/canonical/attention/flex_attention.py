@@ -91,7 +91,7 @@ class RewriteFlexAttention(RewriteMasks):
         self.mask_nodes: list[Node] = []  # inlined masks, which are erased at the end
         self._nodes_with_fills: set[Node] | None = None  # nodes that may contain fills, computed at the first use
         calls = self.graph.find_nodes(op="call_function", target=flex_attention_op)
-        for node in calls:
+        for node in calls:  # make constants such as the 0 of documents[0] readable for the passes
             _inline_numbers(_FlexCall(*node.args).score_body)
             _inline_numbers(_FlexCall(*node.args).mask_body)
         changes = sum(self._rewrite_call(node) for node in calls)

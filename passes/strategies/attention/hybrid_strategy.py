@@ -49,6 +49,8 @@ class HybridAttention(ShardedAttention):
     def unsupported_reason(self, call: OpCall) -> str | None:
         """Return None if a number of Ulysses ranks divides the ranks and the query heads; else raise an error.
 
+        Other strategies return a reason, and the attention is gathered. Here the option or the mesh must change.
+
         Raises:
             SpError: No such number exists, or that of the mesh does not divide them (SP401).
         """
