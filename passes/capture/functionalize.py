@@ -103,7 +103,7 @@ class _Functionalizer:
         """Rewrite one node to read the current values of its operands, and to mutate none of them."""
         if node.op in ("placeholder", "get_attr"):
             self.aliases.record(node)
-        elif is_view_change(node):
+        elif is_view_change(node):  # x.unsqueeze_(0) changes the shape of x and writes no memory
             self.replace_view_change(node)
         elif is_mutation(node):
             self.replace_mutation(node)

@@ -220,7 +220,7 @@ def _weight_mesh(mesh: DeviceMesh) -> DeviceMesh:
     names = mesh.mesh_dim_names or ()
     if HSDP_AXIS in names[1:]:
         raise SpError("SP115", f"mesh: expected {HSDP_AXIS!r} as the first axis, got axes {names}.")
-    if HSDP_AXIS not in names or mesh.ndim == 1:
+    if HSDP_AXIS not in names or mesh.ndim == 1:  # no axis of replicas, or no other axis
         return flatten_mesh(mesh, SHARDED_AXES) if mesh.ndim > 1 else mesh
     others = tuple(name for name in names if name != HSDP_AXIS)
     if len(others) > 1:

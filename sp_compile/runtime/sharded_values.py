@@ -346,6 +346,7 @@ def _memory_range(arg: torch.Tensor) -> MemoryRange:
         storage = arg.shard_storage
         return MemoryRange(id(storage.base if isinstance(storage, ViewStorage) else storage), 0, 1)
     arg = _plain_argument(arg)
+    # A sparse tensor or a wrapper subclass has its elements in other tensors.
     if arg.layout is not torch.strided or (type(arg) not in PLAIN_TYPES and is_wrapper(arg)):
         return MemoryRange(None)
     begin = arg.data_ptr()

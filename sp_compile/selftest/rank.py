@@ -80,7 +80,7 @@ def run_rank(settings: Settings) -> dict[str, Any]:
     """
     device = torch.device(settings.device, torch.cuda.current_device() if settings.device == "cuda" else None)
     ranks = Ranks(settings.ranks, dist.group.WORLD.group_name)
-    links = machine(ranks, device, make_exchange(ranks, MEASURE_VERB))
+    links = machine(ranks, device, make_exchange(ranks, MEASURE_VERB))  # measures the links
     model, ids = make_model(settings.values, torch.float64, device)
     truth = _loss_and_gradients(model, model, ids)
     single = _test_single_device(settings, truth, device)
