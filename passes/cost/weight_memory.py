@@ -78,8 +78,8 @@ class ModelBytes:
         Args:
             computed: Bytes of all gradients computed so far, before they are sharded.
             n: Number of ranks.
-            unsharded: Bytes of those that are not yet reduced; by default as many as possible. At most these are the
-                gradients outside of layers and of two layers: one that is reduced, and one that runs.
+            unsharded: Bytes of those that are not yet reduced; by default the maximum: the gradients outside of layers
+                and those of two layers, one that is reduced and one that runs.
         """
         not_reduced = computed if unsharded is None else unsharded
         shards = -(-computed // n)

@@ -34,7 +34,7 @@ def bucket_source(node: Node) -> Node | None:
     if split.target not in SPLITS_WITH_SIZES or len(split.args) > 2 or split.kwargs:
         return None
     # Go back over the collectives to the cat. A collective with a recorded placement of its result (`NodeInfo.result`)
-    # is not followed: that placement holds for the whole bucket, whatever the placements of the vectors are.
+    # is not followed: that placement holds for the whole bucket, for vectors of any placement.
     cat = split.args[0]
     while cat.target in ELEMENTWISE_COLLECTIVES and node_info(cat).result is None:
         cat = cat.args[0]
