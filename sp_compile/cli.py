@@ -73,7 +73,7 @@ def _run_command(args: argparse.Namespace) -> int:
         arguments["sp"] = args.sp
     if args.command == "explain":
         arguments["memory"] = True
-    _check_no_arguments(args.command, options, arguments)
+    _check_no_arguments(args.command, options, arguments)  # no option may have the name of one of `arguments`
     if args.command == "plan":
         result: Any = plan(model, inputs, **arguments, **options)
         data, failed = plan_json(result), not any(row.fits for row in result.rows)

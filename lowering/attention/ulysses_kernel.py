@@ -61,8 +61,9 @@ def to_sequence(out: Tensor, args: ShardArgs, ranks: int) -> Tensor:
         (B, H, s, E).
     """
     rows, heads = _neighborhood_frame(args.q_frame, out.shape[SEQUENCE]), out.shape[HEADS] * ranks
+    head_frame = [1, heads, 0, heads]  # outer, size, start, length: all heads, without padding
     route = routes.neighborhood_route(args.group, ranks)
-    return torch.ops.sp.all_to_all([out], SEQUENCE, rows, HEADS, [1, heads, 0, heads], ranks, route)[0]
+    return torch.ops.sp.all_to_all([out], SEQUENCE, rows, HEADS, head_frame, ranks, route)[0]
 
 
 def _repeat_key_heads(x: Tensor, ranks: int) -> Tensor:

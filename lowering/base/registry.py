@@ -53,8 +53,8 @@ class Table(dict[Any, TableRow]):
     def __init__(self, title: str, replace: bool = False) -> None:
         super().__init__()
         self.title, self.replace = title, replace
-        self._priorities: dict[Any, Callable[[Any], int]] = {}
-        self._forced: Override[str] = Override()
+        self._priorities: dict[Any, Callable[[Any], int]] = {}  # name -> priority for a problem, the lowest is first
+        self._forced: Override[str] = Override()  # name of the row that tests and benchmarks force
 
     def register(self, name: Any, row: TableRow, priority: Callable[[Any], int] = lambda problem: 0) -> ExitStack:
         """Add a row, permanently or, with `with table.register(...):`, for a block.

@@ -45,7 +45,7 @@ def add_stored_grad(grad: Tensor, number: Tensor) -> None:
     """Remove a gradient from those that `store_grad` has stored, and add it to `grad` in place.
 
     The number, (1,) float64, is the gradient of a token: the number under which the gradient was stored for this
-    backward, as a float because autograd adds gradients. It is 0 if none was stored; then this does nothing. The
+    backward, as a float because only floats have gradients. It is 0 if none was stored; then this does nothing. The
     operator is opaque, and no CUDA graph replays it, as the number is read on the host when the backward runs.
     """
     stored = int(number.item())

@@ -57,7 +57,7 @@ class ViewStorage:
         with torch.no_grad():
             if self.full is not None:
                 return self.layout.local_rows(self.full)
-            rows = self.base.layout.as_dense(self.base.rows())
+            rows = self.base.layout.as_dense(self.base.rows())  # without gaps, as `_local_geometry` assumes
             return rows.as_strided(*self._local_geometry(rows))
 
     def read(self, is_trained: bool = False) -> Tensor:
@@ -65,12 +65,13 @@ class ViewStorage:
         return self._view_of(self.base.read(is_trained))
 
     def assign(self, new: Tensor, storage: ShardStorage | ViewStorage | None) -> None:
-        """Write a value into the base, which is read for that.
+        """Write a value into the view, and thus into its base, which is gathered (read) for that on every rank.
 
         Args:
             new: The new value.
             storage: Storage of the new value if it is sharded.
         """
+        # Without inference mode: what `read` gathers is kept, and autograd cannot use tensors of inference mode.
         with torch.inference_mode(False), torch.no_grad():
             self.read().copy_(new if storage is None else storage.read())
 

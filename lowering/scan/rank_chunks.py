@@ -96,8 +96,9 @@ def scan_chunks(
     op, exclusive, exchange, dtype, accumulate = spec
     begins = None if cuts is None else segment_starts(cuts, exchange)
     options = op, exclusive, exchange.reverse
-    if exchange.is_single:  # False: the total is not needed
-        return sp.local_scan(x, begins, exchange.rows, *options, dtype, accumulate, False)[0], None, None
+    if exchange.is_single:
+        needs_total = False  # no other rank takes it
+        return sp.local_scan(x, begins, exchange.rows, *options, dtype, accumulate, needs_total)[0], None, None
     # The local scan is not rounded before the carry is added: the sum of both may be small where both are large.
     out, total = sp.local_scan(x, begins, exchange.rows, *options, accumulate, accumulate)
     total, stops = chunks_first(total, exchange), None

@@ -29,7 +29,8 @@ def wrap_late_backward(context: Callable[[], AbstractContextManager[Any]]) -> No
         callback_handler.register_end_callback(_finish_late_backward)
 
 
-@torch.compiler.disable  # torch has a lock here, and Dynamo would trace a call from a backward in eager code
+# Disabled, since Dynamo would trace it if a backward in eager code starts the compilation, while torch holds a lock.
+@torch.compiler.disable
 def _start_late_backward(event: Any) -> None:
     """Enter the registered context if a late backward is compiled.
 

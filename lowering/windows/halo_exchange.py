@@ -90,7 +90,8 @@ def read_around_ring(x: Tensor, dim: int, low: int, high: int, s: int, n: int, g
 
     As ``read_around``, but rank 0 follows the last rank and every row is valid.
     """
-    return _join_pieces(_collect_parts(x, dim, split_by_owner(low, high, s), True, 0, n, group), dim)
+    parts, wraps, fill = split_by_owner(low, high, s), True, 0  # no rows are outside of a ring, so `fill` is unused
+    return _join_pieces(_collect_parts(x, dim, parts, wraps, fill, n, group), dim)
 
 
 def _join_pieces(pieces: list[Tensor], dim: int) -> Tensor:
@@ -157,8 +158,8 @@ def _fill_outside(x: Tensor, dim: int, low: int, high: int, frame: FrameArg, fil
 def _fetch_parts(x: Tensor, dim: int, s: int, parts: tuple[HaloPart, ...], n: int, group: str) -> Tensor:
     """Fetch the rows of all parts from other ranks: (.., s, ..) -> (.., rows of all parts, ..).
 
-    All ranks read the same rows relative to their own, so a rank sends the same slices that it receives. The adjoint is
-    `_return_parts`.
+    All ranks read the same rows relative to their own: a rank that receives rows [first, last) of another rank sends
+    its own rows [first, last) to a third one. The adjoint, for the backward, is `_return_parts`.
     """
     local_rows = [x.narrow(dim, part.first, part.rows) for part in parts]
     return _join_pieces(_shift_all(local_rows, dim, [part.hop for part in parts], n, group), dim)

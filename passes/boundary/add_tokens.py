@@ -77,7 +77,7 @@ class AddGradientTokens(Pass):
         """Create the pass for training on several ranks, or return None.
 
         It also returns None for a program with collectives of its own: passes over these identify gradients by the
-        position of outputs, which this pass changes.
+        position of outputs, which this pass changes. (`is_split_only`: the program has no such collectives.)
         """
         return cls() if context.is_split_only and context.trains and context.ranks.n > 1 else None
 
@@ -128,7 +128,7 @@ class BoundaryPasses(Passes):
         changes = super().apply(gm, context)
         num_outputs += len(context.boundary.balanced_order)
         tokens_and_operands = range(num_outputs, len(output_leaves(gm)))
-        # `rows`: the outputs of which a rank has only its part, as of each of these.
+        # `rows` has the outputs that contain only the part of one rank. Tokens and operands are such outputs, too.
         rows = context.boundary.rows.union(tokens_and_operands)
         context.boundary = replace(context.boundary, num_program_outputs=num_outputs, rows=rows)
         return changes

@@ -188,6 +188,7 @@ class _SortUses:
             self.unsorted[node] = x
             return True
         times = self.tokens.get(index)  # how often each row is read; None for another index
+        # x is unsorted, and all reads together are R rows.
         if times is None or self.depends_on_order(x) or not self.has_length(node_shape(x)[0] * times):
             return False
         self.sorted_reads[node] = times
@@ -340,8 +341,11 @@ class _SortUses:
         return True
 
     def _match_view(self, node: Node) -> bool:
-        """Match a view in which the rows are no dim of their own; `accept` matches a later view that undoes it."""
-        if is_rearrangement(node):
+        """Match a view whose first dim is not the rows, as y.view(-1) or y.T for rows y (R, columns).
+
+        `accept` matches a later view that restores the rows.
+        """
+        if is_rearrangement(node):  # a permutation, a reshape or a copy
             self.views.add(node)
         return node in self.views
 

@@ -103,7 +103,7 @@ class _Functionalizer:
         """Rewrite one node to read the current values of its operands, and to mutate none of them."""
         if node.op in ("placeholder", "get_attr"):
             self.aliases.record(node)
-        elif is_view_change(node):
+        elif is_view_change(node):  # x.unsqueeze_(0) changes the shape of x and writes no memory
             self.replace_view_change(node)
         elif is_mutation(node):
             self.replace_mutation(node)
@@ -185,7 +185,10 @@ class _Functionalizer:
     # ---- mutations
 
     def replace_view_change(self, node: Node) -> None:
-        """Convert `x.unsqueeze_(0)`, which writes no memory, to `x.unsqueeze(0)`, which later nodes read as x."""
+        """Convert `x.unsqueeze_(0)`, which writes no memory, to `x.unsqueeze(0)`, which later nodes read as x.
+
+        Raise WriteError for an input: the caller would see its new shape, which no copy_ at the end can write back.
+        """
         (target, *_), _ = self.aliases.calls[node]  # args and kwargs
         op = functional_form(node.target)
         if op is None or self.aliases.root(target).op in ("placeholder", "get_attr"):
@@ -200,7 +203,7 @@ class _Functionalizer:
 
         A target is an argument that the op writes to.
         """
-        mutation = find_mutation(node, *self.aliases.calls[node])
+        mutation = find_mutation(node, *self.aliases.calls[node])  # (args, kwargs) of the original program
         for target in mutation.targets:
             self.check_mutation(node, target)
         if mutation.value is not None:  # a functional form of the op computes it
@@ -210,6 +213,7 @@ class _Functionalizer:
             self.aliases.replace(node, target)
             self.replaced.append(node)
             return
+        # Without a functional form: run the op in place on a clone of the current value of each target.
         emit = self.emitter(node)
         clones = {t: emit(aten.clone.default, self.current_value(t)) for t in mutation.targets}
         node.args, node.kwargs = map_arg(self.aliases.calls[node], lambda x: clones.get(x) or self.current_value(x))
@@ -307,7 +311,8 @@ class _Functionalizer:
             view = parent[base] if view.target is operator.getitem else base
         version = self.version[root] = self.version.get(root, 0) + 1
         self.root_values[root] = view_value
-        # with_grad: these values have their gradients, or the detach has cut them; no reader computes them again.
+        # with_grad=True, also under no_grad: the detach above has decided that these values have no gradient, so a
+        # later reader with gradients must not compute them again.
         self.values[root] = _ViewValue(view_value, version, with_grad=True)
         self.values[target] = _ViewValue(value, version, with_grad=True)
 
@@ -345,6 +350,6 @@ class _Functionalizer:
         for root, value in self.root_values.items():
             is_buffer = root.op == "get_attr" and not node_info(root).constant
             if root.op == "placeholder" or is_buffer:
-                torch_compat.unmark_static(root)
+                torch_compat.unmark_static(root)  # a backward must not recompute values from it after the copy_
                 copy = self.graph.call_function(aten.copy_.default, (root, value))
                 copy.meta["val"] = root.meta["val"]

@@ -66,7 +66,8 @@ class ModelBytes:
             in_layer: True if a layer runs.
             arriving: True if the weights of the next layer are being gathered.
         """
-        # Without layers, all weights are one unit, which FSDP gathers for the forward, and again for the backward.
+        # Without layers, all weights are one unit. FSDP gathers it for the forward, and again for the backward, which
+        # may arrive (`arriving`) while the first copy still exists.
         if not self.unit:
             return (1 + arriving) * self.outside_layers
         return self.outside_layers + (in_layer + arriving) * self.unit
@@ -77,8 +78,8 @@ class ModelBytes:
         Args:
             computed: Bytes of all gradients computed so far, before they are sharded.
             n: Number of ranks.
-            unsharded: Bytes of those that are not yet reduced; by default the maximum, which is two layers and the
-                gradients outside of layers.
+            unsharded: Bytes of those that are not yet reduced; by default the maximum: the gradients outside of layers
+                and those of two layers, one that is reduced and one that runs.
         """
         not_reduced = computed if unsharded is None else unsharded
         shards = -(-computed // n)
@@ -125,6 +126,7 @@ def _recreate_optimizer(optimizer: torch.optim.Optimizer, parameter: nn.Paramete
     accepts_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
     settings: dict[str, Any] = {}
     for name, value in {**optimizer.defaults, **optimizer.param_groups[0]}.items():
+        # A tensor, such as lr of a capturable optimizer, is omitted: the state does not depend on its value.
         is_used = name not in ("params", *IMPLEMENTATION_SETTINGS) and not isinstance(value, torch.Tensor)
         if is_used and (accepts_any or name in accepted):
             settings[name] = value

@@ -33,8 +33,9 @@ def bucket_source(node: Node) -> Node | None:
     split, index = node.args
     if split.target not in SPLITS_WITH_SIZES or len(split.args) > 2 or split.kwargs:
         return None
+    # Go back over the collectives to the cat. A collective with a recorded placement of its result (`NodeInfo.result`)
+    # is not followed: that placement holds for the whole bucket, for vectors of any placement.
     cat = split.args[0]
-    # Follow the collectives, except those whose result has a known placement.
     while cat.target in ELEMENTWISE_COLLECTIVES and node_info(cat).result is None:
         cat = cat.args[0]
     if cat.target is not aten.cat.default or len(cat.args) > 1 or cat.kwargs:

@@ -59,7 +59,8 @@ class Localize(Pass):
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Replace the graph, `self.gm`, by the program of one rank, and return the number of nodes that run on shards.
 
-        `job.input_placements` is the plan, which later passes need and cannot compute from local values.
+        The plan is also stored as `job.input_placements`, the placements in the global graph, which is the input of
+        this pass. Later passes need them, and cannot compute them from local values.
         """
         plan = job.input_placements = job.plan(gm)
         if plan.demands:
@@ -260,8 +261,8 @@ class _Localizer(GraphEditor):
 
         Operands of other calls are unchanged. All operands of a product are filled with 0, as 0 * inf is NaN. With
         `rule.pad`, one operand's fill removes the padded rows of all, such as the ignored class among a loss's targets.
-        The others then need only finite values there. They have them, except for rows that a window of the sequence
-        cuts off (`_is_sequence_part`), which may be infinite; these are filled, too.
+        The other operands then only need finite values in these rows. That is given, except in rows that a window of
+        the sequence cuts off (`_is_sequence_part`), which may be infinite; these are filled, too.
         """
         sums_over_sequence = any(isinstance(p, Partial) for p in self.plan.placements[call.node])
         if not sums_over_sequence or node_info(call.node).combines:  # `combines`: adds or scales results of sums
@@ -365,7 +366,10 @@ class _Localizer(GraphEditor):
 
 
 def _is_sequence_part(want: Placement) -> bool:
-    """Return True if the placement is a shorter window of the sequence, so that padded rows may be infinite."""
+    """Return True if the placement is a shorter window of the sequence, such as that of x[:, :-1].
+
+    A row that is cut off, here the last one of x, counts as padding, but may be infinite. Other padding is finite.
+    """
     if not isinstance(want, Shard):
         return False
     frame = want.frame

@@ -49,7 +49,7 @@ class ValidateShapes(Pass):
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Validate the graph and set its values to local ones; return 0, as no node changes."""
-        assert job.input_placements is not None
+        assert job.input_placements is not None  # the plan of the global graph, stored by `Localize`
         validate(gm, job.input_placements, job.ranks.n)
         return 0
 
@@ -102,7 +102,7 @@ def _check_wait(node: Node) -> None:
 
 
 def _check_sorted(node: Node, sorted_rows: set[Node]) -> None:
-    """Raise SpError if an op reads rows by position that each rank has sorted by a key.
+    """Raise SpError if an op that reads rows by their position has an operand whose rows each rank has sorted by a key.
 
     Tokens sorted by expert are an example: token-wise ops may read them in any order, but sp:: ops such as attention
     compute with positions. `sp::from_sorted` restores the order.

@@ -111,7 +111,8 @@ def propagate(
     # Nodes with replicated operands that stay replicated.
     replicated = mask_values(gm) if starts_sequences else frozenset(gm.graph.nodes)
     for node in gm.graph.nodes:
-        # `express_in_rows` completes the frame of a sequence that is computed in chunks: ranks have whole chunks.
+        # If the program computes the sequence in chunks, x.view(B, chunks, rows, D), no chunk may be on two ranks:
+        # `express_in_rows` adds this to the frames.
         if node.op in ("placeholder", "get_attr"):
             plan.placements[node] = (express_in_rows(axes, node, 0, (inputs or {}).get(node, REPLICATE)),)
         elif node.op == "output":
@@ -199,6 +200,7 @@ def _visit(
     demands += step.demands
     if step.wants is None and n > 1 and is_random(node) and not _is_broadcast_draw(node):
         why = "a random draw that must be equal on every rank"
+        # A demand of the op itself: the index 0 refers to no operand, since draws such as randn have none.
         demands.append(Demand(node, 0, "draw", REPLICATE, why=why))
     return NodeStep(step.wants, step.results, tuple(demands))
 
@@ -221,7 +223,8 @@ def _mark_varying(node: Node, rule: BoundRule | None, have: Sequence[Placement],
     result = node_info(node).result or (VARYING if has_varying else None)
     if result is None:
         return step
-    # `keeps_sharding`: the gradient of a gathered operand is partial, since the ranks compute different summands of it.
+    # `keeps_sharding` states that the gradient of a gathered operand is partial: each rank combines the gathered rows
+    # with other values, and thus computes another summand of it.
     demands = make_demands(node, have, "varying", DIFFERENT_VALUES, keeps_sharding=True)
     return NodeStep(None, (result,) * len(step.results), demands)
 

@@ -159,19 +159,21 @@ class BoundRule:
         return self._chunk_part(factors, shard)
 
     def _chunk_part(self, factors: tuple[str, ...], shard: Shard) -> tuple[str, Shard]:
-        """Return the result of `local_part` for a shard whose rows are several factors: chunks, and rows of a chunk.
+        """Return (factor, its shard), as `local_part`, if the rows are several factors: chunks, and rows of a chunk.
 
         For a sequence of 12 rows and the group "(c r)" with c = 3 chunks of r = 4 rows, the factor is c, and the frame
         of its shard counts chunks in place of rows. The result is ("", shard) if a chunk could be on two ranks, or if
         the rows are no product of factors.
         """
+        # Find the factors[first : last + 1] whose product is the number of rows. Those before them are `outer`, those
+        # after them `inner`.
         for first, chunk_factor in enumerate(factors):
             if not is_same_size(shard.outer, self._size_of(factors[:first])):
                 continue
             rows_and_inner = size_product((shard.frame.length, shard.inner))
             if not is_same_size(rows_and_inner, self._size_of(factors[first:])):
                 continue
-            for last in range(first + 1, len(factors)):  # the rows may be factors[first : last + 1], `inner` the others
+            for last in range(first + 1, len(factors)):
                 if is_same_size(shard.inner, self._size_of(factors[last + 1 :])):
                     chunk_rows = self._size_of(factors[first + 1 : last + 1])
                     frame = shard.frame.split(chunk_rows)
@@ -214,8 +216,8 @@ class BoundRule:
         if not shard.is_only_factor:
             return None  # a piece of a flattened dim is no range of the sequence
         for _, length in self.spans:
-            # A single row would broadcast with all rows of a rank. For a short piece, most ranks have no valid rows,
-            # so gathering is cheaper.
+            # A piece of one row, such as h[:, :1], may broadcast in later ops, but its shard would have the s rows of a
+            # rank, which do not. For a short piece, most ranks have no valid rows, so gathering is cheaper.
             if is_same_size(length, 1) or not is_most_of(length, shard.frame.size):
                 return None
         frames = [replace(shard.frame, start=shard.frame.start + start, length=length) for start, length in self.spans]

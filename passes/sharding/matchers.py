@@ -259,7 +259,7 @@ def _cancel_chain(node: Node, operand: Node, origins: dict[Node, Node]) -> Node:
     """Return the value that a node equals because it cancels earlier permutations or reshapes, else the node.
 
     For x.mT.mT, the two permutations compose to the identity, so the result is the origin of x. For reshapes it is that
-    of an earlier value with the node's shape.
+    of an earlier value with the node's shape: x for x.view(6).view(2, 3) with x (2, 3).
 
     Args:
         node: A permutation or reshape.
@@ -420,14 +420,16 @@ class PadMatch:
 def match_pad(node: Node) -> PadMatch | None:
     """Match a pad of one dim by a constant, or return None."""
     call = OpCall(node) if node.target in PAD_OPS else None
-    window_calls = sliding_calls(call) if call is not None else {}  # by dim; a pad has windows of one row
+    # A pad is an op with sliding windows of one row. In `window_calls` are its padded dims, each with its form on
+    # shards, sp.op(x, before, after, fill).
+    window_calls = sliding_calls(call) if call is not None else {}
     if call is None or len(window_calls) != 1:
         return None
     ((dim, window_call),) = window_calls.items()
-    if window_call.first is not None:  # another op pads other dims first, by sizes that are not ints
+    if window_call.first is not None:  # it also pads a dim by symbolic sizes, which `window_calls` omits
         return None
     after = window_call.sliding.num_after(call.shape()[dim])
-    (fill,) = window_call.tail  # the arguments of the sp:: op after the padding before and after
+    (fill,) = window_call.tail  # the arguments after `after`
     return PadMatch(call.operands[0], dim, window_call.sliding.before, after, fill)
 
 
@@ -440,7 +442,7 @@ def is_arange(node: Any) -> bool:
 def constant_value(node: Any) -> Number | None:
     """Return the number that every element of a tensor has if it is known from the graph, else None.
 
-    It is known for full, zeros, constant 0-dim tensors, and for views, copies and exact casts of these.
+    It is known for full, zeros, constant 0-dim tensors, and for views, copies, exact casts and square roots of these.
     """
     if not is_tensor(node) or is_written(node):
         return None

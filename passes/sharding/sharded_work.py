@@ -237,7 +237,7 @@ class RowWork:
             classes = {a.name for a in product.operands}
             if product.is_contraction:
                 multiplied |= classes
-            elif product.rule is not None:
+            elif product.rule is not None:  # a convolution, for example
                 other_flops.update(dict.fromkeys(classes, product.flops))
         return multiplied | {name for name, flops in other_flops.items() if flops >= LARGE_SHARE * self.total}
 
@@ -270,7 +270,8 @@ def has_frame(node: Node) -> bool:
 def contraction_flops(node: Node) -> float:
     """Return the FLOPs of a product, a convolution, an attention, a recurrence or a solve in the global view, else 0.
 
-    Attention counts all pairs of queries and keys, as masks are not evaluated.
+    Attention counts all pairs of queries and keys, as masks are not evaluated. `assume_large` replaces symbolic sizes
+    by a large number.
     """
     is_attention = node.target in ATTENTION or node.target in ATTENTION_OF_TORCH or op_strategy(node.target)
     if node.op == "call_function" and is_attention:
@@ -284,7 +285,7 @@ def contraction_flops(node: Node) -> float:
         return _linear_attention_flops(call)
     if call.node.target is torch.ops.sp.affine_scan.default or call.node.target in SOLVE_OPS:
         return _matrix_flops(call)
-    if call.get("weight") is not None and "stride" in call.args:
+    if call.get("weight") is not None and "stride" in call.args:  # a convolution
         return _convolution_flops(call)
     # Ops with fixed placements are the sp:: ops on shards; those with FLOPs are counted above.
     if rule is None or not rule.is_contraction or rule.operand_placements is not None:
@@ -334,7 +335,7 @@ def _linear_attention_flops(call: OpCall) -> float:
     of its state, (k, k): `solve` more for each token.
     """
     (*tokens, k), v = call.shape("k"), call.shape("v")[-1]
-    chunk = chunk_tokens(call.shape("decay")[-1])
+    chunk = chunk_tokens(call.shape("decay")[-1])  # smaller with a decay for each of k than with one for each head
     has_delta_rule = call["beta"] is not None or call["a"] is not None
     solve = chunk * (2 * k + v) + k * k if has_delta_rule else 0
     return 2.0 * assume_large(size_product(tokens) * (chunk * (k + v) + 2 * k * v + solve))
@@ -346,7 +347,7 @@ def _sized_factors(call: OpCall, rule: BoundRule) -> Iterator[tuple[str, int]]:
         for name, size in zip(dims, call.shape(i)):
             if name[:1] == "(":
                 yield from ((factor, rule.extents[factor]) for factor in dim_factors(name))
-            elif name:
+            elif name:  # "" is a dim of size 1 that broadcasts
                 yield name, size
 
 

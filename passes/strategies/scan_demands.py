@@ -173,7 +173,7 @@ class ShardScans(DemandPass):
         shard = scan_shard(self.plan, node)
         if shard.frame.order.is_balanced:
             return f"the rows before each row are on other ranks in the {shard.frame.order.name} layout"
-        return None if shard.is_only_factor else ""
+        return None if shard.is_only_factor else ""  # a dim of several factors is for `SplitNestedScans`
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         """Set the frame of a scan, so that it runs on shards, and the exchange by which ranks send their carries.

@@ -98,7 +98,8 @@ def _is_widening(view: TokenView, node: Node) -> bool:
 def _input_width(view: TokenView, node: Node) -> int:
     """Return the largest number of elements per row of a seed's operands, before rows were repeated or sorted.
 
-    Rows that are read from a table count only if the seed has no other operands with rows.
+    Rows that the seed reads from a table, such as the matrix w[expert] of each token, are wide rows that the region
+    computes. They count as its operands only if the seed has no other operands with rows.
     """
     operands = [x for x in node.all_input_nodes if view.rows(x)]
     inputs = [x for x in operands if not _is_table_lookup(view, x)] or operands
@@ -144,7 +145,7 @@ def find_regions(view: TokenView) -> Iterator[TileRegion]:
             grown -= nodes
             nodes = _drop_unreachable(view, grown)
         _add_group(view, groups, seed, nodes)
-    # Rows that are repeated for one region only are repeated in it, and no longer in another region that has them.
+    # Ops that repeat rows, and whose results only one region reads, move into this region from any other one.
     for seed, nodes in groups.items():
         copies = _row_copies(view, seed, nodes)
         for group in groups.values():

@@ -129,7 +129,7 @@ def find_layers(model: nn.Module, classes: Collection[str | type[nn.Module]] | N
 
 
 def _prepare_layers(model: nn.Module, names: list[str], checkpoint: bool) -> None:
-    """Make torch.compile trace layers of torch.nn, and wrap the layers in activation checkpoints if asked for."""
+    """Make torch.compile trace layers of torch.nn, whose code Dynamo skips, and checkpoint the layers if asked for."""
     paths = defaultdict[nn.Module, list[str]](list)  # module -> its names: several, if it is in several places
     for path, module in model.named_modules(remove_duplicate=False):
         paths[module].append(path)
@@ -185,7 +185,10 @@ def _device_to_train_on(model: nn.Module) -> str:
 
 
 def _disable_cache(model: nn.Module) -> None:
-    """Set `use_cache = False` in the configurations of a model of transformers: a cache has a state in each layer."""
+    """Set `use_cache = False` in the configurations of a model of transformers.
+
+    The state of a cache differs between layers, so that Dynamo would compile the code of a layer again for each layer.
+    """
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False):
@@ -217,7 +220,7 @@ def _weight_mesh(mesh: DeviceMesh) -> DeviceMesh:
     names = mesh.mesh_dim_names or ()
     if HSDP_AXIS in names[1:]:
         raise SpError("SP115", f"mesh: expected {HSDP_AXIS!r} as the first axis, got axes {names}.")
-    if HSDP_AXIS not in names or mesh.ndim == 1:
+    if HSDP_AXIS not in names or mesh.ndim == 1:  # no axis of replicas, or no other axis
         return flatten_mesh(mesh, SHARDED_AXES) if mesh.ndim > 1 else mesh
     others = tuple(name for name in names if name != HSDP_AXIS)
     if len(others) > 1:

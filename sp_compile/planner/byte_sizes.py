@@ -28,7 +28,7 @@ def parse_bytes(memory: str | float, name: str = "memory") -> float:
     """Return the bytes of a size: 80e9 for "80GB".
 
     Args:
-        memory: A number with a unit, or a number of bytes from `LEAST_BYTES`.
+        memory: A number with a unit, or a number of bytes that is at least `LEAST_BYTES`.
         name: The name of the argument, for errors.
 
     Raises:

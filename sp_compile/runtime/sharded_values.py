@@ -102,14 +102,14 @@ class GatheredProgram:
 
     def __call__(self, *args: Any) -> Any:
         """Run the program on gathered arguments, and write changed ones back."""
-        gathered = unwrap_arguments(args, {})
+        gathered = unwrap_arguments(args, {})  # {}: the program takes no argument as rows
         tensors = {i: x for i, x in enumerate(gathered) if isinstance(x, torch.Tensor)}
         versions = tensor_versions([*tensors.values()])
         out = self.run(*gathered)
         has_changed = versions != tensor_versions([*tensors.values()])  # an array with a bool for each tensor
         changed = [*compress(tensors, has_changed)]  # indices of the arguments that the program has written to
         for i in changed:
-            if isinstance(args[i], Sharded):
+            if isinstance(args[i], Sharded):  # the program has written to a gathered copy, not to the argument
                 write(args[i], tensors[i])
         self.written.update([] if self.eager else changed)
         return out
@@ -203,6 +203,7 @@ class ShardedProgram:
             out: All outputs of the call.
         """
         length = self._value(result.length, args)
+        # Sizes of the layout that may be symbolic, by field, such as `outer` and `inner`.
         parts: dict[str, Any] = {name: self._value(size, args) for name, size in result.parts.items()}
         layout = replace(result.layout, balanced=orders or result.layout.balanced, **parts)
         # The description of the result for errors, with the check that ranks run before a read.
@@ -262,7 +263,8 @@ def has_sharded_outputs(ranks: Ranks) -> bool:
 
     The current graph may then be a part of the same model, so that a missing sequence is no error.
     """
-    return (compiled_frame_id()[0], ranks.group) in _sharded_output_ranks
+    num_resets = compiled_frame_id()[0]  # programs from before a reset of Dynamo no longer count
+    return (num_resets, ranks.group) in _sharded_output_ranks
 
 
 def simulate_sharded_outputs(
@@ -283,7 +285,8 @@ def simulate_sharded_outputs(
     for i, result in edges.results.items():
         if not result.parts and i < len(values):
             values[i] = from_replicated(values[i], result.layout, Origin(result.name, record_read=on_read))
-    # The graph has run as it was traced: it has no hidden results, and its views of arguments are views.
+    # A dry run executes the graph as it was traced. It has no hidden results, which a rank's program appends for views,
+    # and its results that are views of arguments are such views already.
     views = [view for view in edges.views if not view.of_argument and view.base < len(values)]
     return rebuild_views(values, args, replace(edges, views=views, hidden=0))
 
@@ -294,7 +297,7 @@ def find_alias_error(args: Sequence[Any], written: Sequence[int], names: Sequenc
     Args:
         args: Arguments of the call.
         written: Indices of the mutated arguments.
-        names: Names from `input_names`.
+        names: Names of the arguments for the error, from `input_names`.
     """
     written_ranges = [_memory_range(args[i]) for i in written]
     last_end = max((r.end for r in written_ranges), default=0)
@@ -343,6 +346,7 @@ def _memory_range(arg: torch.Tensor) -> MemoryRange:
         storage = arg.shard_storage
         return MemoryRange(id(storage.base if isinstance(storage, ViewStorage) else storage), 0, 1)
     arg = _plain_argument(arg)
+    # A sparse tensor or a wrapper subclass has its elements in other tensors.
     if arg.layout is not torch.strided or (type(arg) not in PLAIN_TYPES and is_wrapper(arg)):
         return MemoryRange(None)
     begin = arg.data_ptr()

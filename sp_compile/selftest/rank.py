@@ -80,7 +80,7 @@ def run_rank(settings: Settings) -> dict[str, Any]:
     """
     device = torch.device(settings.device, torch.cuda.current_device() if settings.device == "cuda" else None)
     ranks = Ranks(settings.ranks, dist.group.WORLD.group_name)
-    links = machine(ranks, device, make_exchange(ranks, MEASURE_VERB))
+    links = machine(ranks, device, make_exchange(ranks, MEASURE_VERB))  # measures the links
     model, ids = make_model(settings.values, torch.float64, device)
     truth = _loss_and_gradients(model, model, ids)
     single = _test_single_device(settings, truth, device)
@@ -95,7 +95,10 @@ def run_rank(settings: Settings) -> dict[str, Any]:
 
 
 def _loss_and_gradients(model: SelfTestModel, run: Callable[..., Tensor], ids: Tensor) -> dict[str, Tensor]:
-    """Run a training step. Return the loss and the gradient of each parameter, in float64, by name."""
+    """Run a training step. Return the loss and the gradient of each parameter, in float64, by name.
+
+    `run` is the model itself, or its compiled form, which has the same parameters.
+    """
     loss = run(ids)
     loss.backward()
     values = {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}

@@ -24,8 +24,8 @@ def fits_aten(problem: ScanProblem) -> bool:
 def _aten_priority(problem: ScanProblem) -> int:
     """Return the priority of torch's scans in the lowering table; low numbers are first.
 
-    They are first for small problems, where a launch from Python dominates, and on a CPU for short lines and cheap
-    operations, where starting the C++ kernel takes longer than the scan.
+    They are first for small problems, where a launch from Python dominates, and on a CPU for short lines (few elements
+    along the scanned dim) and cheap operations, where starting the C++ kernel takes longer than the scan.
     """
     if problem.outer * problem.length * problem.inner <= SMALL_SCAN:
         return 0
@@ -50,8 +50,8 @@ def _is_exact(problem: ScanProblem) -> bool:
 def scan_aten(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:
     """Run `torch.cumsum` or a similar scan, and return its result and the total, which may be a view of the result.
 
-    An exclusive result is the inclusive one, written one row later. The total is empty if torch has rounded it; by
-    `_is_exact` it is then not requested.
+    `starts` is None, since `fits_aten` excludes segments. An exclusive result is the inclusive one, written one row
+    later. The total is empty if torch has rounded it; by `_is_exact` it is then not requested.
     """
     monoid, dtype, accumulate = MONOIDS[problem.op], problem.result, problem.accumulate
     out = torch.empty_like(x, dtype=dtype)
@@ -80,7 +80,7 @@ def _write_scan(monoid: Monoid, x: Tensor, out: Tensor) -> None:
 
 
 def extremes_aten(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:
-    """Run `torch.cummax` or `torch.cummin`."""
+    """Run `torch.cummax` or `torch.cummin`; `starts` is None, since `fits_aten` excludes segments."""
     values, indices = MONOIDS[problem.op].cumulative(x.flip(DIM) if problem.reverse else x, DIM)
     if not problem.reverse:
         return values, indices

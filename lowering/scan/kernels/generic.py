@@ -90,14 +90,15 @@ class GenericKernels:
     def linear_total(self, problem: ScanProblem, a: Tensor, b: Tensor) -> Pair:
         """Return the factor and the state of the recurrence as an affine map, (outer, inner) each.
 
-        The recurrence maps an initial state h to factor * h + state.
+        The recurrence maps an initial state h to factor * h + state. Its steps are a_i * h + b_i; if lagged, they are
+        a_i * (h + b_i), which multiply after the addition.
         """
         accumulate = problem.accumulate
         if not a.shape[DIM]:
             return _constant_row(a, 1, accumulate)[:, 0], _constant_row(b, 0, accumulate)[:, 0]
 
         def lift(states: Pair) -> Pair:
-            """Cast the operands, and apply the factor first in a lagged recurrence."""
+            """Cast the operands; in a lagged recurrence, a * (h + b) is a * h + a * b."""
             a, b = _cast_to(accumulate)(states)
             return a, a * b if problem.lagged else b
 

@@ -91,7 +91,7 @@ class RewriteFlexAttention(RewriteMasks):
         self.mask_nodes: list[Node] = []  # inlined masks, which are erased at the end
         self._nodes_with_fills: set[Node] | None = None  # nodes that may contain fills, computed at the first use
         calls = self.graph.find_nodes(op="call_function", target=flex_attention_op)
-        for node in calls:
+        for node in calls:  # make constants such as the 0 of documents[0] readable for the passes
             _inline_numbers(_FlexCall(*node.args).score_body)
             _inline_numbers(_FlexCall(*node.args).mask_body)
         changes = sum(self._rewrite_call(node) for node in calls)
@@ -136,8 +136,9 @@ class RewriteFlexAttention(RewriteMasks):
         Returns its name and the vectors and tables that it reads. Raises NotSymbolic or SpError if there is none.
         """
         call = _FlexCall(*node.args)
-        # A row of finite fills attends to all keys equally, unless sinks take all of its weight: then (None) fills need
-        # no distinction from -inf. Otherwise the function returns True for values that may contain them.
+        # A query all of whose scores are a finite fill attends to all keys equally, other than with -inf, so
+        # `write_score` has to know the values that may contain fills. With sinks it does not (None): they take all of
+        # the weight of such a query, as with -inf.
         is_fill = self._may_contain_fills if _match_sinks(node) is None else None
         return write_score(call.score_body, call.score_captured, conditions, call.mask_captured, self, node, is_fill)
 
@@ -149,6 +150,9 @@ class RewriteFlexAttention(RewriteMasks):
 
     def _replace_call(self, node: Node, mask: AttentionMask, conditions: list[GraphModule]) -> None:
         """Replace a call by attention with a mask and a score function.
+
+        If the call's output and log-sum-exp are only read to apply sinks (learned logits that take a share of the
+        weights), `_match_sinks` returns them with their result, which is replaced, too.
 
         Raises NotSymbolic or SpError, and leaves the graph unchanged, if no predicate describes the mask.
 

@@ -71,7 +71,8 @@ def _linear_scan_rule(call: OpCall) -> BoundRule:
     a, b = (align_names(call.shape(i), shape, names) for i in range(2))
     state_shape, state_names = shape[:dim] + shape[dim + 1 :], names[:dim] + names[dim + 1 :]
     states = [align_names(call.shape(i), state_shape, state_names) for i in range(2, len(call.operands))]
-    return _framed_scan_rule(call, (a, b, *states), names, names[dim : dim + 1], invariant=(2,))  # 2: the state
+    # invariant: the gradient of operand 2, the state, is equal on all ranks.
+    return _framed_scan_rule(call, (a, b, *states), names, names[dim : dim + 1], invariant=(2,))
 
 
 @register_rule_function(sp.affine_scan.default)
@@ -85,7 +86,8 @@ def _affine_scan_rule(call: OpCall) -> BoundRule:
     *batch, rows, k, v = names
     state = [(*batch, k, v)] if call["initial"] is not None else []
     operands = ((*batch, rows, k, "j"), names, *state)
-    return _framed_scan_rule(call, operands, names, (rows,), invariant=(2,), gathered=(k, "j"))  # 2: the state
+    # invariant: the gradient of operand 2, the state, is equal on all ranks.
+    return _framed_scan_rule(call, operands, names, (rows,), invariant=(2,), gathered=(k, "j"))
 
 
 @register_rule_function(*LINEAR_ATTENTION_OPS)

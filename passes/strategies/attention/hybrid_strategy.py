@@ -49,6 +49,8 @@ class HybridAttention(ShardedAttention):
     def unsupported_reason(self, call: OpCall) -> str | None:
         """Return None if a number of Ulysses ranks divides the ranks and the query heads; else raise an error.
 
+        Other strategies return a reason, and the attention is gathered. Here the option or the mesh must change.
+
         Raises:
             SpError: No such number exists, or that of the mesh does not divide them (SP401).
         """
@@ -69,7 +71,7 @@ class HybridAttention(ShardedAttention):
     def describe(self, node: Node) -> str:
         """Return the line of the report for a rewritten attention."""
         ulysses = self._ulysses(OpCall(node))
-        assert ulysses is not None
+        assert ulysses is not None  # `unsupported_reason` refuses calls without such a number
         return f"heads over {ulysses} neighbors, a ring of {self.job.ranks.n // ulysses} such groups"
 
     def _ulysses(self, call: OpCall) -> int | None:

@@ -76,7 +76,10 @@ class Message:
 
     @property
     def digest(self) -> int:
-        """Return the hash of what the ranks compare."""
+        """Return the hash of what the ranks compare.
+
+        If digests differ, the ranks exchange the messages. Some differences are allowed, such as in the notes of reads.
+        """
         values = [*self.fields.items(), *self.inputs.items(), *self.earlier.items()]
         contents = [self.verb, self.subject, self.model, self.number, self.note, self.mode, self.program.hash, values]
         return hash_text(json.dumps(contents))
@@ -180,4 +183,7 @@ def _decode_value(value: Any) -> Any:
     """Return the value that `_encode_value` has encoded."""
     if isinstance(value, list):
         return [_decode_value(item) for item in value]
-    return _sendable[value["of"]](_decode_value(value["is"])) if isinstance(value, dict) else value
+    if not isinstance(value, dict):
+        return value
+    create = _sendable[value["of"]]  # by the name of a type: creates a value from its parts
+    return create(_decode_value(value["is"]))

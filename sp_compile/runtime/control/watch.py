@@ -43,7 +43,8 @@ def mark_running(groups: Sequence[Ranks]) -> Iterator[None]:
     """
     thread = threading.get_ident()
     channels = [channel for channel in map(channel_of, groups) if channel is not None]
-    is_outermost = thread not in _active_runs  # guards of several groups are nested; the outer one has all groups
+    # A program over several groups enters one context for each, nested; the outermost one is passed all groups.
+    is_outermost = thread not in _active_runs
     if is_outermost:
         _active_runs[thread] = next(_run_numbers)
         _recent_groups[:] = groups
@@ -80,7 +81,7 @@ def abort_groups(notice: StopNotice, everywhere: bool = False) -> None:
             continue
         is_shared = everywhere and notice.rank in channel.ranks
         if channel.name in names or is_shared:
-            if not channel.broken:
+            if not channel.broken:  # record the cause, which the program's error will state
                 channel.break_group(notice, "ran a program")
             abort_waits(group)
 
@@ -124,7 +125,7 @@ class _Watcher:
             return
         self.notice = raised_rank()
         if self.notice is not None:
-            if not _active_runs:  # only autograd waits, as in DDP: its error will be Gloo's, without the cause
+            if not _active_runs:  # outside of programs, as in DDP's reducer, Gloo's error will not name the cause
                 log.error(
                     "rank %d raised %s; aborting the collectives that wait for it", self.notice.rank, self.notice.text
                 )
