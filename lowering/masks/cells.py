@@ -247,8 +247,8 @@ class CellGrid:
             return np.repeat(np.arange(num_queries), num_keys), np.tile(np.arange(num_keys), num_queries)
         equations = [sums for sums in self._sums if sums is not None and sums.linear.relation == "=="]
         candidates = [_overlapping_keys(sums) for sums in equations]
-        # For query cell i, counts[i] key cells: order[firsts[i] : firsts[i] + counts[i]]. Of equal numbers, the last.
-        fewest = min(reversed(candidates), key=lambda c: int(c.counts.sum()), default=None)
+        # For query cell i, counts[i] key cells: order[firsts[i] : firsts[i] + counts[i]].
+        fewest = min(candidates, key=lambda c: int(c.counts.sum()), default=None)
         if fewest is None or fewest.counts.sum() > limit:
             return None
         query_cells = np.repeat(np.arange(num_queries), fewest.counts)

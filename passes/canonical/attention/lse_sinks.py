@@ -114,4 +114,5 @@ def _match_joined_sinks(total: Node, lse: Node, ndim: int) -> Node | None:
         return None
     if not all(is_same_size(node_shape(x)[-1], 1) for x in parts):  # one column each
         return None
-    return next((x for x in parts if _strip_moves(x) is not lse), None)  # the part that is not lse
+    sinks = [x for x in parts if _strip_moves(x) is not lse]
+    return sinks[0] if len(sinks) == 1 else None

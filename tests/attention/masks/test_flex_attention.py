@@ -164,6 +164,15 @@ def test_sinks(mask: str, options: dict[str, Any], renormalize: Any, ranks: int)
     assert not report.fallbacks
 
 
+def without_lse(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    every = sinks.view(1, -1, 1, 1).expand(*out.shape[:3], 1)
+    return out * torch.exp(lse.unsqueeze(-1) - torch.logsumexp(torch.cat([every, every + 1], -1), -1, keepdim=True))
+
+
+def test_other_log_sum_exps_are_no_sinks() -> None:
+    check(seeded(lambda: Sunk("causal", without_lse)), *inputs(), sp=2)
+
+
 class TestFlexGraph(expecttest.TestCase):
     def test_documents(self) -> None:
         def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
