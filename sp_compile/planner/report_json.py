@@ -170,7 +170,7 @@ def _line_blocks(report: Report) -> list[dict[str, Any]]:
     gathered, tiled = {note.where for note in report.fallbacks}, {region.where for region in report.tiled}
     blocks: list[dict[str, Any]] = []
     for line, rewrites in lines.items():
-        if line == UNKNOWN_LINE and not saved[line]:  # tokens that order exchanges belong to no line
+        if line == UNKNOWN_LINE and not saved[line]:  # only nodes of passes, such as those that keep exchanges in order
             continue
         if line in gathered:
             kind = "gathered"
