@@ -51,7 +51,8 @@ class Dropout(NamedTuple):
     def of(q: Tensor, args: LocalArgs) -> "Dropout | None":
         """Return the dropout for this rank's heads of q (B, H, Q, D), or None if nothing is dropped.
 
-        If a neighborhood of ranks splits the heads, global head indices start at this rank's first head.
+        Adjacent ranks, `args.split_heads` of them, may split the heads: of 8 heads on 4 ranks with split_heads=2, ranks
+        0 and 2 have the heads 0 to 3, ranks 1 and 3 the heads 4 to 7.
 
         Raises:
             SpError: If there is no seed.
@@ -123,7 +124,7 @@ class CallMask:
         q_rows = local_valid_rows(args.q_span, q.shape[2], args.group)
         k_rows = local_valid_rows(args.k_span, k.shape[2], args.group)
         sizes, plan = tuple(int(size) for size in args.sizes), BlockPlan()
-        if q.shape[0] * q.shape[1] and q_rows and k_rows:
+        if q.shape[0] * q.shape[1] and q_rows and k_rows:  # else there are no pairs, and the plan remains empty
             # Bounds, on the host, of the vectors that the predicate reads, such as document numbers.
             tables = tuple(map(Pieces.of, args.make_pieces()))
             row_tables, col_tables = tables[: len(args.rows)], tables[len(args.rows) :]
