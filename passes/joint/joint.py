@@ -149,6 +149,7 @@ class AddGradientChecks(Pass):
 
     def apply(self, gm: GraphModule, context: JointContext) -> int:
         """Insert one check for each group whose ranks can compare gradients; return the number of checked tangents."""
+        # In a dry run on torch's fake groups there are no other ranks to compare with, so there is no check.
         checks = [
             (ranks, lines) for ranks, lines in context.equal_tangents if context.session.compares_gradients(ranks)
         ]

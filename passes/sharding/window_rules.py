@@ -219,12 +219,12 @@ def _conv_windows(call: OpCall) -> WindowCalls:
         return {}
     lengths = call.result_shapes()[0][first:]
     slides = [SlidingRows(*rows) for rows in zip(lengths, padding, widths, stride, strict=True)]
-    # The last two arguments of `WindowCall`: those of the sp:: op before and after the padding (before, after).
-    weights, groups = (call["weight"], call["bias"]), call["groups"]
+    # The sp:: op is called as op(x, *head, before, after, *tail): `head` has the weight and the bias.
+    head, groups = (call["weight"], call["bias"]), call["groups"]
     if len(spatial) == 1:
-        return {first: WindowCall(slides[0], sp.conv1d.default, weights, (stride[0], dilation[0], groups))}
+        return {first: WindowCall(slides[0], sp.conv1d.default, head, (stride[0], dilation[0], groups))}
     tail = (stride, padding, dilation, groups)
-    return {dim: WindowCall(x, sp.conv_along.default, (*weights, dim), tail) for dim, x in enumerate(slides, first)}
+    return {dim: WindowCall(x, sp.conv_along.default, (*head, dim), tail) for dim, x in enumerate(slides, first)}
 
 
 def _image_numbers(value: Any, default: Any, count: int = 1) -> list[Any]:

@@ -102,7 +102,8 @@ class RunInTiles(Pass):
         """
         node = view.to_local[region.seed_products[0]]
         if not tiles:
-            # Only regions without a loss are recomputed by tiles, which is the reason not to tile them.
+            # A region that ends in a loss is computed once also in tiles. The backward of others would recompute them,
+            # which is the reason not to tile them, and is reported.
             if not is_scalar_loss(view, region):
                 self.note_refusal(node, ONCE_REASON)
             return False
@@ -116,13 +117,13 @@ class RunInTiles(Pass):
         replacements = self._emit_tiles(view, region, program, tiles)
         nbytes, length = inner_bytes(region), tile_length(total, tiles)
         tile_bytes = nbytes * length // total
-        is_recomputed = bool(program.gradients) and not program.at_once
+        is_recomputed = bool(program.gradients) and not program.at_once  # at_once: gradients in the forward's loop
         sizes = f"intermediate values of {_format_size(nbytes)} become {_format_size(tile_bytes)}"
         repeated_work = _describe_repeated_work(region, program)
         self.note(node, f"{tiles} tiles of {length} of {total} rows: {sizes}{repeated_work}")
         if is_recomputed and any(has_policy(view.to_local[n]) for n in region.nodes):
             self.note_refusal(node, "its checkpoint policy does not apply to tiles", "checkpoint_policy")
-        if region.shared:  # wide values with other readers: the nodes of the region remain for them
+        if region.shared:  # wide values with readers outside: the nodes of the region remain, as repeated work
             for n in region.nodes:
                 set_node_info(view.to_local[n], recomputed=True)
         tiled_region = TiledRegion(
