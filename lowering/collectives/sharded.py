@@ -343,8 +343,8 @@ class _ToLocalFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.shape, ctx.layout, ctx.origin = x.shape, layout, x.shard_storage.origin
         rows = _local_rows(x, layout).detach()
+        # The rows before and after a view are other rows of its base: replace them by its nearest rows, as in padding.
         if isinstance(x.shard_storage, ViewStorage) and (layout.before or layout.after):
-            # Padded rows of a view are other rows of its base: replace them by the nearest rows of the view.
             rows = sp.window(rows, layout.dim, layout.frame(x.shape[layout.dim]), layout.n, layout.group)
         return rows
 

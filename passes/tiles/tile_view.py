@@ -266,7 +266,8 @@ class _TokenViewBuilder:
         # Operators of the package depend on the frame of their rows, except those on rows sorted by a key.
         if node.target.namespace == "sp" and node.target not in SORTED_ROWS:
             return False
-        return is_pure(node) or node.target is aten.dropout.default  # draws equal numbers in forward and backward
+        # A dropout is random, but each tile sets one seed for its forward and its backward, which draw the same mask.
+        return is_pure(node) or node.target is aten.dropout.default
 
     def _fills(self, node: Node) -> bool:
         """Return True if the view replaces the node by a masked_fill: it fills padded rows.

@@ -61,7 +61,7 @@ def _mamba_chunk_scan(
         scale=1.0,
         initial_state=initial,
         output_final_state=return_final_states,
-        starts=None if seq_idx is None else _changes(seq_idx),
+        starts=None if seq_idx is None else _changes(seq_idx),  # True for the first token of a document
     )
     if attended is NotImplemented:
         return attended
