@@ -96,7 +96,7 @@ class Sharded(Tensor):
             mesh: Mesh of the ranks that store the value; created from their group if None.
         """
         layout, dim = self.sharding, self.sharding.dim
-        if not (self.is_gathered or (layout.folds == 1 and layout.is_plain)):  # one chunk a rank, dim not flattened
+        if not (self.is_gathered or (layout.folds == 1 and layout.is_plain)):  # one chunk a rank, no window
             self.shard_storage.read()
         if mesh is None:
             mesh = DeviceMesh.from_group(process_group(layout.group), self.device.type, mesh_dim_names=("sp",))
@@ -487,7 +487,7 @@ class _FromReplicatedFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: Layout, origin: Origin) -> Tensor:
-        """Wrap the full tensor. The rows are uninitialized: in a dry run no rank exists, and no program reads them."""
+        """Wrap the full tensor. The rows are uninitialized: a dry run has no other ranks, and does not read them."""
         length = x.shape[layout.dim]
         rows = layout.outer * local_row_count(layout.frame(length), layout.n) * layout.inner
         shape = [rows if dim == layout.dim else extent for dim, extent in enumerate(x.shape)]

@@ -76,6 +76,7 @@ class ScatterLayers(Passes):
             self.notes = [Note(NoteKind.DECLINED, SequenceParallelLinear.name, reason, where=f"group {ranks.group}")]
             context.notes += self.notes
             return 0
+        # tangent -> lines of the results whose gradient it may be
         result_lines = {name: _result_lines(results) for name, results in facts.tangents.items()}
         linear_pass = SequenceParallelLinear(ranks, facts)
         self.notes = linear_pass.run(copied, PassContext(ranks, runs=context.runs))

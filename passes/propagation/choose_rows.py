@@ -61,13 +61,15 @@ def choose_rows(gm: GraphModule, axes: Axes) -> Axes:
     if min(flops) > _tolerated_flops(gm, axes, chosen):
         return axes
     name = rows_axes.find(chosen.rows.name)
+    # The rows are the only sequence. `flat`: products that attention reads, with the rows as the slowest factor.
+    # `windowed`: the ops that attend within windows. `lost`: for the report, why attended dims are no sequences.
     rows_axes.folds, rows_axes.n, rows_axes.sequences = axes.folds, axes.n, {name}
     rows_axes.flat = {product for product in products if product[0] == name}
     rows_axes.windowed = {name: chosen.attentions}
     rows_axes.lost = dict.fromkeys(
         attentions, f"each rank has less work with complete windows of the {chosen.rows.size}"
     )
-    complete_sequences(gm, rows_axes, picks=True)  # adds dims of the sequence that slices of it have
+    complete_sequences(gm, rows_axes, picks=True)  # adds the dims that result from slices or splits of the rows
     return rows_axes
 
 

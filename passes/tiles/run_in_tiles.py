@@ -103,8 +103,8 @@ class RunInTiles(Pass):
         """
         node = view.to_local[region.seed_products[0]]
         if not tiles:
-            # A region that ends in a loss is computed once also in tiles. The backward of others would recompute them,
-            # which is the reason not to tile them, and is reported.
+            # A tiled region that ends in a loss is computed once. The backward would recompute any other one: if that
+            # is the reason not to tile it, report it.
             if not is_scalar_loss(view, region):
                 self.note_refusal(node, ONCE_REASON)
             return False

@@ -230,8 +230,7 @@ class Unroll:
             """
             grads = grads_from[position + num_own] - program_grads_from[i + num_own] if is_backward else 0
             count = num_saved_before[position]
-            # Called by reports only: lists the values that the bytes added below belong to.
-            extra_values = partial(_extra_values, saved, count, self.layers[:i], grads, is_backward)
+            extra_values = partial(_extra_values, saved, count, self.layers[:i], grads, is_backward)  # for reports
             nbytes = saved_before[position] - program_saved_before[i] + grads
             for source in ranges[path]:  # indices of moments; `results` of a moment are the bytes of gradients so far
                 moment = walk.moments[source]

@@ -52,8 +52,8 @@ def find_input_mismatch(
         mismatch = _find_gradient_mismatch([message.program.trained for message in messages])
     if mismatch is not None:
         return mismatch
-    # The report has a row for each rank, with the inputs of it that differ. If names and sizes agree, the row starts
-    # with the first line of the program that differs.
+    # The report has a row for each rank, with its inputs that differ. If names and sizes agree but programs differ, the
+    # row starts with the first line of the rank's program that differs.
     texts = [{name: str(record) for name, record in records.items()} for records in inputs]
     rows = format_rank_rows(texts, names)
     is_same_program = len({message.program.digest for message in messages}) == 1

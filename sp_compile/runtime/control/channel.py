@@ -339,7 +339,7 @@ class ControlChannel:
         if last.within == self.name:  # this group is broken
             return last
         # A rank that cannot compile one program still calls others. If this rank has stopped, too, since the last
-        # exchange (`_own_stop` is current), as if all ranks raise the same error, the other one comes to this exchange.
+        # exchange (`_own_stop` is current), as when all ranks raise an error, the other one comes to this exchange.
         is_about_other_program = message.verb == CALL_VERB and last.subject not in ("", message.subject)
         return NO_RANK if is_about_other_program or any(map(self._is_current, _own_stop)) else last
 

@@ -158,7 +158,7 @@ class PeerListener:
             OSError: GLOO_SOCKET_IFNAME is no interface with an address, or the address is not one of this host.
         """
         self.socket = open_listener(own_address(store_host))
-        self.token = secrets.token_bytes(TOKEN_BYTES)  # peers send it first, other programs that connect do not know it
+        self.token = secrets.token_bytes(TOKEN_BYTES)  # ranks that connect send it first: it identifies them
 
     @property
     def address(self) -> str:
