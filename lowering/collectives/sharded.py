@@ -257,7 +257,7 @@ def _record_stream(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     """Record a stream for the memory that the value occupies: its rows, or the full tensor once it is gathered."""
     value, stream = args
     func(value.shard_storage.read() if value.is_gathered else value.local, stream)
-    return ()
+    return ()  # the op has no result; None would mean that this handler does not support the call
 
 
 def _add_rows(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

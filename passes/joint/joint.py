@@ -120,7 +120,7 @@ class ScatterEachGroup(Passes):
     def apply(self, gm: GraphModule, context: JointContext) -> int:
         """Run `steps` in place for each group of the program, as `context.ranks`; return the number of changes."""
         context.equal_tangents, ranks_before, changes = [], context.ranks, 0
-        for ranks in context.session.groups:
+        for ranks in context.session.groups:  # one group for each axis of a mesh, for example
             context.ranks = ranks
             changes += super().apply(gm, context)
         context.ranks = ranks_before

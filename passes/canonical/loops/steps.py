@@ -129,7 +129,7 @@ class LoopMatcher:
 
     def sort_columns(self) -> list[StepColumn]:
         """Return the columns in the order of computation: that of their nodes of one step in the graph."""
-        step = min((c.end for c in self.columns), default=1) - 1  # the last one that all columns may have
+        step = min((c.end for c in self.columns), default=1) - 1  # the last step of the column that ends first
         if any(c.first > step for c in self.columns):
             raise NotALoop("columns without a common step")
         return sorted(self.columns, key=lambda c: c.nodes[step - c.first])

@@ -409,7 +409,7 @@ def publish_stop(
     if not (dist.is_available() and dist.is_initialized()):
         return
     if counts is None:
-        counts = {name: 0 for name, *_ in process_groups()}
+        counts = {name: 0 for name, *_ in process_groups()}  # groups without a channel have had no exchange
         counts |= {channel.name: channel.exchanges for channel in _channels.values()}
     _store_notice(StopNotice(dist.get_rank(), text[:MAX_NOTICE_WIDTH], continues, counts, subject, within, raised))
 
