@@ -123,8 +123,8 @@ class GatheredKeys(NamedTuple):
             return trim(k, SEQUENCE, frame, n, inner=1), trim(v, SEQUENCE, frame, n, inner=1)
         rows = current_communicator().all_gather(_concat_keys_values(k, v, cat), n, self.group)
         rows = trim(to_sequence_order(rows, frame, n), 0, frame, n, inner=1)
-        if self.orders:  # the ranks store the sequence in another order
-            order, inverse = self.orders  # back to sequence order: as `reorder`, with the two permutations exchanged
+        if self.orders:  # the rows are in the order of a table: order[i] is the sequence position of row i
+            order, inverse = self.orders  # sp::reorder with the inverse permutation restores the sequence order
             rows = torch.ops.sp.reorder(rows, 0, frame, inverse, order)
         return split_keys_values(rows.movedim(0, SEQUENCE), k, v)
 

@@ -51,7 +51,8 @@ class Dropout(NamedTuple):
     def of(q: Tensor, args: LocalArgs) -> "Dropout | None":
         """Return the dropout for this rank's heads of q (B, H, Q, D), or None if nothing is dropped.
 
-        If a neighborhood of ranks splits the heads, global head indices start at this rank's first head.
+        Adjacent ranks, `args.split_heads` of them, may split the heads: of 8 heads on 4 ranks with split_heads=2, ranks
+        0 and 2 have the heads 0 to 3, ranks 1 and 3 the heads 4 to 7.
 
         Raises:
             SpError: If there is no seed.
@@ -123,7 +124,7 @@ class CallMask:
         q_rows = local_valid_rows(args.q_span, q.shape[2], args.group)
         k_rows = local_valid_rows(args.k_span, k.shape[2], args.group)
         sizes, plan = tuple(int(size) for size in args.sizes), BlockPlan()
-        if q.shape[0] * q.shape[1] and q_rows and k_rows:
+        if q.shape[0] * q.shape[1] and q_rows and k_rows:  # else there are no pairs, and the plan remains empty
             # Bounds, on the host, of the vectors that the predicate reads, such as document numbers.
             tables = tuple(map(Pieces.of, args.make_pieces()))
             row_tables, col_tables = tables[: len(args.rows)], tables[len(args.rows) :]
@@ -153,9 +154,9 @@ class CallMask:
             return KernelArgs(scale, window=block.window, sequences=sequences)
         if block.kind is Kind.BAND:
             return KernelArgs(scale, window=block.window)
-        # Mask tensors: the evaluated predicate, unless the kernel is causal itself, and the block's part of the mask. A
-        # dense kernel, which stores all scores, has no causal flag. Of the others, only those aligned at the end (the
-        # last query attends to all keys) are called with the flag and a mask tensor.
+        # Mask tensors: the evaluated predicate and the block's part of the tensor mask. For a CAUSAL block, a flag of
+        # the kernel replaces the predicate. Dense kernels, which store all scores, have no such flag. With a tensor
+        # mask it is set only for kernels that align the block at the end (the last query attends to all keys).
         causal = block.kind is Kind.CAUSAL and not kernel.dense and (self.mask is None or kernel.aligned_at_end)
         allowed = None if causal else self.evaluate_predicate(block)
         bias = self._mask_block(block)

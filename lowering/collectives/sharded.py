@@ -78,7 +78,7 @@ class Sharded(Tensor):
 
     @torch.compiler.disable
     def full(self) -> Tensor:
-        """Return the full tensor, differentiable, in the memory that eager code reads. Collective.
+        """Return the full tensor, differentiable. All ranks must call it; later eager reads use the same memory.
 
         Raises:
             SpError: A rank runs something else instead.
@@ -96,7 +96,7 @@ class Sharded(Tensor):
             mesh: Mesh of the ranks that store the value; created from their group if None.
         """
         layout, dim = self.sharding, self.sharding.dim
-        if not (self.is_gathered or (layout.folds == 1 and layout.is_plain)):
+        if not (self.is_gathered or (layout.folds == 1 and layout.is_plain)):  # one chunk a rank, no window
             self.shard_storage.read()
         if mesh is None:
             mesh = DeviceMesh.from_group(process_group(layout.group), self.device.type, mesh_dim_names=("sp",))
@@ -200,7 +200,7 @@ class Sharded(Tensor):
 
         def read_value(value: Sharded) -> Tensor:
             """Return the full tensor of an operand, and record the operand in `values`."""
-            full = value.shard_storage.read(value.requires_grad and torch.is_grad_enabled())
+            full = value.shard_storage.read(is_trained=value.requires_grad and torch.is_grad_enabled())
             values[id(full)] = value
             return full
 
@@ -208,7 +208,8 @@ class Sharded(Tensor):
         out = func(*args, **kwargs)
         if not torch_compat.schema_of(func).is_mutable:
             return out
-        return pytree.tree_map_only(Tensor, lambda x: values.get(id(x), x), out)  # x.add_(1) returns x itself
+        # x.add_(1) returns the full tensor of x, as read above: return the sharded x itself.
+        return pytree.tree_map_only(Tensor, lambda x: values.get(id(x), x), out)
 
 
 torch_compat.hide_views(Sharded)
@@ -236,6 +237,7 @@ def _alias(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 def _view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the view or views as sharded values, or None if one of them has no layout and the value must be read."""
     value, *options = args
+    # `like` is a meta tensor like the value, whose view shows the layout of the result.
     storages = view_storages(value.shard_storage, value.shape, lambda like: func(like, *options, **kwargs))
     with torch.inference_mode(value.is_inference()):  # views of an inference tensor are such tensors, too
         return storages and pytree.tree_map(lambda storage: Sharded(storage, storage.like.shape), storages)
@@ -255,7 +257,7 @@ def _record_stream(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     """Record a stream for the memory that the value occupies: its rows, or the full tensor once it is gathered."""
     value, stream = args
     func(value.shard_storage.read() if value.is_gathered else value.local, stream)
-    return ()
+    return ()  # the op has no result; None would mean that this handler does not support the call
 
 
 def _add_rows(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -341,8 +343,8 @@ class _ToLocalFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.shape, ctx.layout, ctx.origin = x.shape, layout, x.shard_storage.origin
         rows = _local_rows(x, layout).detach()
+        # The rows before and after a view are other rows of its base: replace them by its nearest rows, as in padding.
         if isinstance(x.shard_storage, ViewStorage) and (layout.before or layout.after):
-            # Padded rows of a view are other rows of its base: replace them by the nearest rows of the view.
             rows = sp.window(rows, layout.dim, layout.frame(x.shape[layout.dim]), layout.n, layout.group)
         return rows
 
@@ -384,7 +386,7 @@ class _FromLocalFunction(torch.autograd.Function):
         rows = sp.mask.default(_local_rows(grad, layout), layout.dim, frame, 0, layout.n, layout.group)
         source_grads = list(ctx.gradients(rows))
         for source_grad in source_grads if rows.requires_grad else []:
-            source_grad.requires_grad_()  # a second backward then raises an error in place of wrong gradients
+            source_grad.requires_grad_()  # create_graph=True: a second backward raises, instead of wrong gradients
         return None, None, None, *source_grads
 
 
@@ -421,9 +423,7 @@ def to_local(x: Sharded, layout: Layout) -> Tensor:
 def from_local(
     local: Tensor, layout: Layout, length: int, origin: Origin | None = None, grad_token: Tensor | None = None
 ) -> Tensor:
-    """Return the sharded value of which a tensor is this rank's rows, differentiable; padded rows have gradient 0.
-
-    The runtime wraps the results of a program with it.
+    """Wrap this rank's rows, a result of a program, as a sharded value. Differentiable; padded rows have gradient 0.
 
     Args:
         local: Rows of this rank, any dtype.
@@ -487,7 +487,7 @@ class _FromReplicatedFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: Layout, origin: Origin) -> Tensor:
-        """Wrap the full tensor; the rows are uninitialized, as a dry run has no rank that uses them."""
+        """Wrap the full tensor. The rows are uninitialized: a dry run has no other ranks, and does not read them."""
         length = x.shape[layout.dim]
         rows = layout.outer * local_row_count(layout.frame(length), layout.n) * layout.inner
         shape = [rows if dim == layout.dim else extent for dim, extent in enumerate(x.shape)]

@@ -189,7 +189,7 @@ def tile_runs(tile: CellPair) -> list[AttendedRun] | None:
 
     The band of a tile states that the pairs with band[0] <= key - query <= band[1] attend.
     """
-    if not tile.undecided:
+    if not tile.undecided:  # no condition of the mask is open: all pairs attend
         return [AttendedRun(tile.q, tile.k, FULL_WINDOW)]
     return None if tile.band is None else _band_runs(tile.q, tile.k, *tile.band)
 
@@ -210,7 +210,7 @@ def _band_runs(q: Range, k: Range, lower: int, upper: int) -> list[AttendedRun]:
     low, high = max(0, first + lower), min(keys, end + upper)
     q, k = (q[0] + first, q[0] + end), (k[0] + low, k[0] + high)
     rows, keys = end - first, high - low
-    lower, upper = lower + first - low, upper + first - low
+    lower, upper = lower + first - low, upper + first - low  # key - query of the new numbers: key - low, query - first
     # A window counts keys around the position of the query, and the last query has the position of the last key. Query
     # i has the position of key i + keys - rows, and sees the keys from i + lower to i + upper. A limit is None if it
     # excludes no key.
@@ -259,7 +259,8 @@ def split_run(run: AttendedRun) -> list[AttendedRun]:
     left, right = run.window
     if left is not None or not right:
         return [run]
-    first_full = run.q[1] - right  # the query before it sees exactly the last key, as in a causal window
+    # The query before it, which sees exactly the last key, exists: a limit that allows all keys would be None.
+    first_full = run.q[1] - right
     causal_run = AttendedRun((run.q[0], first_full), run.k, CAUSAL_WINDOW)
     return [causal_run, AttendedRun((first_full, run.q[1]), run.k, FULL_WINDOW)]
 
@@ -286,7 +287,7 @@ def need_no_windows(runs: Sequence[AttendedRun]) -> bool:
 
 
 def halve_block(block: Block) -> list[Block]:
-    """Return the two halves of a block, cut across its longer side."""
+    """Return the two halves of a MASKED block, cut across its longer side; both have its conditions."""
     q, k = block.query_range, block.key_range
     if block.q_len >= block.k_len:
         cut = q[0] + block.q_len // 2

@@ -107,7 +107,8 @@ def scan_carry(
         cuts = torch.cat([torch.ones_like(stops[:1]), first[1:] != last[:-1]])
         stops, cut = stops | cuts, cuts.index_select(0, positions)
     dtype = total.dtype
-    # An inclusive scan of the summaries, which are in scan order already (no `reverse`), without a total.
+    # An inclusive scan along dim 0 of the summaries, which are in scan order already. The arguments after `op`:
+    # exclusive, reverse, the dtypes of the result and of sums, and total (not needed).
     sums, _ = sp.local_scan(total, stops, 0, op, False, False, dtype, dtype, False)
     return _select_carries(sums, MONOIDS[op].identity(dtype), positions), cut
 
@@ -130,7 +131,7 @@ def extremes_carry(value: Tensor, index: Tensor, op: str, exchange: CarryExchang
         return _exclusive_combine((value, index), first, select_combine(op), exchange)
     value, index = gather_parts([value, index], exchange)
     # The running extreme of all chunks up to each one, and the number of the chunk that has it.
-    best, best_chunk = sp.local_extremes(value, None, 0, op, False)
+    best, best_chunk = sp.local_extremes(value, None, 0, op, False)  # no segments, along dim 0, not reversed
     positions = exchange.scan_positions(value.device)
     return _select_carries(best, identity, positions), _select_carries(index.gather(0, best_chunk), 0, positions)
 
@@ -302,6 +303,7 @@ def to_bytes(parts: list[Tensor]) -> Tensor:
     """
     rows = [part.reshape(part.shape[0], math.prod(part.shape[1:])) for part in parts]
     no_bytes = parts[0].new_empty((parts[0].shape[0], 0), dtype=torch.uint8)  # the result if all parts are empty
+    # A view in another dtype requires an aligned tensor, so a part of a larger buffer is copied first.
     return torch.cat([no_bytes, *(_align_rows(row).view(torch.uint8) for row in rows if row.numel())], 1)
 
 

@@ -169,10 +169,11 @@ def compiled_lines(error: BaseException) -> Iterator[CodeLine]:
         line, line_above = linecache.getline(file, line_number), linecache.getline(file, line_number - 1)
         comment, kernel = SOURCES_MARK.match(line_above), KERNEL_PATTERN.match(line)
         if isinstance(owner, torch.fx.GraphModule) and frame.f_code.co_name == "forward":
+            # In "add = torch.ops.aten.add.Tensor(x, y)" the assigned variable has the name of the node.
             yield _line_of_node(owner, line.strip().partition(" = ")[0])
         elif comment is not None:
             yield CodeLine(comment[1].split(", "))
-        elif kernel is not None:  # a kernel without a comment: return the sources of the next line that has one
+        elif kernel is not None:  # a call of a kernel without a comment above: take the first comment below it, if any
             later_comments = filter(None, map(SOURCES_MARK.match, linecache.getlines(file)[line_number:]))
             next_comment = next(later_comments, None)
             yield CodeLine(next_comment[1].split(", ") if next_comment else [], kernel=kernel[1])

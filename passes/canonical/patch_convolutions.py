@@ -79,7 +79,10 @@ class RewritePatchConvolutions(CanonicalPass):
                 self.replace(user, new)
 
     def _view(self, user: Node, patches: Node, call: OpCall) -> Node:
-        """Emit the result of a user of the convolution as a view of the patches, (N, H * W, D)."""
+        """Emit the result of a user of the convolution as a view of the patches, (N, H * W, D).
+
+        The user is flatten(y, 2), (N, D, H * W), or a permutation (N, H, W, D) of the convolution's result y.
+        """
         if _is_flat(user, call.node):
             return self.compute(aten.transpose.int, (patches, 1, 2), call.node)
         return self.reshape(patches, node_shape(user), user)

@@ -51,6 +51,7 @@ class Mutation:
 def is_mutation(node: Node) -> bool:
     """Return True if the op of the node mutates an argument."""
     op = node.target
+    # Norms that write running statistics, in training only, though their schema does not declare it.
     if op in SILENT_WRITERS and _mutated_arguments(op, node.args, node.kwargs):
         return True
     return isinstance(op, OpOverload) and schema_of(op).is_mutable
@@ -164,7 +165,7 @@ def _new_value(target: OpOverload) -> NewValue | None:
 
 
 def _copy_value(args: Any, kwargs: Any, emit: Callable[..., Node]) -> Node:
-    """Return the source of a copy_, on the device of its target."""
+    """Return the source of a copy_, on the device of its target; the caller converts the dtype and broadcasts it."""
     source, target = args[1], args[0].meta["val"]
     if source.meta["val"].device != target.device:
         source = emit(aten.to.device, source, target.device, target.dtype)

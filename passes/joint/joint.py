@@ -76,6 +76,7 @@ class ScatterLayers(Passes):
             self.notes = [Note(NoteKind.DECLINED, SequenceParallelLinear.name, reason, where=f"group {ranks.group}")]
             context.notes += self.notes
             return 0
+        # tangent -> lines of the results whose gradient it may be
         result_lines = {name: _result_lines(results) for name, results in facts.tangents.items()}
         linear_pass = SequenceParallelLinear(ranks, facts)
         self.notes = linear_pass.run(copied, PassContext(ranks, runs=context.runs))
@@ -119,7 +120,7 @@ class ScatterEachGroup(Passes):
     def apply(self, gm: GraphModule, context: JointContext) -> int:
         """Run `steps` in place for each group of the program, as `context.ranks`; return the number of changes."""
         context.equal_tangents, ranks_before, changes = [], context.ranks, 0
-        for ranks in context.session.groups:
+        for ranks in context.session.groups:  # one group for each axis of a mesh, for example
             context.ranks = ranks
             changes += super().apply(gm, context)
         context.ranks = ranks_before
@@ -149,6 +150,7 @@ class AddGradientChecks(Pass):
 
     def apply(self, gm: GraphModule, context: JointContext) -> int:
         """Insert one check for each group whose ranks can compare gradients; return the number of checked tangents."""
+        # In a dry run on torch's fake groups there are no other ranks to compare with, so there is no check.
         checks = [
             (ranks, lines) for ranks, lines in context.equal_tangents if context.session.compares_gradients(ranks)
         ]

@@ -40,16 +40,20 @@ def choose_rows(gm: GraphModule, axes: Axes) -> Axes:
     """
     if axes.n == 1 or not axes.sequences or not _may_have_windows(gm, axes):
         return axes
-    rows_axes = name_factors(gm)  # in which the positions of a window have factors of the rows
+    # `find` returns the class of a dim: one number for all dims that ops identify with each other. In these axes,
+    # windows and positions, into which a reshape splits a dim, have a class each.
+    rows_axes = name_factors(gm)
     attentions = _attentions_by_class(gm, rows_axes)
     products = _attended_products(gm, rows_axes)
-    # Attention over rows * columns runs on shards of complete rows, but not of columns, of which each row has a part.
+    # Attention may read a flattened product (rows, columns). A shard of it has complete rows, so the sequence may be
+    # the rows, but not the columns, as each row has all of them.
     columns = {name for product in products for name in product[1:]}
     found = {x: nodes for x, nodes in _find_windowed_rows(rows_axes, attentions).items() if x not in columns}
     if not found:
         return axes
     work = RowWork(gm, rows_axes)
     candidates = _describe_rows(rows_axes, found, work.multiplied_classes())
+    # FLOPs of a rank that has a share of the rows of each candidate, and of the dims of its windows.
     flops = [
         _rank_flops(work, {rows_axes.find(c.rows.name), *c.blocks}, _windowed_share(c, axes.n)) for c in candidates
     ]
@@ -57,13 +61,15 @@ def choose_rows(gm: GraphModule, axes: Axes) -> Axes:
     if min(flops) > _tolerated_flops(gm, axes, chosen):
         return axes
     name = rows_axes.find(chosen.rows.name)
+    # The rows are the only sequence. `flat`: products that attention reads, with the rows as the slowest factor.
+    # `windowed`: the ops that attend within windows. `lost`: for the report, why attended dims are no sequences.
     rows_axes.folds, rows_axes.n, rows_axes.sequences = axes.folds, axes.n, {name}
     rows_axes.flat = {product for product in products if product[0] == name}
     rows_axes.windowed = {name: chosen.attentions}
     rows_axes.lost = dict.fromkeys(
         attentions, f"each rank has less work with complete windows of the {chosen.rows.size}"
     )
-    complete_sequences(gm, rows_axes, picks=True)
+    complete_sequences(gm, rows_axes, picks=True)  # adds the dims that result from slices or splits of the rows
     return rows_axes
 
 
@@ -71,12 +77,13 @@ def _may_have_windows(gm: GraphModule, axes: Axes) -> bool:
     """Return True if attention reads a product of dims, or a part of a dim that a reshape splits."""
     if axes.products:
         return True
+    # A split is (windows, positions, ...): the first factor counts windows, the others are parts of a window.
     parts = {axes.find(a.name) for split in axes.all_splits() for a in split.factors[1:]}
     return bool(parts) and not parts.isdisjoint(_attentions_by_class(gm, axes))
 
 
 def _attentions_by_class(gm: GraphModule, axes: Axes) -> dict[int, set[Node]]:
-    """Return the ops of attention that read a dim, by its class."""
+    """Return the ops of attention that read a dim, by its class, the number that `axes.find` gives to equal dims."""
     attentions: dict[int, set[Node]] = {}
     for find_evidence in (attended_dims, softmax_attended_dims):
         for node, dim in find_evidence(gm, axes):
@@ -93,7 +100,9 @@ def _attended_products(gm: GraphModule, axes: Axes) -> set[tuple[int, ...]]:
 
 
 def _find_windowed_rows(axes: Axes, attentions: dict[int, set[Node]]) -> dict[int, set[Node]]:
-    """Return the classes of dims that are split into windows, of which attention reads the positions only.
+    """Return the classes of dims split into (windows, positions), if attention reads positions but no windows.
+
+    A class is the number of all dims that are equal: the dim H of several values, for example.
 
     Args:
         axes: The axes of the graph, without products.
@@ -116,10 +125,10 @@ def _describe_rows(axes: Axes, found: dict[int, set[Node]], multiplied: Set[int]
 
     Args:
         axes: The axes of the graph.
-        found: The ops of attention by class.
-        multiplied: The classes of dims of products.
+        found: The ops of attention by class, a number that equal dims share.
+        multiplied: The classes of dims of operands of matmuls and other ops with many FLOPs.
     """
-    sizes: dict[int, Atom] = {}
+    sizes: dict[int, Atom] = {}  # class -> its longest dim
     for atom in (a for dims in axes.dims.values() for dim in dims for a in dim):
         name = axes.find(atom.name)
         if name in found and (name not in sizes or assume_large(atom.size) > assume_large(sizes[name].size)):
@@ -141,11 +150,13 @@ def _rank_flops(work: RowWork, classes: Set[int], share: float) -> float:
 def _tolerated_flops(gm: GraphModule, axes: Axes, windowed: WindowedRows) -> float:
     """Return the FLOPs of a rank up to which the rows of windows replace the sequences of `axes`.
 
-    They are clearly less than those with the sequences. Slightly more are accepted if attention needs more exchanges
-    with these: if the positions of windows are a sequence, or if attention reads a sequence as a part of a product.
+    Let F be the FLOPs of a rank if `axes.sequences` are sharded. The result is F / (1 + LARGE_SHARE), so that rows of
+    windows must save work. It is F * (1 + LARGE_SHARE) if attention would exchange keys with these sequences but not
+    with rows: positions of windows are a sequence, or a sequence is one factor of a product that attention reads.
     """
     sizes = [a.size for dims in axes.dims.values() for dim in dims for a in dim if axes.is_sequence(a)]
     share = min((largest_share(size, axes.n) for size in sizes if not is_same_size(size, 1)), default=1.0)
+    # The first factor of a split sequence, chunks of (chunks, positions), is sharded with the sequence.
     chunks = {axes.find(s.factors[0].name) for s in axes.all_splits() if axes.is_sequence(s.source)}
     flops = _rank_flops(RowWork(gm, axes), axes.sequences | chunks, share)
     attentions = _attentions_by_class(gm, axes)

@@ -219,12 +219,12 @@ def _conv_windows(call: OpCall) -> WindowCalls:
         return {}
     lengths = call.result_shapes()[0][first:]
     slides = [SlidingRows(*rows) for rows in zip(lengths, padding, widths, stride, strict=True)]
-    # The last two arguments of `WindowCall`: those of the sp:: op before and after the padding (before, after).
-    weights, groups = (call["weight"], call["bias"]), call["groups"]
+    # The sp:: op is called as op(x, *head, before, after, *tail): `head` has the weight and the bias.
+    head, groups = (call["weight"], call["bias"]), call["groups"]
     if len(spatial) == 1:
-        return {first: WindowCall(slides[0], sp.conv1d.default, weights, (stride[0], dilation[0], groups))}
+        return {first: WindowCall(slides[0], sp.conv1d.default, head, (stride[0], dilation[0], groups))}
     tail = (stride, padding, dilation, groups)
-    return {dim: WindowCall(x, sp.conv_along.default, (*weights, dim), tail) for dim, x in enumerate(slides, first)}
+    return {dim: WindowCall(x, sp.conv_along.default, (*head, dim), tail) for dim, x in enumerate(slides, first)}
 
 
 def _image_numbers(value: Any, default: Any, count: int = 1) -> list[Any]:
@@ -241,8 +241,8 @@ def _image_numbers(value: Any, default: Any, count: int = 1) -> list[Any]:
 def _avg_pool_windows(call: OpCall) -> WindowCalls:
     """Return the windows of an average pool of a sequence (avg_pool1d) along its last dim.
 
-    The sp:: op divides each sum by the same number. So the result is {} if some windows have a smaller divisor: those
-    that end beyond the padding, and those that contain padding if it is not counted.
+    The sp:: op divides each sum by the width. So the result is {} if torch divides some sums by less: those of windows
+    that end beyond the padding (ceil_mode), and, without count_include_pad, those of windows that contain padding.
     """
     # Each argument is a number or a list of one; the stride is [] if it is not given, and then the width.
     (width,), (before,) = (_image_numbers(call[name], 0) for name in ("kernel_size", "padding"))
@@ -260,6 +260,7 @@ def _max_pool_windows(call: OpCall) -> WindowCalls:
     """Return the windows of a max pool along its last dim; {} for integers, which have no -inf for padded rows."""
     if not call.results()[0].is_floating_point():
         return {}
+    # Each argument is a number or a list of one; only the stride may be [], and is then the size of the kernel.
     (rows,), (before,), (dilation,) = (_image_numbers(call[x], None) for x in ("kernel_size", "padding", "dilation"))
     (stride,), width = _image_numbers(call["stride"], rows), dilation * (rows - 1) + 1
     sliding = SlidingRows(call.result_shapes()[0][-1], before, width, stride)

@@ -36,7 +36,8 @@ class SelectRow(DemandPass):
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         """Replace a selected row by a sum over the sequence in which all other rows are 0.
 
-        Only one rank has the row, so the sum of the ranks is its value.
+        Only one rank has the row, so the sum of the ranks is its value. Propagation places this sum over the sharded
+        dim as Partial, and a later pass inserts its all_reduce.
         """
         call, value = OpCall(node), node.meta["val"]
         x, dim = call.operands[0], call.dim()
@@ -63,5 +64,5 @@ def _row_position(node: Node) -> Size | None:
     rule = rule_of(node) if node.target is aten.slice.Tensor else None
     if rule is None or not rule.spans:
         return None
-    ((start, length),) = rule.spans
+    ((start, length),) = rule.spans  # of the sliced dim
     return start if is_same_size(length, 1) else None

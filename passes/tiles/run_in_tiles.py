@@ -59,7 +59,7 @@ class RunInTiles(Pass):
         """
         option = job.options.tiles  # "never", "auto" or a number of tiles
         if option == "never" or (option == "auto" and not any(node_bytes(n) > TILE_BYTES for n in gm.graph.nodes)):
-            _materialize_deferred(gm)  # nodes that were deferred because tiles might do their work
+            _materialize_deferred(gm)  # without tiles, nodes marked as repeating the work of tiles run as usual
             return 0
         assert job.input_placements is not None
         settle_dtypes(gm.graph)  # meta["val"] of the nodes then has the dtypes of autocast regions
@@ -70,7 +70,8 @@ class RunInTiles(Pass):
         if isinstance(option, int):
             tile_counts = [option] * len(regions)
         else:
-            tile_counts = choose_tile_counts(view, regions, job.memory[-1] if job.memory else None, job.times)
+            memory = job.memory[-1] if job.memory else None  # the current estimate of a rank's memory, if any
+            tile_counts = choose_tile_counts(view, regions, memory, job.times)
         changes = sum(self._tile_region(view, region, tiles, job) for region, tiles in zip(regions, tile_counts))
         if changes:
             erase_dead(gm.graph)
@@ -82,7 +83,7 @@ class RunInTiles(Pass):
         return 0
 
     def _can_tile(self, view: TokenView, region: TileRegion) -> bool:
-        """Return True if the region can be tiled; else add a note with the reason, unless that is ""."""
+        """Return True if the region can be tiled; else add a note with the reason, unless it is not worth one ("")."""
         reason = _refusal(view, region)
         if reason:
             self.note_refusal(view.to_local[region.seed_products[0]], reason)
@@ -102,7 +103,8 @@ class RunInTiles(Pass):
         """
         node = view.to_local[region.seed_products[0]]
         if not tiles:
-            # Only regions without a loss are recomputed by tiles, which is the reason not to tile them.
+            # A tiled region that ends in a loss is computed once. The backward would recompute any other one: if that
+            # is the reason not to tile it, report it.
             if not is_scalar_loss(view, region):
                 self.note_refusal(node, ONCE_REASON)
             return False
@@ -116,13 +118,13 @@ class RunInTiles(Pass):
         replacements = self._emit_tiles(view, region, program, tiles)
         nbytes, length = inner_bytes(region), tile_length(total, tiles)
         tile_bytes = nbytes * length // total
-        is_recomputed = bool(program.gradients) and not program.at_once
+        is_recomputed = bool(program.gradients) and not program.at_once  # at_once: gradients in the forward's loop
         sizes = f"intermediate values of {_format_size(nbytes)} become {_format_size(tile_bytes)}"
         repeated_work = _describe_repeated_work(region, program)
         self.note(node, f"{tiles} tiles of {length} of {total} rows: {sizes}{repeated_work}")
         if is_recomputed and any(has_policy(view.to_local[n]) for n in region.nodes):
             self.note_refusal(node, "its checkpoint policy does not apply to tiles", "checkpoint_policy")
-        if region.shared:  # wide values with other readers: the nodes of the region remain for them
+        if region.shared:  # wide values with readers outside: the nodes of the region remain, as repeated work
             for n in region.nodes:
                 set_node_info(view.to_local[n], recomputed=True)
         tiled_region = TiledRegion(
@@ -204,6 +206,7 @@ def _refusal(view: TokenView, region: TileRegion) -> str | None:
     unless it is "": a region with fewer than two rows is not worth a note.
     """
     nodes = (*region.nodes, *region.rows, *region.replicated)
+    # `symbol_places` is None if a tile cannot read a symbolic size from the dims of its operands.
     if any(_reads_symbols(n) for n in nodes) or symbol_places(view, region) is None:
         return "a size is a symbol that no operand has as a dim: compile one graph a size with dynamic=False"
     if has_symbols(view, region) and not SYMBOLIC_GRAPHS:
@@ -214,6 +217,7 @@ def _refusal(view: TokenView, region: TileRegion) -> str | None:
     # values before that, and tiles would save no memory.
     if inner_width < MIN_WIDENING * result_width or not (region.results and region.rows):
         return "its result has other readers"
+    # Wide values with readers outside are computed twice, which is worth it for sums, or results such as a row's loss.
     if region.shared and not has_thin_results(view, region):
         return f"{region.shared[0].name}, an intermediate value, has other readers"
     if count_rows(view, region) < 2:

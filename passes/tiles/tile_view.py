@@ -200,7 +200,8 @@ def local_shard(node: Node, planned: PlacementPlan, n: int) -> Placement:
 def _framed_placement(node: Node) -> Placement:
     """Return the placement of a rank's rows in the result of an op with a frame argument, such as sp::shard.
 
-    As in `local_shard`, the rows of this rank are the complete sequence. REPLICATE if they are no factor of the dim.
+    As in `local_shard`, the rows of this rank are the complete sequence. The dim is outer * rows * inner; the result is
+    REPLICATE if this does not hold provably.
     """
     call = OpCall(node)
     dim, frame, outer = call.dim(), call_frame(call), as_size(call["frame"][0])
@@ -232,7 +233,8 @@ class _TokenViewBuilder:
                 self.copies[node] = self._copy(graph, node)
                 self.to_local.setdefault(self.copies[node], node)
         gm = GraphModule({}, graph)
-        # The outputs are not gathered ("local"), and only inputs are rows: no node with replicated operands starts any.
+        # "local": the outputs are not gathered. starts_sequences=False: only inputs start with rows, and no replicated
+        # value is sharded for the sake of its readers.
         plan = propagate(gm, Axes(), tiles, self.inputs, "local", starts_sequences=False)
         return TokenView(gm, self.local.graph, self.to_local, self.flags, plan, without_grad)
 
@@ -264,7 +266,8 @@ class _TokenViewBuilder:
         # Operators of the package depend on the frame of their rows, except those on rows sorted by a key.
         if node.target.namespace == "sp" and node.target not in SORTED_ROWS:
             return False
-        return is_pure(node) or node.target is aten.dropout.default  # draws equal numbers in forward and backward
+        # A dropout is random, but each tile sets one seed for its forward and its backward, which draw the same mask.
+        return is_pure(node) or node.target is aten.dropout.default
 
     def _fills(self, node: Node) -> bool:
         """Return True if the view replaces the node by a masked_fill: it fills padded rows.

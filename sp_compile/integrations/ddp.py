@@ -59,7 +59,7 @@ def compile_under_ddp(
     """
     if is_compiled(model):
         raise SpError("SP831", COMPILED)
-    wrap_generation()
+    wrap_generation()  # generate() of transformers then runs eagerly
     merged = {"mesh": mesh, "param_grads": "partial", **options}
     SPConfig.of(merged)  # raises here, not at the first call
 

@@ -56,7 +56,10 @@ MAX_ALIVE_VALUES = 20
 
 
 def report_json(report: Report) -> dict[str, Any]:
-    """Return the JSON object of a report of `explain` or `verify`; the docstring of this file has its fields."""
+    """Return the JSON object of a report of `explain` or `verify`; the docstring of this file has its fields.
+
+    In the lists of attributes below, "done=label" stores the attribute `label` under the key "done".
+    """
     return {
         "format": "sp_compile.report",
         "version": VERSION,
@@ -97,7 +100,10 @@ def report_json(report: Report) -> dict[str, Any]:
 
 
 def plan_json(plan: StepPlan) -> dict[str, Any]:
-    """Return the JSON object of a plan; the docstring of this file has its fields."""
+    """Return the JSON object of a plan; the docstring of this file has its fields.
+
+    In the list of attributes below, "kept_bytes=kept" stores the attribute `kept` under the key "kept_bytes".
+    """
     best = plan.best if any(row.fits for row in plan.rows) else None
     attributes = (
         "ranks attention layout checkpoint tiles most_tiles offload host_bytes=host state memory_bytes=memory phase "
@@ -170,7 +176,7 @@ def _line_blocks(report: Report) -> list[dict[str, Any]]:
     gathered, tiled = {note.where for note in report.fallbacks}, {region.where for region in report.tiled}
     blocks: list[dict[str, Any]] = []
     for line, rewrites in lines.items():
-        if line == UNKNOWN_LINE and not saved[line]:  # tokens that order exchanges belong to no line
+        if line == UNKNOWN_LINE and not saved[line]:  # only nodes of passes, such as those that keep exchanges in order
             continue
         if line in gathered:
             kind = "gathered"

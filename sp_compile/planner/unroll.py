@@ -94,7 +94,8 @@ class Unroll:
         if graph.backward is not None:
             ranges = _split_walk(graph.backward, paths)
             gradients = {path: _gradient_bytes(graph.backward, moments) for path, moments in ranges.items()}
-        # Values that are still saved on the device with everything else on the host cannot be offloaded.
+        # `graph.hosted` is the step with all offloadable values on the host. What it still saves on the device cannot
+        # be offloaded; if it is None, nothing can.
         remaining = {value.name for _, value in (graph.hosted or graph).saved_bytes}
         layers = list[_RepeatedLayer]()
         for path in paths:
@@ -184,6 +185,7 @@ class Unroll:
         occurrences = Counter[int]()  # index of a representative -> number of its layers so far
         for i in self.order:
             layer = self.layers[i]
+            # `counts` has how many layers, from the first one on, offload the value.
             yield [value for value in layer.saved if occurrences[i] >= counts[layer.path, value.name]]
             occurrences[i] += 1
 
@@ -212,7 +214,7 @@ class Unroll:
         program_saved_before = [0, *accumulate(_total_bytes(layer.saved) for layer in self.layers)]
         grads_from = _suffix_sums([self.layers[i].gradients for i in self.order])
         program_grads_from = _suffix_sums([layer.gradients for layer in self.layers])
-        unrolled = _Unrolled(walk=walk)
+        unrolled = _Unrolled(walk=walk)  # its moments, and for each its index in `walk` and a function for reports
 
         def add_range(path: str, position: int, i: int, num_own: int) -> None:
             """Add the moments of a range of the program's walk, with the bytes of other layers.
@@ -228,9 +230,9 @@ class Unroll:
             """
             grads = grads_from[position + num_own] - program_grads_from[i + num_own] if is_backward else 0
             count = num_saved_before[position]
-            extra_values = partial(_extra_values, saved, count, self.layers[:i], grads, is_backward)
+            extra_values = partial(_extra_values, saved, count, self.layers[:i], grads, is_backward)  # for reports
             nbytes = saved_before[position] - program_saved_before[i] + grads
-            for source in ranges[path]:
+            for source in ranges[path]:  # indices of moments; `results` of a moment are the bytes of gradients so far
                 moment = walk.moments[source]
                 unrolled.moments.append(replace(moment, nbytes=moment.nbytes + nbytes, results=moment.results + grads))
                 unrolled.sources.append(source)

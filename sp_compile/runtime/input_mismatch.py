@@ -38,12 +38,13 @@ def find_input_mismatch(
     """
     inputs = _common_inputs(messages)  # for each rank the records of its inputs, by name
     common = [name for name in inputs[0] if all(name in records for records in inputs)]
-    # If one rank's inputs are a subset of every rank's, only these are compared. The additional inputs of the other
-    # ranks belong to other programs, whose difference `lines` show.
+    # If a rank has only the common inputs, only these are compared. The additional inputs of other ranks are due to
+    # different programs, which `lines` report.
     if len(common) == min(map(len, inputs)):
         inputs = [{name: records[name] for name in common} for records in inputs]
     first = inputs[0]
-    # The inputs that differ. If names differ, the first rank has an input that another one lacks.
+    # The inputs that differ. If the ranks have different names (after the step above), every rank has an input that
+    # another one lacks, so the names of two ranks are enough to report a difference.
     names = [name for name in {**first, **inputs[-1]} if _is_different([records.get(name) for records in inputs])]
     names.sort(key=lambda name: name in first and _is_python_scalar(first[name]))  # tensors before numbers
     mismatch = _find_dtype_mismatch([message.program.dtypes for message in messages])
@@ -51,7 +52,8 @@ def find_input_mismatch(
         mismatch = _find_gradient_mismatch([message.program.trained for message in messages])
     if mismatch is not None:
         return mismatch
-    # The line of each rank, with its inputs that differ, after its line of the program if only the program differs.
+    # The report has a row for each rank, with its inputs that differ. If names and sizes agree but programs differ, the
+    # row starts with the first line of the rank's program that differs.
     texts = [{name: str(record) for name, record in records.items()} for records in inputs]
     rows = format_rank_rows(texts, names)
     is_same_program = len({message.program.digest for message in messages}) == 1
@@ -76,7 +78,8 @@ def find_input_mismatch(
     if not same_names or not is_same_program:
         return SpError("SP631", format_mismatch(f"{summary} different programs", rows, heading))
     if names:
-        return _value_error(messages[0].number > 1, names, rows, compared, has_shards)
+        is_later = messages[0].number > 1  # not the first call of the program
+        return _value_error(is_later, names, rows, compared, has_shards)
     samples = [{f"part of {name}": x.sample for name, x in records.items() if x.sample} for records in inputs]
     cause = describe_field_mismatch(samples, OTHER_VALUES)
     return _data_error(cause, has_shards) if cause else None
@@ -95,17 +98,19 @@ def _value_error(
         has_shards: True if each rank passes its rows of some inputs.
     """
     differing, summary = set(names), f"the {len(rows)} ranks of this group were given different"
-    # `equal`: all inputs whose values are compared. `arguments`: those of each call. `always`: compared on every call.
-    weights = compared.equal - compared.arguments - compared.always  # with buffers
+    # `equal`: all inputs whose values are compared. `arguments`: those that each call passes. `always`: those that
+    # every call compares in full. The others are weights and buffers, compared on the first call and every few calls.
+    weights = compared.equal - compared.arguments - compared.always
     if differing <= compared.arguments:
         error = _data_error(format_mismatch(f"{summary} batches ({_shorten_names(names)})", rows), has_shards)
     elif differing <= weights:
         cause = format_mismatch(f"weights or buffers differ between ranks ({_shorten_names(names)})", rows)
+        # Unequal at the first call: other seeds or checkpoints. Later: the ranks have trained differently.
         error = SpError("SP635", cause) if is_later else SpError("SP642", cause)
     else:
         error = SpError("SP633", format_mismatch(f"{summary} values", rows))
-    # Inputs on whose equality at compilation the program relies, though the user has not stated it.
-    assumed = compared.always | compared.equal if compared.is_assumed else set()
+    # Inputs that were equal at compilation, and on whose equality the program relies, though the user did not state it.
+    assumed = (compared.always | compared.equal) if compared.is_assumed else set()
     return error if assumed.isdisjoint(names) else SpError(error.code, error.cause, f"{error.fix} {LATER_CAUSE}")
 
 
@@ -144,7 +149,8 @@ def _data_error(cause: str, has_shards: bool) -> SpError:
 
     Args:
         cause: The cause of the error.
-        has_shards: True if each rank passes its rows of some inputs, so that another one may be in shards by mistake.
+        has_shards: True if each rank passes its rows of some inputs. The inputs that differ may then be shards, too,
+            which were not detected as such.
     """
     if has_shards:
         return SpError("SP636", cause)

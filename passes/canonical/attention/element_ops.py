@@ -134,7 +134,10 @@ def _joined_element(reader: ElementReader, parts: list[Any], coords: Coords, dim
 
 
 def _first_match(pieces: list[tuple[Any, Element]]) -> Element:
-    """Return the element of the first pair (condition, element) whose condition holds, else that of the last pair."""
+    """Return the element of the first pair (condition, element) whose condition holds, else that of the last pair.
+
+    The pieces are the operands of a cat or stack that the coordinate may be in; none for one beyond the last operand.
+    """
     if not pieces:
         raise NotSymbolic("is read after its last piece")
     element = pieces[-1][1]

@@ -98,7 +98,7 @@ def match_difference(node: Node, reductions: tuple[Any, ...]) -> tuple[Node, int
     """Return (s, dim) for a node s - f(s), where f is one of the reductions along `dim`, such as amax; else None."""
     if node.target is not aten.sub.Tensor or OpCall(node)["alpha"] != 1 or not all(map(is_tensor, node.args)):
         return None
-    row = value_origin(node.args[0])
+    row = value_origin(node.args[0])  # s, without copies and views that cancel each other
     dim = _match_reduction(node.args[1], row, reductions) if _has_same_dtype(row, node) else None
     return (row, dim) if dim is not None else None
 
@@ -113,8 +113,9 @@ def _match_reduction(x: Node, row: Node, reductions: tuple[Any, ...]) -> int | N
         row: The operand of the reduction.
         reductions: The ops that may compute it.
     """
-    # A softmax does not depend on the subtracted maximum, so that its gradient has no effect.
+    # A softmax does not depend on the subtracted maximum, so its gradient has no effect, and it may be detached.
     may_detach = reductions is MAXIMA
+    # Skip reshapes, such as the unsqueeze of a reduction without keepdim.
     reduced = value_origin(x)
     while keeps_order(reduced) or (may_detach and reduced.target is aten.detach.default):
         reduced = value_origin(reduced.args[0])

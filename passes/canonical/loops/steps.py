@@ -122,13 +122,14 @@ class LoopMatcher:
         """
         if not values:
             raise NotALoop("no list")
+        # `_skip_views` skips views that undo each other, so that nodes with equal values are compared.
         self.root, self.length = self._match_operand([_skip_views(v) for v in values], 0), len(values)
         for column in self.columns:  # grows during the loop
             self._read_arguments(column)
 
     def sort_columns(self) -> list[StepColumn]:
         """Return the columns in the order of computation: that of their nodes of one step in the graph."""
-        step = min((c.end for c in self.columns), default=1) - 1  # the last one that all columns may have
+        step = min((c.end for c in self.columns), default=1) - 1  # the last step of the column that ends first
         if any(c.first > step for c in self.columns):
             raise NotALoop("columns without a common step")
         return sorted(self.columns, key=lambda c: c.nodes[step - c.first])
@@ -177,7 +178,7 @@ class LoopMatcher:
             later = ColumnRef(self._add_column(later_values, first + 1), 0)
         if later is None:
             later = self._find_delayed(later_values, first + 1)  # more than one initial value: h[t] = f(h[t - 2])
-        # No op reads a list or an int, which a node may also be, at the first step and a tensor afterwards.
+        # The initial value must be a tensor (or a constant), as later ones are: a node may also be a list or an int.
         if later is None or (isinstance(seed, Node) and not is_tensor(seed)):
             raise NotALoop("steps that differ")
         return SeededList(seed, later)
@@ -185,8 +186,8 @@ class LoopMatcher:
     def _find_delayed(self, values: Sequence[Any], first: int) -> SeededList | None:
         """Match a read of a known column two or more steps earlier, after initial values in the first steps.
 
-        For h[t] = f(h[t - 2]), the values that h[t - 2] has are two initial values, then h[0], h[1], .... The caller
-        has removed the first initial value.
+        In h[t] = f(h[t - 2]), the operand h[t - 2] is an initial value at steps 0 and 1, then h[0], h[1], .... The
+        caller has removed the initial value of step 0.
 
         Args:
             values: The values at the steps first, first + 1, ...
@@ -299,7 +300,8 @@ def match_piece_read(node: Any) -> PieceRead | None:
         return None
     if not isinstance(node_shape(piece.source)[piece.dim], int):
         return None
-    rows = piece.length if piece.keeps_dim else 0
+    rows = piece.length if piece.keeps_dim else 0  # 0: x[:, t], an index without the dim
     if rows > 1 and (piece.step != 1 or piece.start % rows):  # pieces start at multiples of their length
         return None
+    # The position counts pieces: x[:, 6:9] is piece 2 of 3 rows. An index is its own position.
     return PieceRead(piece.source, piece.dim, rows, piece.start // max(rows, 1))

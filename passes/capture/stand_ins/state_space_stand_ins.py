@@ -61,7 +61,7 @@ def _mamba_chunk_scan(
         scale=1.0,
         initial_state=initial,
         output_final_state=return_final_states,
-        starts=None if seq_idx is None else _changes(seq_idx),
+        starts=None if seq_idx is None else _changes(seq_idx),  # True for the first token of a document
     )
     if attended is NotImplemented:
         return attended
@@ -244,7 +244,10 @@ def _selective_scan(
 
 
 def _channel_rows(x: Tensor, channels: int) -> Tensor:
-    """Return vectors of N of a selective scan, (D, N), (B, N, S) or (B, G, N, S), as (B or 1, S or 1, D or 1, N)."""
+    """Return B or C of a selective scan, (D, N), (B, N, S) or (B, G, N, S), as (B or 1, S or 1, D or 1, N).
+
+    These are vectors of N numbers, one for each state. A group of G has the same vector for D / G channels.
+    """
     if x.ndim == 2:
         return x[None, None]
     if x.ndim == 3:

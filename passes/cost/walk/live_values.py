@@ -67,6 +67,6 @@ def nearest_line(node: Node) -> str:
         if stack_trace(node) or not node.all_input_nodes:
             break
         if node.target is CAT:
-            return PARAMETERS_LINE  # gradients that are added over the ranks together
+            return PARAMETERS_LINE  # the gradients of several parameters, concatenated for one all-reduce
         node = node.all_input_nodes[0]
     return node_line(node)

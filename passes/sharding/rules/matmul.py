@@ -72,9 +72,10 @@ def _linear_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(sp.scaled_linear.default)
 def _scaled_linear_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of sp::scaled_linear: "... i, i o -> ... o", with a scale of x, or of each i.
+    """Return the rule of sp::scaled_linear(x, weight, *scales), a linear layer in float8: "... i, i o -> ... o".
 
-    i is gathered, since a cast with one scale by row reads all of it.
+    A scale is a number of x, without dims, or a vector with one number for each i. i is gathered, since x may be
+    cast with one scale for each row, which is the maximum over all i.
     """
     scales = "".join(", i" if call.ndim(k) else ", " for k in range(2, len(call.operands)))
     return bind_rule(call, f"... i, i o{scales} -> ... o", whole="i")

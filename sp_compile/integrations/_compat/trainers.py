@@ -124,9 +124,9 @@ def choose_fsdp_units() -> Iterator[None]:
         if isinstance(module, (list, torch.nn.ModuleList, torch.nn.ModuleDict)):
             return module  # accelerate's list [last norm, head], or modules without a forward
         is_leaf = type(module).__module__.startswith("torch.nn.modules") and not [*module.children()]
-        # A module whose parent is a unit already has sharded parameters, as DTensors.
+        # A parent that has become a unit before has sharded the parameters of this module with its own, to DTensors.
         is_sharded = any(isinstance(p, DTensor) for p in module.parameters(recurse=False))
-        # Without sharded layers an embedding becomes a part of its parent, as any other leaf.
+        # An embedding is a unit only after other modules (the layers) have become units; else it joins its parent.
         is_embedding = has_layers and isinstance(module, torch.nn.Embedding)
         if is_leaf and (is_sharded or not is_embedding):
             return module

@@ -96,8 +96,9 @@ class ControlChannel:
         Raises:
             SpError: If a rank does not arrive within the group's timeout or is lost, or the channel is already broken.
         """
-        value, is_complete = message.digest, message.requires_body
-        return self._exchange(lambda links, on_wait: links.all_equal(value, is_complete, on_wait), message)
+        # A rank that requires the complete messages makes the result False, as if its digest differed.
+        value, differs = message.digest, message.requires_body
+        return self._exchange(lambda links, on_wait: links.all_equal(value, differs, on_wait), message)
 
     def all_gather(self, mine: bytes, message: Message) -> list[bytes]:
         """Return the bytes of every rank, in the order of the ranks.
@@ -196,7 +197,7 @@ class ControlChannel:
             self.announced = self.exchanges
             with suppress(RuntimeError):  # the rank that hosts the store is lost
                 query_store(lambda: self.store.set(f"waits/{dist.get_rank()}", str(self.exchanges)), None)
-        # A rank that has raised may catch the exception and come to the next call, for which a call waits a while.
+        # A rank that has raised may catch the exception and come to the next call. So only a call waits RETRY_SECONDS.
         is_lost = not stopped.continues or (stopped.raised and (message.verb != CALL_VERB or waited > RETRY_SECONDS))
         if is_late or is_lost:
             raise self.fail_timeout(message, waited)
@@ -240,7 +241,7 @@ class ControlChannel:
         cause = f"\n{str(error).splitlines()[0][:200]}" if str(error or "") else ""
         details = (f", in {place}" if place else "") + cause
         operation = " ".join(_read_line(message)).strip()
-        # Only waits for messages are announced. In a collective of the program (0.0), absent ranks are not looked up.
+        # Ranks announce waits for messages only. In a collective of the program, absent ranks are not known: pass 0.0.
         absent = self._absent_ranks(0.0 if place else waited)
         who = f"rank {', '.join(map(str, absent))}" if absent else "other ranks"
         timeout = f"{operation} and timed out after {waited:.0f} s"
@@ -255,11 +256,12 @@ class ControlChannel:
     def _absent_ranks(self, waited: float) -> list[int]:
         """Return the ranks that do not wait in this exchange; [] if that is not known, as after a short wait."""
         others = [rank for rank in self.ranks if rank != dist.get_rank()]
-        if len(others) == 1:
+        if len(others) == 1:  # the only rank that this one can wait for
             return others
         if waited < 2 * STORE_DELAY:  # ranks that wait may not have announced it yet
             return []
         with suppress(RuntimeError):  # the rank that hosts the store is lost
+            # A rank that waits in this exchange has announced the same number of exchanges before it as this rank has.
             return [rank for rank in others if query_store(partial(self._waiting_at, rank), -1) != self.exchanges]
         return []
 
@@ -292,7 +294,8 @@ class ControlChannel:
     def find_raised(self) -> StopNotice | None:
         """Return the notice of a rank that has raised since the last exchange, or None."""
         last = _read_last_stop(self.name)
-        has_stopped_too = any(map(self._is_current, _own_stop))  # then this rank does not wait for that one
+        # If this rank itself has published a stop since the last exchange, it does not wait for the rank that raised.
+        has_stopped_too = any(map(self._is_current, _own_stop))
         if not last.raised or self._is_own(last) or has_stopped_too or not self._is_current(last):
             return None
         return last
@@ -336,7 +339,7 @@ class ControlChannel:
         if last.within == self.name:  # this group is broken
             return last
         # A rank that cannot compile one program still calls others. If this rank has stopped, too, since the last
-        # exchange (`_own_stop` is current), such as at the same error, both ranks come to the next one.
+        # exchange (`_own_stop` is current), as when all ranks raise an error, the other one comes to this exchange.
         is_about_other_program = message.verb == CALL_VERB and last.subject not in ("", message.subject)
         return NO_RANK if is_about_other_program or any(map(self._is_current, _own_stop)) else last
 
@@ -406,7 +409,7 @@ def publish_stop(
     if not (dist.is_available() and dist.is_initialized()):
         return
     if counts is None:
-        counts = {name: 0 for name, *_ in process_groups()}
+        counts = {name: 0 for name, *_ in process_groups()}  # groups without a channel have had no exchange
         counts |= {channel.name: channel.exchanges for channel in _channels.values()}
     _store_notice(StopNotice(dist.get_rank(), text[:MAX_NOTICE_WIDTH], continues, counts, subject, within, raised))
 
@@ -425,7 +428,7 @@ def broken_context() -> str:
 
 
 def _read_last_stop(group: str) -> StopNotice:
-    """Return the last stop notice of a group, or NO_RANK."""
+    """Return the last stop notice of a group; NO_RANK, an empty one, if there is none or the store does not answer."""
     store, key = package_store(), f"stopped/{group}"
     try:
         payload = query_store(lambda: store.get(key) if store.check([key]) else b"", b"")
@@ -485,7 +488,7 @@ def gather_bodies(mine: Message, ranks: Ranks, channel: ControlChannel | None) -
 
 
 def _simulate_gather(mine: list[int], ranks: Ranks, dtype: torch.dtype) -> list[list[int]]:
-    """Return the integers of every simulated rank; those of this process for each rank if it runs alone."""
+    """Return the integers of every simulated rank; without a simulation, those of this process for each rank."""
     if isinstance(current_communicator(), FunctionalCommunicator):
         return [mine] * ranks.n
     with use_real_tensors():

@@ -56,7 +56,8 @@ class PeerLinks:
             on_wait: Called while the rank waits.
         """
         self.number += 1
-        # After round k, `differs` is known of the 2**(k+1) ranks up to this one, whose values else equal `value`.
+        # After round k, `differs` is True if one of the last 2**(k+1) ranks, up to this one, has passed True or another
+        # value. Else the values of all these ranks are `value`, so the next round sends no other one.
         for k, (after, before) in enumerate(zip(self.sending, self.receiving)):
             _send(after, VOTE.pack(self.number, value, differs), on_wait)
             number, other, others_differ = VOTE.unpack(self._receive(k, before, VOTE.size, on_wait))
@@ -157,7 +158,7 @@ class PeerListener:
             OSError: GLOO_SOCKET_IFNAME is no interface with an address, or the address is not one of this host.
         """
         self.socket = open_listener(own_address(store_host))
-        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self.token = secrets.token_bytes(TOKEN_BYTES)  # ranks that connect send it first: it identifies them
 
     @property
     def address(self) -> str:
