@@ -203,6 +203,7 @@ class GroupGrid:
         """
         if over in self.level and over in self.parallel:
             return None
+        # Results that are equal on all ranks of `over` are equal on those of this group if `over` contains them.
         return REPLICATE if is_full and over in self.enclosing else VARYING
 
 
