@@ -79,7 +79,7 @@ def linear_attention_state(*operands: Any) -> Tensor:
     that each rank sends. Backward: through the same products, differentiable once.
     """
     shards, _, ends = _process_tokens(*operands)  # ends: (B, H, folds, K, V), or with closed (N, H, K, V)
-    tokens = TokenRows(*operands[: len(TokenRows.__match_args__)])
+    tokens = TokenRows(*operands[: len(TokenRows.__match_args__)])  # the first operands, one for each field
     exchange = shards.carry_exchange(tokens.v, 1, False)  # along dim 1, not reversed
     if tokens.closed is not None:  # each state is computed by the rank with the last token; the others have zeros
         return ends if exchange.is_single else sp.all_reduce(ends, exchange.n, exchange.group)

@@ -77,7 +77,7 @@ class Axes:
     parent: list[int] = field(default_factory=list)  # union-find forest over class names
     sequences: set[int] = field(default_factory=set)  # names of the classes that are sequences
     # (selected, source): a dim, and the dim that it contains positions of
-    selected: list[tuple[Dim, Dim]] = field(default_factory=list)
+    selected: list[tuple[Dim, Dim]] = field(default_factory=list)  # (dim of a result, dim whose positions it selects)
     lost: dict[int, str] = field(default_factory=dict)  # why a class with evidence is no sequence
     folds: int = 1  # of the frames of sequences, see `RowOrder`
     products: Mapping[tuple[Node, int, int], Product] = field(default_factory=dict)  # by (node, result index, dim)
@@ -87,7 +87,7 @@ class Axes:
     blocks: dict[int, int] = field(default_factory=dict)  # positions of a chunk, by class of the dim of chunks
     chunk_blocks: dict[int, dict[int, int]] = field(default_factory=dict)  # `blocks` of each sequence, by class
     # product of the strides of successive windows that read a dim, by its class and number of rows
-    strides: dict[tuple[int, Size], int] = field(default_factory=dict)
+    strides: dict[tuple[int, Size], int] = field(default_factory=dict)  # by (class, size); see `_find_strides`
     joined: list[tuple[Atom, Size]] = field(default_factory=list)  # parts of concatenations, and their first positions
     n: int = 1  # number of ranks, of which each has complete chunks
     keeps_strided: bool = True  # False: the rows of windows with strides are no rows of the operand's class
@@ -238,9 +238,9 @@ class Axes:
         name = self.find(atom.name)
         # The first positions of this part in concatenations.
         starts = [start for part, start in self.joined if part.size == atom.size and self.find(part.name) == name]
-        # `folds` is 1 for contiguous rows; other row orders are not padded to strides.
         is_chunked = name in self.granules
         if self.n == 1 or not (starts or is_chunked):
+            # `folds` is 1 for contiguous rows; other row orders are not padded to strides.
             stride = self.strides.get((name, atom.size), 1)
             size = self.n * stride * ceil_div(atom.size, self.n * stride)
             is_padded = stride > 1 and self.folds == 1 and is_most_of(atom.size, size)

@@ -180,7 +180,7 @@ def chunk_blocks(axes: Axes, name: int, multiplied: Collection[int]) -> dict[int
         name: The class of the rows.
         multiplied: The classes of dims of products; others are omitted.
     """
-    blocks, found = dict[int, int](), [(name, 1)]
+    blocks, found = dict[int, int](), [(name, 1)]  # found: (class, positions of the sequence in one row of it)
     for source, rows in found:  # `found` grows in the loop
         for split in axes.all_splits():
             chunks, chunk = axes.find(split.factors[0].name), size_product(a.size for a in split.factors[1:])
