@@ -223,7 +223,7 @@ def on_eager(
     def wrapped(self: Any, frame: Any, *args: Any) -> Any:
         """Convert a frame, and report code of this backend that stays eager."""
         is_own = _backend_of(self) is backend
-        # Run this call uncompiled; later calls of the same code are decided anew.
+        # Run this call uncompiled, but not later calls of the same code.
         if is_own and runs_eagerly(frame.f_code, frame.f_locals, sys._getframe(1)):
             return ConvertFrameReturn(FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP), apply_to_code=False)
         if not is_own:

@@ -55,7 +55,7 @@ def match_strides(node: Node, value: Tensor) -> Node:
             last = node.graph.call_function(target, (last, *args), kwargs)
         last.meta.update(node.meta, val=result)
         # The origin, of which `node` is the local value, was copied with the metadata; the copy is not that value.
-    set_node_info(last, origin=None)
+        set_node_info(last, origin=None)
     return last
 
 
