@@ -108,6 +108,7 @@ def _edge_bytes(call: OpCall, n: int) -> Size:
     That is one row for each end with padding, and 0 if no rank needs one. In the frame of the result, (outer, size,
     start, length, ...), the rows [start, start + length) are valid.
     """
+    # Only the ops in ENDS_IN_WINDOW fill the padding of their result; `result` is its frame, or else `frame`.
     frame = call.get("result") or call.get("frame") if call.node.target in ENDS_IN_WINDOW else None
     if frame is None:
         return 0

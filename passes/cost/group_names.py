@@ -75,7 +75,7 @@ def _multi_rank_groups(names: Iterable[str]) -> list[Ranks]:
 
 
 def check_groups(gm: GraphModule) -> None:
-    """Check that every collective names an existing process group, before ranks communicate.
+    """Check that every functional collective of torch names an existing process group, before ranks communicate.
 
     Raises:
         SpError: If this rank does not have the group of a collective.

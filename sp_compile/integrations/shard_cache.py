@@ -187,8 +187,8 @@ class CacheSharing:
             """Return the model's result; without a cache, as in `generate(use_cache=False)`, it runs as it is."""
             arguments = dict(signature.bind_partial(*args, **kwargs).arguments)
             arguments |= arguments.pop(kwargs_name, {})
-            name = next((name for name in CACHE_NAMES if arguments.get(name) is not None), None)
-            return forward(*args, **kwargs) if name is None else self._run(forward, arguments, name)
+            cache_name = next((name for name in CACHE_NAMES if arguments.get(name) is not None), None)
+            return forward(*args, **kwargs) if cache_name is None else self._run(forward, arguments, cache_name)
 
         return run
 

@@ -143,7 +143,7 @@ def scan_in_parts(sweep: Sweep, tile: Tile, part: int, initial: State | None, ou
     part_totals = _run_parts(sweep.totals(), tile, part, carry=None, out=None, total=True)
     assert part_totals is not None
     totals_sweep = sweep.over(part_totals)  # a scan of the totals
-    totals_tile = totals_sweep.tile(tile.steps * tile.lines, tile.warps)  # as many elements as `tile`
+    totals_tile = totals_sweep.tile(tile.steps * tile.lines, tile.warps)  # with the number of elements of `tile`
     if out is None:
         return scan_single_pass(totals_sweep, totals_tile, initial, out=None, total=True)
     parts = totals_sweep.length
