@@ -37,7 +37,7 @@ class LinearConfig(NamedTuple):
             role: torchao's GemmInputRole of x.
             dim: Dim over which axiswise scales take the maximum.
             scale: Scales; None to compute them.
-            n: Number of ranks whose rows x has.
+            n: Number of ranks that share the rows: x has those of this rank.
             group: Name of their group.
         """
         from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim
@@ -50,7 +50,8 @@ class LinearConfig(NamedTuple):
         if scale is None:
             with torch.no_grad():
                 largest = x.abs().amax() if axiswise_dim is None else x.abs().amax(axiswise_dim, keepdim=True)
-                if axiswise_dim != -1:  # over the rows
+                # -1: one maximum for each row, which is complete. Others are over the rows, of which a rank has a part.
+                if axiswise_dim != -1:
                     largest = _max_of_ranks(largest, n, group)
             scale = amax_to_scale(largest, config.target_dtype, self.casts.round_scales_to_power_of_2)
         return hp_tensor_and_scale_to_float8(x, scale, config.target_dtype, self.products, role, axiswise_dim)
@@ -76,7 +77,8 @@ def _max_of_ranks(x: Tensor, n: int, group: str) -> Tensor:
 def extreme(x: Tensor, dims: list[int], keepdim: bool, dim: int, frame: FrameArg | None, n: int, group: str) -> Tensor:
     """Return the maximum over some dims, of which `dim` is sharded: Shard(dim) -> replicated.
 
-    Shapes: any -> without the dims, or with size 1. Bytes: (n - 1) * bytes(result). Not differentiable.
+    Shapes: any -> without the dims, or with size 1. Bytes: (n - 1) * bytes(result). Not differentiable. Only the
+    sharding rule reads `dim` and `frame`.
     """
     with torch.no_grad():
         return _max_of_ranks(x.amax(dims, keepdim), n, group)
@@ -113,7 +115,7 @@ def subclass_linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Shapes: x (..., K), w (N, K) -> (..., N). Bytes: none. Backward: that of the class.
     """
-    with torch_compat.enable_torch_function():
+    with torch_compat.enable_torch_function():  # disabled inside of an op
         return torch.nn.functional.linear(x, w, bias)
 
 
@@ -127,7 +129,9 @@ class _ScaledLinear(torch.autograd.Function):
         """Return the product of x and w_t."""
         from torchao.float8.float8_training_tensor import GemmInputRole as Role
 
-        if n > 1:  # the rows of a rank are not as aligned as those of the sequence
+        # Float8 products require aligned inner dims, and the rows are one in the gradient of w. The number of rows of a
+        # rank may be unaligned where that of the sequence is not.
+        if n > 1:
             products = type(config.products)(*(p._replace(pad_inner_dim=True) for p in config.products))
             config = config._replace(products=products)
         ctx.save_for_backward(x, w_t, grad_scale)
@@ -175,7 +179,14 @@ def trace_scaled_linear(x: Tensor, w_t: Tensor, products: Any, casts: Any) -> An
         magnitudes = x.detach().abs()
 
         def compute_scale(config: Any, by_column: bool) -> Tensor | None:
-            """Return the scale of x, or those of its columns; None if they depend on one row, or without a cast."""
+            """Return the scale of x, or those of its columns; None without a cast, or if each row has its own scale.
+
+            A rank computes the scales of its rows itself, in the product.
+
+            Args:
+                config: torchao's CastConfig of x.
+                by_column: True for the product that sums over rows, in which axiswise scales are those of columns.
+            """
             is_axiswise = config.scaling_granularity.name == "AXISWISE"
             if _is_disabled(config) or (is_axiswise and not by_column):
                 return None

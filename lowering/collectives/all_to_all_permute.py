@@ -136,6 +136,7 @@ class _PermuteFunction(torch.autograd.Function):
         problem = PermuteProblem(x.resolve_conj().resolve_neg(), scatter_dim, gather_dim, n, group)
         result = PERMUTE_KERNELS[PERMUTE_KERNELS.choose(problem)].run(problem)
         # autograd would not permit changes of a view of the received tensor; `data` is no view for autograd.
+        # Tensor subclasses, such as fake tensors, stay as they are.
         return result.data if triton.is_plain_memory(result) else result
 
     @staticmethod
@@ -158,7 +159,7 @@ class _PermuteFunction(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple[Any, ...], x: Tensor, scatter: int, gather: int, *ranks: Any
     ) -> tuple[Tensor, int]:
-        """Run the exchange with the batch dim first."""
+        """Run the exchange with the batch dim first, the other dims shifted by 1; return (result, its batch dim)."""
         return _PermuteFunction.apply(x.movedim(in_dims[0], 0), scatter + 1, gather + 1, *ranks), 0
 
 

@@ -50,6 +50,7 @@ def _fold(x: Tensor, n: int, group: str) -> Tensor:
 def _unfold(x: Tensor, n: int, group: str) -> Tensor:
     """Exchange zigzag rows (s, ..) for contiguous rows: the inverse and the adjoint of `_fold`."""
     chunks = x.unflatten(0, (2, x.shape[0] // 2))
+    # One chunk to each of two ranks; the received chunks are in the order of their senders.
     chunks = current_communicator().all_to_all(chunks, 2, routes.fold_route(group, back=True))
     return chunks.index_select(0, _chunks_by_owner(n, group, x.device)).flatten(0, 1)
 

@@ -79,7 +79,7 @@ def linear_attention_state(*operands: Any) -> Tensor:
     that each rank sends. Backward: through the same products, differentiable once.
     """
     shards, _, ends = _process_tokens(*operands)  # ends: (B, H, folds, K, V), or with closed (N, H, K, V)
-    tokens = TokenRows(*operands[: len(TokenRows.__match_args__)])
+    tokens = TokenRows(*operands[: len(TokenRows.__match_args__)])  # the first operands, one for each field
     exchange = shards.carry_exchange(tokens.v, 1, False)  # along dim 1, not reversed
     if tokens.closed is not None:  # each state is computed by the rank with the last token; the others have zeros
         return ends if exchange.is_single else sp.all_reduce(ends, exchange.n, exchange.group)
@@ -103,10 +103,11 @@ def _process_tokens(*operands: Any) -> tuple[ScanShards, Tensor, Tensor]:
     shards = ScanShards(*operands[13:])  # the frame and the ranks
     tokens = TokenRows(*rows)
     exchange = shards.carry_exchange(tokens.v, dim=1, reverse=False)  # of the states, between ranks
-    size = chunk_tokens(tokens.decay.shape[-1])
+    size = chunk_tokens(tokens.decay.shape[-1])  # smaller chunks if each of the K channels has its own decay
     dtype = state_dtype(tokens.v)
     tokens = tokens.map(lambda x: x[(...,) + (None,) * (4 - x.ndim)])  # 4 dims, for beta, starts and marks, too
-    tokens = tokens.map(lambda x: shards.fill_padding(x, 1, 0))  # padded rows keep the state
+    # Zeros in padded rows, also as the logarithm of the decay, keep the state.
+    tokens = tokens.map(lambda x: shards.fill_padding(x, 1, 0))
     initial = None if initial is None else initial.to(dtype)
     if has_kernel(kernel, tokens.v.device) and tokens.opened is None:
         out, ends = _run_kernel(tokens, initial, scale, kernel, exchange)
@@ -115,7 +116,7 @@ def _process_tokens(*operands: Any) -> tuple[ScanShards, Tensor, Tensor]:
     maps = _map_chunks(cast._replace(q=cast.q * scale), initial)
     # Initial states of documents are parts of `maps` already.
     before, ends = _scan_states(maps, initial if tokens.opened is None else None, exchange)
-    ends = ends if tokens.closed is None else maps.ends(before)
+    ends = ends if tokens.closed is None else maps.ends(before)  # after folds, or after documents
     out = _join_chunks(maps.out + maps.reads @ before, tokens.v.shape[1], exchange)
     return shards, out.to(tokens.v.dtype).contiguous(), ends
 
@@ -127,10 +128,11 @@ def chunk_tokens(decays: Any) -> int:
 
 def _split_chunks(x: Tensor, size: int, exchange: CarryExchange) -> Tensor:
     """Return (B, S, H, D) as (B, H, N, T, D): N chunks of T = `size` tokens, with zeros to complete each fold."""
-    x = to_chunks(x, exchange)
+    x = to_chunks(x, exchange)  # (B, folds, S / folds, H, D)
     # Not F.pad, whose backward has strides that fake tensors do not predict for a symbolic length.
     x = torch.cat([x, x.new_zeros((*x.shape[:2], -x.shape[2] % size, *x.shape[3:]))], 2)
-    return x.unflatten(2, (x.shape[2] // size, size)).permute(0, 4, 1, 2, 3, 5).flatten(2, 3)
+    x = x.unflatten(2, (x.shape[2] // size, size))  # (B, folds, chunks of a fold, T, H, D)
+    return x.permute(0, 4, 1, 2, 3, 5).flatten(2, 3)
 
 
 def _join_chunks(x: Tensor, rows: int, exchange: CarryExchange) -> Tensor:
@@ -171,7 +173,7 @@ def _map_chunks(x: TokenRows, initial: Tensor | None) -> ChunkMaps:
         if reading is not None:
             identity = torch.eye(key.shape[-1], dtype=key.dtype, device=key.device)
             reads, factor = reads + weights @ reading, factor * identity + kept @ reading
-    if factor.shape[-1] == 1:
+    if factor.shape[-1] == 1:  # the diagonal of a matrix, also if all K rows have the same decay
         factor = factor.expand(*factor.shape[:-2], x.k.shape[-1], 1)
     if x.opened is not None and decays.segment is not None and initial is not None:
         out, state = add_initial_states(out, state, reads, factor, decays.segment, x.opened, initial)
@@ -182,6 +184,7 @@ def _map_chunks(x: TokenRows, initial: Tensor | None) -> ChunkMaps:
 
     if decays.segment is not None:  # a chunk in which a document starts discards the state before it
         factor = factor * (decays.segment[..., -1:, :] == 0)
+    # `of_first`: only tokens before the first document that starts in the chunk read the state before the chunk.
     return ChunkMaps(out, decays.of_first(reads), factor, state, ends)
 
 
@@ -195,7 +198,8 @@ def _written_values(x: TokenRows, decays: Decays, causal: Tensor) -> list[tuple[
 
     Args:
         x: Operands (B, H, N, T, ...).
-        decays: The decays of the tokens.
+        decays: The decays from the start of the chunk to the point after each token, to the point before it, and to the
+            start of the token's document (`base`).
         causal: Bool (..., T, T), True for pairs of a token and an earlier one, or the same, of its document.
     """
     identity, size, after = torch.eye(x.q.shape[-2], dtype=x.q.dtype, device=x.q.device), x.v.shape[-1], decays.after
@@ -228,6 +232,7 @@ def _decayed_products(x: Tensor, y: Tensor, at_x: LogDecay, at_y: LogDecay, is_a
     factor of the product x @ y.mT.
     Shapes: x, y (..., T, K); at_x, at_y (..., T, 1) or (..., T, K); is_allowed (..., T, T) -> (..., T, T).
     """
+    # `since` is exp(at_x - at_y), or 0 where not allowed: (..., T, 1) and (..., 1, T) broadcast to all pairs of tokens.
     if at_x.log.shape[-1] == 1:
         return (x @ y.mT) * at_x.since(at_y.map(lambda z: z.mT), is_allowed)
     factors = at_x.map(lambda z: z.unsqueeze(-2)).since(at_y.map(lambda z: z.unsqueeze(-3)), is_allowed.unsqueeze(-1))

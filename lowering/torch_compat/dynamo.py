@@ -223,6 +223,7 @@ def on_eager(
     def wrapped(self: Any, frame: Any, *args: Any) -> Any:
         """Convert a frame, and report code of this backend that stays eager."""
         is_own = _backend_of(self) is backend
+        # Run this call uncompiled, but not later calls of the same code.
         if is_own and runs_eagerly(frame.f_code, frame.f_locals, sys._getframe(1)):
             return ConvertFrameReturn(FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP), apply_to_code=False)
         if not is_own:
@@ -458,7 +459,7 @@ def untraced_function(target: Any) -> type[torch.autograd.Function] | None:
     """
     if getattr(target, "__name__", "") != "trampoline_autograd_apply" or not getattr(target, "__closure__", None):
         return None
-    return target.__closure__[0].cell_contents
+    return target.__closure__[0].cell_contents  # the class, which this wrapper of Dynamo closes over
 
 
 def run_eagerly(function: Callable[..., Any]) -> Callable[..., Any]:

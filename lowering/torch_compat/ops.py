@@ -54,8 +54,8 @@ def active_flash_attention() -> str:
 
     An example is "FA3". It replaces the kernels of aten's flash attention ops.
     """
-    active_name = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # from 2.11 or 2.12 on
-    return "" if active_name is None else active_name() or ""
+    current_name = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # function, from 2.11 or 2.12 on
+    return "" if current_name is None else current_name() or ""  # it returns None for torch's own
 
 
 def schema_of(op: OpOverload) -> Any:

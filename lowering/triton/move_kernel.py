@@ -204,7 +204,10 @@ def _tile_addresses(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Return the addresses of the words of a tile in one array, and the mask of those inside the array.
 
-    ``base`` is the address of the array. ``start`` is the offset of the program's position in the loops, in units.
+    ``base`` is the address of the array. ``start`` is the offset of the program's position in the loops, in units of
+    VECTOR words, as are lengths and strides. ``row`` and ``column`` are the indices of the tile in the array, which has
+    ``rows`` and ``columns`` of them; ``word_0`` is the tile's first word in the run. The results are three-dimensional,
+    with the shape of ``row`` and ``column`` together and RUN.
     """
     word = (word_0 + tl.arange(0, RUN))[None, None, :]
     inside = (row < rows) & (column < columns)
@@ -217,7 +220,7 @@ def _tile_addresses(  # type: ignore[no-untyped-def]
 def copy_strided(target: Tensor, source: Tensor) -> bool:
     """Copy source to target, of equal shape and dtype; return False if the kernel does not support it."""
     source = source.resolve_conj().resolve_neg()
-    if target.is_conj() or target.is_neg():
+    if target.is_conj() or target.is_neg():  # its memory has other values than the tensor
         return False
     if target.is_complex():
         return copy_strided(torch.view_as_real(target), torch.view_as_real(source))

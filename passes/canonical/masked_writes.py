@@ -99,7 +99,7 @@ class ReplaceMaskedWrites(CanonicalPass):
         mask = self.reshape(mask, _align_shape(mask, shape)[:num_dims], node)
         values = self.reshape(call["source"], (num_rows, *shape[num_dims:]), node)
         x, mask = self.expand(call["self"], shape, node), self.expand(mask, shape[:num_dims], node)
-        return MaskedWrite(x, mask, 0, values, needs_all_rows=False)
+        return MaskedWrite(x, mask, start=0, values=values, needs_all_rows=False)
 
     def _replace_write(self, node: Node, write: MaskedWrite) -> None:
         """Replace the op of a write by where(mask, values for every position, x)."""

@@ -187,7 +187,8 @@ def _fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[An
         if x.is_nested:  # its ragged size has no symbol in Dynamo
             raise CaptureError("SP212", NESTED_CAUSE.format("inputs"), NESTED_FIX)
         if torch_compat.is_wrapper(x):  # its fake is a plain tensor of its full shape
-            has_fake_shard = isinstance(x, Sharded) and isinstance(x.local, FakeTensor)  # then its sizes have symbols
+            # A Sharded with a fake shard has symbols as sizes already; the conversion gives them to other wrappers.
+            has_fake_shard = isinstance(x, Sharded) and isinstance(x.local, FakeTensor)
             full = x if has_fake_shard else convert_to_mode(x)
             fake = _new_fake(x, full.shape, full.stride(), mode)
             # The trace refuses methods of other subclasses, such as quantized weights, by the mark.
@@ -293,7 +294,7 @@ def _copy_bodies(gm: GraphModule) -> None:
     """Replace the bodies of region ops, sub-graphs of the user's module, by copies that may be rewritten."""
     for name, child in list(gm.named_children()):
         if isinstance(child, GraphModule):
-            setattr(gm, name, inline_regions(child))
+            setattr(gm, name, inline_regions(child))  # returns a copy
             _copy_bodies(getattr(gm, name))
 
 

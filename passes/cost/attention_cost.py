@@ -81,6 +81,7 @@ class AttentionShape:
     def head_bytes(self) -> HeadBytes:
         """Return the bytes of all heads on one rank, from which strategies compute their exchanges."""
         results = self.batch * self.heads * self.q_rows * self.v_head_dim * self.element_size
+        # Those of keys and values; `q_bytes` are those of one head.
         keys = self.batch * self.kv_heads * self.kv_rows * (self.head_dim + self.v_head_dim) * self.element_size
         return HeadBytes(self.heads * self.q_bytes, results, keys, self.kv_heads, self.element_size)
 
@@ -106,7 +107,8 @@ class AttentionShape:
     def accumulate_bytes(self) -> float:
         """Return the bytes read and written to add the gradient of q of one key block to its accumulator.
 
-        Both have the dtype of the accumulator; the gradient is read, and the accumulator read and written.
+        Both have the dtype of the accumulator, whose elements are `widening` times as large as those of q. The gradient
+        is read, and the accumulator read and written.
         """
         return self.heads * self.q_bytes * 3 * self.widening
 
@@ -293,8 +295,8 @@ def candidates_in_order(shape: AttentionShape, machine: Machine) -> list[Candida
     """Return the candidates for a program whose rows are already in `shape.order`, from which a pass chooses.
 
     In a permuted order (zigzag, balanced) the keys of a window are on many ranks, so a ring costs the same as without
-    the window. Candidates with rings are then computed without it, in this order only. For the balanced order, all
-    candidates are.
+    the window. In zigzag order, the candidates with a ring are therefore those of the shape without the window, of this
+    layout only; in balanced order all candidates are.
     """
     if shape.order.is_balanced:
         return all_candidates(replace(shape, window=None), machine)
@@ -333,6 +335,7 @@ def choose_attention(candidates: Sequence[Candidate]) -> Candidate:
     legal = [c for c in candidates if c.legal is None]
     # Without the bound on memory a gather, which has one collective less, would win every long sequence.
     tied = [c for c in legal if c.seconds <= TIE_RATIO * best.seconds and c.memory <= TIE_RATIO * best.memory]
+    # The key compares the numbers of collectives first, then the preference of the strategies.
     return min(tied, key=lambda c: (*_preference_key(c), c.seconds))
 
 
@@ -370,4 +373,5 @@ def _relayout_seconds(shape: AttentionShape, machine: Machine, moves_keys: bool)
     """
     sizes = shape.head_bytes
     moved = (sizes.queries + (sizes.keys if moves_keys else 0), sizes.results)
+    # "fold" is the exchange; the rows are also copied to and from its buffers.
     return sum(machine.seconds("fold", nbytes, shape.n) + machine.copy(2 * nbytes) for nbytes in moved)

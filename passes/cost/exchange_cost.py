@@ -97,7 +97,7 @@ def find_exchanges(local: GraphModule, n: int) -> list[Exchange]:
             exchanges.append(_make_exchange(call, sent))
         edge_bytes = _edge_bytes(call, n)  # rows for the padding of the result
         if edge_bytes:
-            edge_exchange = _make_exchange(call, _SentBytes([call.operands[0]], edge_bytes, 0))
+            edge_exchange = _make_exchange(call, _SentBytes([call.operands[0]], forward=edge_bytes, backward=0))
             exchanges.append(replace(edge_exchange, op="window"))
     return exchanges
 
@@ -108,6 +108,7 @@ def _edge_bytes(call: OpCall, n: int) -> Size:
     That is one row for each end with padding, and 0 if no rank needs one. In the frame of the result, (outer, size,
     start, length, ...), the rows [start, start + length) are valid.
     """
+    # Only the ops in ENDS_IN_WINDOW fill the padding of their result; `result` is its frame, or else `frame`.
     frame = call.get("result") or call.get("frame") if call.node.target in ENDS_IN_WINDOW else None
     if frame is None:
         return 0
@@ -125,7 +126,7 @@ def _sent_bytes(call: OpCall, n: int) -> _SentBytes | None:
     op = call.node.target
     strategy = op_strategy(op)
     if strategy is not None and strategy.sends is not None:
-        return _SentBytes(call.operands[:3], *strategy.sends(call, n))
+        return _SentBytes(call.operands[:3], *strategy.sends(call, n))  # q, k and v; (forward, backward)
     if op in COSTED_SCAN_OPS and call["frame"] is not None:  # without a frame a rank scans all rows
         messages = message_bytes(call, frame_folds(call["frame"]))  # of forward and backward
         return _SentBytes(call.operands[:1], *(bytes_to_send(call["exchange"], nbytes, n) for nbytes in messages))
@@ -148,7 +149,7 @@ def _sent_bytes(call: OpCall, n: int) -> _SentBytes | None:
 def _make_exchange(call: OpCall, sent: _SentBytes) -> Exchange:
     """Return the entry of the report for a call; its backward has no bytes if no gradient is sent."""
     node, values, backward = call.node, [operand.meta["val"] for operand in sent.operands], sent.backward
-    is_averaged_later = "partial" in node.args  # sp::reduce_grad: the averaging of gradients over all ranks sends them
+    is_averaged_later = "partial" in node.args  # sp::reduce_grad does not send them: DDP or FSDP sums them later
     if is_averaged_later or not all(v.is_floating_point() for v in values) or node_info(node).requires_grad is False:
         backward = 0
     shapes = [" x ".join(map(str, as_sizes(v.shape))) for v in values]
@@ -216,6 +217,7 @@ def declare_routes(local: GraphModule, ranks: Ranks) -> None:
         if strategy:
             strategy.declare(OpCall(node), ranks)
         elif node.target in COSTED_SCAN_OPS:
+            # "steps" shifts carries by 1, 2, 4, ... ranks. Other exchanges are collectives of all ranks: no routes.
             call = OpCall(node)
             stepped = call["frame"] is not None and call["exchange"] == "steps"
             routes.declare_shift_routes(ranks.group, step_offsets(ranks.n) if stepped else [])

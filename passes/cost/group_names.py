@@ -75,7 +75,7 @@ def _multi_rank_groups(names: Iterable[str]) -> list[Ranks]:
 
 
 def check_groups(gm: GraphModule) -> None:
-    """Check that every collective names an existing process group, before ranks communicate.
+    """Check that every functional collective of torch names an existing process group, before ranks communicate.
 
     Raises:
         SpError: If this rank does not have the group of a collective.
@@ -203,6 +203,7 @@ class GroupGrid:
         """
         if over in self.level and over in self.parallel:
             return None
+        # Results that are equal on all ranks of `over` are equal on those of this group if `over` contains them.
         return REPLICATE if is_full and over in self.enclosing else VARYING
 
 

@@ -54,7 +54,8 @@ def match_strides(node: Node, value: Tensor) -> Node:
         with node.graph.inserting_after(last):
             last = node.graph.call_function(target, (last, *args), kwargs)
         last.meta.update(node.meta, val=result)
-        set_node_info(last, origin=None)  # the node of the global graph has this node as its local value, not the copy
+        # The origin, of which `node` is the local value, was copied with the metadata; the copy is not that value.
+        set_node_info(last, origin=None)
     return last
 
 

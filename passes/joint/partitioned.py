@@ -57,6 +57,7 @@ class PartitionedPasses(Passes):
         It contains all that the result of the passes depends on, except the graph.
         """
         job, options = self.job, self.job.options
+        # The memory determines how much "auto" offloads.
         memory = f"{options.state} {job.memory} {job.input_bytes}" if options.offload == "auto" else ""
         return f"{sources_digest(*passes.__path__)} {options.offload} {options.cost} {memory}"
 

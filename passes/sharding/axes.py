@@ -77,7 +77,7 @@ class Axes:
     parent: list[int] = field(default_factory=list)  # union-find forest over class names
     sequences: set[int] = field(default_factory=set)  # names of the classes that are sequences
     # (selected, source): a dim, and the dim that it contains positions of
-    selected: list[tuple[Dim, Dim]] = field(default_factory=list)
+    selected: list[tuple[Dim, Dim]] = field(default_factory=list)  # (dim of a result, dim whose positions it selects)
     lost: dict[int, str] = field(default_factory=dict)  # why a class with evidence is no sequence
     folds: int = 1  # of the frames of sequences, see `RowOrder`
     products: Mapping[tuple[Node, int, int], Product] = field(default_factory=dict)  # by (node, result index, dim)
@@ -87,7 +87,7 @@ class Axes:
     blocks: dict[int, int] = field(default_factory=dict)  # positions of a chunk, by class of the dim of chunks
     chunk_blocks: dict[int, dict[int, int]] = field(default_factory=dict)  # `blocks` of each sequence, by class
     # product of the strides of successive windows that read a dim, by its class and number of rows
-    strides: dict[tuple[int, Size], int] = field(default_factory=dict)
+    strides: dict[tuple[int, Size], int] = field(default_factory=dict)  # by (class, size); see `_find_strides`
     joined: list[tuple[Atom, Size]] = field(default_factory=list)  # parts of concatenations, and their first positions
     n: int = 1  # number of ranks, of which each has complete chunks
     keeps_strided: bool = True  # False: the rows of windows with strides are no rows of the operand's class
@@ -191,7 +191,7 @@ class Axes:
         """Return the placement of a value that is sharded along its sequence.
 
         The sequence is a dim, or one of the factors of a flattened dim. The result is None if the value has no
-        sequence or several, or if the sequence has one row.
+        sequence or several, or if the sequence has one row, which cannot be divided.
         """
         dims = self.dims.get((node, 0), ())
         # (dim, index of the factor in the dim) of each sequence
@@ -238,14 +238,14 @@ class Axes:
         name = self.find(atom.name)
         # The first positions of this part in concatenations.
         starts = [start for part, start in self.joined if part.size == atom.size and self.find(part.name) == name]
-        # `folds` is 1 for contiguous rows; other row orders are not padded to strides.
         is_chunked = name in self.granules
         if self.n == 1 or not (starts or is_chunked):
+            # `folds` is 1 for contiguous rows; other row orders are not padded to strides.
             stride = self.strides.get((name, atom.size), 1)
             size = self.n * stride * ceil_div(atom.size, self.n * stride)
             is_padded = stride > 1 and self.folds == 1 and is_most_of(atom.size, size)
             return Frame(size, 0, atom.size) if is_padded else Frame.full(atom.size, self.folds)
-        # The longest value of the class (the result of the concatenation, or the padded sequence), or of its chunks.
+        # Rows of the longest value of the class (such as a concatenation), or of its chunks, which have blocks[c] rows.
         blocks = {name: 1, **self.chunk_blocks.get(name, {})}
         sizes = (a.size * blocks[c] for a in self._atoms() if (c := self.find(a.name)) in blocks)
         longest = max(sizes, key=assume_large)
@@ -341,7 +341,7 @@ def _name_axes(gm: GraphModule, axes: Axes) -> Axes:
             query, _, value = node.args[:3]
             axes.dims[node, 0] = (*axes.dims[query, 0][:-1], axes.dims[value, 0][-1])
         elif node.target is operator.getitem:
-            source, index = node.args
+            source, index = node.args  # `result_number` is the index among the results that are tensors
             if is_tensor(node) and isinstance(index, int) and (source, result_number(node)) in axes.dims:
                 axes.dims[node, 0] = axes.dims[source, result_number(node)]
         if is_tensor(node) and (node, 0) not in axes.dims:  # an input, or an op without a rule
@@ -359,7 +359,7 @@ def _join_vectors(axes: Axes, call: OpCall) -> None:
     queries, keys = call.operands[:2]
     for argument, indexed_by in (("rows", queries), ("cols", keys)):
         for vector in call.get(argument, []):
-            axes.join(axes.dims[vector, 0][-1], axes.dims[indexed_by, 0][-2])
+            axes.join(axes.dims[vector, 0][-1], axes.dims[indexed_by, 0][-2])  # S of (..., S) and of (..., S, D)
 
 
 def _name_results(axes: Axes, call: OpCall, rule: BoundRule) -> None:
@@ -385,8 +385,8 @@ def _name_results(axes: Axes, call: OpCall, rule: BoundRule) -> None:
 def _relate_dims(axes: Axes, factor_dims: Mapping[str, Dim], node: Node, index: int, rule: BoundRule) -> None:
     """Record the dims of a result that select rows of an operand's dim, and the parts of a concatenation.
 
-    `axes.selected` gets the former, for a slice or an index. `axes.joined` gets the latter for a pad that moves a part
-    to its position (`NodeInfo.joins`): the part has `before` rows of padding before it.
+    `axes.selected` gets (dim of the result, dim of the operand) for a slice or an index. `axes.joined` gets (part, its
+    first position) for a pad of a part to the length of a concatenation (`NodeInfo.joins`).
 
     Args:
         axes: The axes of the graph.
@@ -418,7 +418,7 @@ def value_factors(axes: Axes, operand: Node, rule: BoundRule, dims: Dims) -> Ite
         if name[:1] == "(":
             factors = dim_factors(name)
             yield from zip(_split_dim(axes, dim, [rule.extents[f] for f in factors]), factors)
-        elif name:
+        elif name:  # "" is a dim of size 1 that broadcasts
             yield dim, name
 
 
@@ -459,7 +459,7 @@ def _result_dim(axes: Axes, factor_dims: Mapping[str, Dim], name: str, rule: Bou
         return _passed_factor(axes, factor_dims.get(name), name, rule, size)
     factors = (_passed_factor(axes, factor_dims.get(f), f, rule, rule.extents[f]) for f in dim_factors(name))
     atoms = tuple(a for dim in factors for a in dim if not is_same_size(a.size, 1))
-    return axes.unsplit(atoms) or (axes.new_atom(size),)  # no atoms if all factors have size 1
+    return axes.unsplit(atoms) or (axes.new_atom(size),)  # `unsplit` undoes a split; () if all factors have size 1
 
 
 def _passed_factor(axes: Axes, dim: Dim | None, factor: str, rule: BoundRule, size: Size) -> Dim:
@@ -480,7 +480,7 @@ def _passed_factor(axes: Axes, dim: Dim | None, factor: str, rule: BoundRule, si
     # A window of a sequence, such as x[:, 1:], belongs to the same sequence: it has the class of x with another size.
     # A single row, such as x[:, :1], is no sequence.
     sliding = rule.slides.get(factor)
-    is_apart = sliding is not None and sliding.stride > 1 and not axes.keeps_strided
+    is_apart = sliding is not None and sliding.stride > 1 and not axes.keeps_strided  # strided: another sequence
     is_window = rule.kind(factor) == "window" or (sliding is not None and _keeps_class(sliding, rows))
     if is_window and not is_apart and len(dim) == 1 and not is_same_size(size, 1):
         return (Atom(dim[0].name, size),)
@@ -490,8 +490,8 @@ def _passed_factor(axes: Axes, dim: Dim | None, factor: str, rule: BoundRule, si
 def _keeps_class(sliding: SlidingRows, rows: Size) -> bool:
     """Return True if the result of an op with sliding windows belongs to the same sequence as its operand.
 
-    That is a result that is no longer than the operand, as of a convolution, or that of a pad: it has windows of one
-    row, as a roll has, which is no pad.
+    It does if it is no longer than the operand, as for a convolution, or if the op is a pad: each row of the result
+    reads one row of the operand (`width`), and the op is no roll.
 
     Args:
         sliding: The windows.

@@ -96,7 +96,7 @@ def complete_sequences(gm: GraphModule, axes: Axes, picks: bool) -> None:
     Args:
         gm: Graph.
         axes: Axes with sequences; updated.
-        picks: As in `find_sequences`.
+        picks: True to add the dims of results that slices or indices select from a sequence.
     """
     _add_parts(gm, axes)
     _find_granules(gm, axes)
@@ -135,19 +135,19 @@ def _chunk_sources(gm: GraphModule, axes: Axes) -> dict[int, Atom]:
 def _find_granules(gm: GraphModule, axes: Axes) -> None:
     """Set `axes.granules` and `axes.blocks`, the rows of a chunk, for sequences that are computed in chunks.
 
-    Each rank then has complete chunks. `granules` has the number by the class of the rows, `blocks` by the class of the
-    dim of chunks. Only splits count whose chunks are in products, or in convolutions with `LARGE_SHARE` of the FLOPs:
-    complete chunks make shards less equal, and other ops, such as those on the pixels of predicted patches, are too
-    cheap for that.
+    `blocks` maps the class of a dim of chunks to the rows of a chunk. `granules` maps the class of a sequence to the
+    least common multiple of these over its splits, so that each rank has complete chunks. Only splits count whose
+    chunks are in products, or in convolutions with `LARGE_SHARE` of the FLOPs: complete chunks make shards less equal,
+    and other ops, such as those on the pixels of predicted patches, are too cheap for that.
     """
     splits = list(axes.all_splits())
     multiplied = RowWork(gm, axes).multiplied_classes() if splits else set()
     for split in splits:
-        name, granule = axes.find(split.source.name), size_product(a.size for a in split.factors[1:])
+        name, rows = axes.find(split.source.name), size_product(a.size for a in split.factors[1:])
         chunks = axes.find(split.factors[0].name)
-        if name in axes.sequences and chunks in multiplied and isinstance(granule, int):
-            axes.granules[name] = math.lcm(granule, axes.granules.get(name, 1))
-            axes.blocks[chunks] = granule
+        if name in axes.sequences and chunks in multiplied and isinstance(rows, int):
+            axes.granules[name] = math.lcm(rows, axes.granules.get(name, 1))
+            axes.blocks[chunks] = rows
     for name in axes.windowed:
         _find_nested_granules(axes, name, multiplied)
 
@@ -167,7 +167,7 @@ def _find_nested_granules(axes: Axes, name: int, multiplied: Collection[int]) ->
     granule = math.lcm(*blocks.values(), axes.granules.get(name, 1))
     axes.granules[name], axes.chunk_blocks[name] = granule, blocks
     for chunks, block in blocks.items():
-        axes.granules[chunks], axes.blocks[chunks] = granule // block, block
+        axes.granules[chunks], axes.blocks[chunks] = granule // block, block  # chunks of a granule, rows of a chunk
 
 
 def chunk_blocks(axes: Axes, name: int, multiplied: Collection[int]) -> dict[int, int]:
@@ -180,7 +180,7 @@ def chunk_blocks(axes: Axes, name: int, multiplied: Collection[int]) -> dict[int
         name: The class of the rows.
         multiplied: The classes of dims of products; others are omitted.
     """
-    blocks, found = dict[int, int](), [(name, 1)]
+    blocks, found = dict[int, int](), [(name, 1)]  # found: (class, positions of the sequence in one row of it)
     for source, rows in found:  # `found` grows in the loop
         for split in axes.all_splits():
             chunks, chunk = axes.find(split.factors[0].name), size_product(a.size for a in split.factors[1:])
@@ -367,10 +367,10 @@ class _RivalChoice:
         least = min(flops.values())
         about_least = [x for x in rivals if flops[x] <= (1 + LARGE_SHARE) * least]
         eligible = [x for x in rivals if x in self.preferred] or about_least
-        kinds = list(EVIDENCE)  # the strongest first
+        kinds = list(EVIDENCE)  # the strongest first; `counts` are numbers of values, -x only makes the choice definite
         best = max(eligible, key=lambda x: (-kinds.index(self.kinds[x]), self.counts[x], -x))
         for x in rivals - {best}:
-            if x in eligible or not total:
+            if x in eligible or not total:  # not total: there are no FLOPs to compare
                 why = f"less is computed along it than along the {self.sizes[best]}"
             elif best in self.preferred:
                 why = f"an input is split into the {self.sizes[best]}"
@@ -403,7 +403,7 @@ def _rival_values(evidence: FoundDim) -> list[Node]:
 
 
 def _found_dims(gm: GraphModule, axes: Axes, chunk_sources: Mapping[int, Atom]) -> Iterator[FoundDim]:
-    """Yield the evidence for sequences, the strongest kind first; see `_chunk_sources` for the last argument."""
+    """Yield the evidence for sequences, the strongest kind first; for a factor of chunks, the dim before the split."""
     for kind, find_evidence in EVIDENCE.items():
         for node, dim in find_evidence(gm, axes):
             yield from (FoundDim(node, chunk_sources.get(axes.find(a.name), a), kind) for a in dim)

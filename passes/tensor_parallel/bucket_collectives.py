@@ -38,7 +38,8 @@ class BucketReductions(Pass):
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Bucket the all_reduces of partial sums with equal dtype, device and reader; return the number of buckets.
 
-        A reader is the output, or the cat of a later bucket, before which the bucket is inserted.
+        The reader is the output, or the cat of another bucket, such as one that then reduces these sums over another
+        group. The new nodes are inserted before it.
         """
         assert job.input_placements is not None
         groups: dict[tuple[Any, ...], list[Node]] = {}  # reductions that may share a bucket
@@ -47,7 +48,7 @@ class BucketReductions(Pass):
             if origin is None or not isinstance(job.input_placements.of(origin.args[0]), Partial):
                 continue
             value = node.meta["val"]
-            _, readers = _find_moves_and_readers(node)
+            _, readers = _find_moves_and_readers(node)  # empty if other ops read the sum
             if len(readers) == 1:
                 (reader,) = readers
                 # A bucket has one reader, dtype, device and group (the arguments after the operand).
@@ -62,9 +63,10 @@ class BucketReductions(Pass):
 
 
 def _find_moves_and_readers(node: Node) -> tuple[set[Node], set[Node]]:
-    """Return the views and casts of an all_reduce, and the nodes (the output, cats of buckets) that read these or it.
+    """Return (views and casts of an all_reduce, readers): the readers read the sum or one of these views and casts.
 
-    Both sets are empty if another op reads the value: a bucket, directly before the reader, would be too late for it.
+    A reader is the output or the cat of a bucket. Both sets are empty if another op reads the value: a bucket is
+    inserted directly before the reader, too late for that op.
     """
     # The node itself, and all values that only move or cast it.
     derived = reachable_set([node], lambda n: (x for x in n.users if not _is_bucket_reader(x) and is_move_op(x)))

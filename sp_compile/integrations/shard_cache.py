@@ -149,15 +149,18 @@ class CacheSharing:
             given = kwargs.get("generation_config") or own
             settings = _settings(given, kwargs)
             refused = [name for name in REFUSED if kwargs.get(name) or settings.get(name)]
-            if not kwargs.get("cache_implementation") and given is own:  # replaced below
+            # The kind of cache in the model's own configuration is not refused: it is replaced below.
+            if not kwargs.get("cache_implementation") and given is own:
                 refused = [name for name in refused if name != "cache_implementation"]
             error = SpError("SP842", f"{refused[0]}: expected None with shard_cache, got a value.") if refused else None
             seed = _digest(_generator_state(self.model.device)) if settings.get("do_sample") else ""
             text = ", ".join(f"{name}={settings[name]!r}" for name in sorted(settings))
+            # Raises on all ranks if one has an error, or if seeds or settings differ.
             self._agree("generate", error, seed=seed, settings=text)
             if own.cache_implementation is not None:  # the model's default, such as "hybrid"
                 kwargs["cache_implementation"] = "dynamic"
-            if gathers_weights([*self.model.modules()]):  # replicas may stop at other steps
+            # With FSDP, replicas that stop at an earlier step still take part in the all_gathers of weights.
+            if gathers_weights([*self.model.modules()]):
                 kwargs.setdefault("synced_gpus", True)
             found = generate(*args, **kwargs)
             self._agree("the end of generate", None, tokens=_digest(getattr(found, "sequences", found)))
@@ -184,8 +187,8 @@ class CacheSharing:
             """Return the model's result; without a cache, as in `generate(use_cache=False)`, it runs as it is."""
             arguments = dict(signature.bind_partial(*args, **kwargs).arguments)
             arguments |= arguments.pop(kwargs_name, {})
-            name = next((name for name in CACHE_NAMES if arguments.get(name) is not None), None)
-            return forward(*args, **kwargs) if name is None else self._run(forward, arguments, name)
+            cache_name = next((name for name in CACHE_NAMES if arguments.get(name) is not None), None)
+            return forward(*args, **kwargs) if cache_name is None else self._run(forward, arguments, cache_name)
 
         return run
 
@@ -233,7 +236,7 @@ class CacheSharing:
         cache = self._new_cache()
         cache.layers = self._rows_layers(cache)
         name = TOKEN_NAMES[tokens.is_floating_point()]  # the second one for embeddings
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):  # restores the CPU's random state
             self._step(forward, {name: tokens[:1, :1], cache_name: cache, "use_cache": True})
         _tried.add(self.model)
 

@@ -28,7 +28,7 @@ class Ranges:
 
         The times are those of measured rates if the rates of attention, memory and a link are set.
         """
-        compute, links = RATES[:2], RATES[2:]
+        compute, links = RATES[:2], RATES[2:]  # (attention, memory) and (a link for each kind of collective)
         measured = all(name in set_constants for name in compute) and any(name in set_constants for name in links)
         return cls(MEASURED_TIMES if measured else ASSUMED_TIMES)
 

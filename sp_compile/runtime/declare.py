@@ -95,7 +95,7 @@ def _make_declaration(mesh: Any, measure: Any) -> _Declaration:
     """
     host = platform.node()
     try:
-        existing = {entry[0]: entry for entry in process_groups()}
+        existing = {entry[0]: entry for entry in process_groups()}  # (name, ranks, backends), by name
         axes = {
             label: existing[group.group_name] if isinstance(group, dist.ProcessGroup) else None
             for label, group in _groups_of(mesh).items()
@@ -165,7 +165,7 @@ def _find_communicator(union: Partition, label: str, declarations: Sequence[_Dec
         declarations: Declaration of each rank.
     """
     own_name: str | None = None
-    # The default process group: the oldest with all ranks.
+    # A process group is a tuple (name, ranks, backends). The default one: the oldest with all ranks.
     world = next(entry for entry in declarations[0].existing if len(entry[1]) == len(declarations))
     for ranks in union:
         members = [declarations[rank] for rank in ranks]

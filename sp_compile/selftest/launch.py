@@ -60,6 +60,7 @@ def selftest(ranks: int | None = None, device: str | None = None, compiler: str 
 
 def _choose_sizes(ranks: int, device: str, compiler: str | None) -> Settings:
     """Return the settings; the sizes are those that a device of the kind runs in seconds."""
+    # ModelSize: width, heads, layers, tokens. The tokens of `values` are prime, so that the last rank has padding.
     if device == "cuda":
         values, times = ModelSize(512, 16, 2, 4093), ModelSize(2048, 16, 4, 32768)
         return Settings(ranks, device, compiler or "inductor", values, times, torch.bfloat16)

@@ -99,7 +99,8 @@ class ReplaceFlashFunctions(RewriteVarlenAttention):
             if kernel is node:
                 out = self._emit_kernel(node, lambda x: x, node)
             else:
-                out = self._inline_forward(bodies[0], node.args[2:], kernel, index, node)
+                operands = node.args[2:]  # after the two bodies
+                out = self._inline_forward(bodies[0], operands, kernel, index, node)
         self.replace(node, {index: out})
         return True
 
@@ -141,11 +142,12 @@ class ReplaceFlashFunctions(RewriteVarlenAttention):
         """
         arguments = OpCall(kernel).args
         q, k, v = (value_of(arguments[name]) for name in "qkv")
+        # The distances to the first and the last key that a query reads; -1 for no limit.
         left, right = (arguments.get(f"window_size_{side}", -1) for side in ("left", "right"))
         window = left, 0 if arguments.get("causal") else right
         scale, dropout_p = arguments["softmax_scale"], arguments.get("dropout_p", 0.0)
         options = self._score_options(arguments, value_of)
-        if _document_ends(arguments)[0] is not None:
+        if _document_ends(arguments)[0] is not None:  # packed documents
             ends = value_of(arguments["cu_seqlens_q"]), value_of(arguments["cu_seqlens_k"])
             return self.emit_attention((q, k, v), ends, window, scale, like, dropout_p, **options)
         # Windows are aligned to the last query and the last key: query q is at key n0 + q, where n0 = keys - queries.
@@ -172,7 +174,7 @@ class ReplaceFlashFunctions(RewriteVarlenAttention):
         options: dict[str, Any] = {}
         score = cap * sympy.tanh(SCORE / cap) if cap else SCORE
         if slopes is not None:
-            score -= head_symbol(0) * sympy.Abs(QUERY_INDEX - KEY_INDEX)
+            score -= head_symbol(0) * sympy.Abs(QUERY_INDEX - KEY_INDEX)  # symbol 0: the first tensor of `heads`
             options["heads"] = [value_of(slopes)]
         return options if score == SCORE else {**options, "score": register_expression(score)}
 
@@ -226,7 +228,7 @@ def _function_refusal(
         read_indices: The indices of the results that are read.
     """
     forward, backward = bodies
-    # One forward kernel and the backward kernel of the same name, with the same options.
+    # One forward kernel and its backward kernel, FLASH_KERNELS[name of the forward kernel], with the same options.
     backward_kernels = [n for n in backward.graph.nodes if _kernel_name(n) in FLASH_KERNELS.values()]
     names = [FLASH_KERNELS[_kernel_name(n)] for n in kernels]
     if len(kernels) != 1 or [_kernel_name(n) for n in backward_kernels] != names:
@@ -242,7 +244,8 @@ def _function_refusal(
         is_kernel_part = node in (kernel, backward_kernel) or node.target in (operator.getitem, set_grad_enabled)
         if node.op == "call_function" and not is_kernel_part and node_packet(node) not in MOVE_TARGETS:
             return f"it contains another op ({node.target})"
-    # Only the first result of the kernel is read, and all inputs that it is computed from have a gradient.
+    # Only the attention, result 0 of the kernel, is read, and the backward returns a gradient, not None, for each input
+    # from which q, k and v are computed.
     results = [result_at(forward.graph.output_node().args[0], index) for index in read_indices]
     if len(results) != 1 or any(n.args[1] != 0 for n in _ancestors(results[0]) & set(kernel.users)):
         return "its log-sum-exp is read"

@@ -115,7 +115,7 @@ class IndexBox:
 
 def _is_nonnegative_size(e: sympy.Expr) -> bool:
     """Return True if an expression of sizes, which are at least 1, is provably never negative."""
-    # With each size s written as s + 1, s >= 0 suffices: no term may be negative then.
+    # A size is s = s' + 1 with s' >= 0. It suffices that no term is negative in s': S * T - S = S' * T' + T'.
     shifted = sympy.expand(e.subs({size: size + 1 for size in e.free_symbols}))
     terms = shifted.as_coefficients_dict().items()
     return all(factor >= 0 and term.is_nonnegative for term, factor in terms if factor != 0)

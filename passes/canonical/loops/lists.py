@@ -64,9 +64,10 @@ class StackWrittenRows(CanonicalPass):
         A chain is y.select_scatter(row, dim, index) for one index after the other, as `y[:, t] = row` in a loop gives.
         """
         self.writes = {n: write for n in gm.graph.nodes if (write := _match_write(n)) is not None}
-        self.budget = 4 * len(gm.graph.nodes)  # remaining number of readers to examine
+        self.budget = 4 * len(gm.graph.nodes)  # remaining number of readers to examine, to limit the time of the pass
         # The last write first: a read of another row moves to the tensor before that write, which is examined next.
         redirected = [self._redirect_reads(n, write) for n, write in reversed(self.writes.items())]
+        # A chain ends in a write that is not continued by a next write.
         stacked = [self._stack_chain(n) for n in self.writes if n.users and not self._is_continued(n)]
         return sum(redirected) + sum(stacked)
 
@@ -167,7 +168,7 @@ def _match_write(node: Node) -> RowWrite | None:
     if node.op != "call_function" or node.target not in SCATTERS:
         return None
     call = OpCall(node)
-    base, row = (value_origin(x) for x in call.operands)
+    base, row = (value_origin(x) for x in call.operands)  # without copies and views that cancel each other
     dim, keeps_dim = call.dim(), node.target is aten.slice_scatter.default
     extent = node.meta["val"].shape[dim]
     index = (call["start"] or 0) if keeps_dim else call["index"]

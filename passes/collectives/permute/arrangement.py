@@ -222,6 +222,7 @@ class ArrangementTracker:
         piece = matchers.match_piece(node)
         if piece is not None:
             return self._move_piece(piece)
+        # The wait for a collective returns the value that it waits for.
         return self.arrangement(node.args[0]) if node.target is WAIT_OP else None
 
     def _move_piece(self, piece: matchers.SlicePiece) -> Arrangement | None:

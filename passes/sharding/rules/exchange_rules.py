@@ -120,5 +120,5 @@ def _rows_rule(call: OpCall) -> BoundRule:
     if call["frame"] is None:
         return along_dims(call, [dim], result, lazy=True)
     want: tuple[Placement, ...] = (Shard(dim, call_frame(call)),)
-    kinds = {names[dim]: "whole"}
+    kinds = {names[dim]: "whole"}  # the result does not have the dim; due to `want`, it is not gathered
     return BoundRule((names,), (result,), kinds, operand_placements=want, result_placements=Partial())

@@ -50,7 +50,8 @@ def _solve_rule(call: OpCall) -> BoundRule | None:
     if call.node.target is aten.linalg_solve.default and call.shape(1)[:-2] != call.shape(0)[:-2]:
         return None  # B may be a batch of vectors
     names = factor_names(len(shape))
-    # The batch dims of A broadcast to those of the result; its matrix dims do not, so they are replaced and omitted.
+    # The batch dims of A broadcast to those of the result, but its (n, n) does not broadcast to (n, k): align a shape
+    # that ends in (n, k), and drop these two names.
     batch_of_a = align_names((*call.shape(0)[:-2], *shape[-2:]), shape, names)[:-2]
     b = align_names(call.shape(1), shape, names)
     gathered = names[-2:-1] if call["left"] else names[-2:]

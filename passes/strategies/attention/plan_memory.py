@@ -66,6 +66,7 @@ def memory_needed(
     loss_bytes = {node: _rank_bytes(node.args[0], plan, n, 4) for node in losses}  # of their log_softmax in float32
     tileable = [node for node in losses if options.tiles != "never" and _is_loss_of_product(node, trained)]
     tiled_bytes = sum(loss_bytes[node] for node in tileable)
+    # Inputs are in memory in any case.
     saved_bytes = sum(_rank_bytes(value, plan, n) * counts[value] for value in counts.keys() - inputs)
     saved_bytes += sum(loss_bytes.values())
     uses_tiles = not isinstance(options.tiles, str)  # requested by number; else they are used if memory is short
@@ -101,6 +102,7 @@ def _state_bytes(inputs: Iterable[Node], plan: PlacementPlan, n: int) -> ModelBy
     total = sum(weights[node] for node in parameters)
     trainable = sum(weights[node] for node in parameters if node_info(node).requires_grad)
     buffers = sum(weights.values()) - total
+    # FSDP gathers one layer at a time, its unit.
     return ModelBytes(total, trainable, buffers, unit=largest_layer, outside_layers=outside_layers)
 
 

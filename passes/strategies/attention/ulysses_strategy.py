@@ -137,6 +137,7 @@ class UlyssesAttention(AttentionPass):
                 args, kwargs = call.with_operands([*operands, *call.operands[3:]])
                 part = self.compute(node.target, args, node, kwargs)
                 part.meta = {**node.meta, "val": part.meta["val"]}
+                # `placed` may also have k and v before their heads were repeated, which are not split.
                 parts.append((part, {split[x][i]: have for x, have in placed.items() if x in split}))
         return parts
 
@@ -183,7 +184,7 @@ class UlyssesAttention(AttentionPass):
         if queries is not None:
             with self.insert_after(node):
                 (result,) = self._exchange([node], (SEQUENCE_FROM_END, queries.frame_arg()), heads_dim, node)
-            self.insert_between(node, result)
+            self.insert_between(node, result)  # users of the attention read the exchanged result
         return result, f"{len(moved)} operands in {len(groups)} all-to-all, the result in 1"
 
     def _needs_repeat(self, call: OpCall) -> bool:
@@ -263,6 +264,7 @@ def _ulysses_candidates(shape: AttentionShape, machine: Machine, layout: str) ->
     memory = exchanged_memory(shape, n) + workspace if n > 1 else 0
     rounds = (2, 2) if n > 1 else (0, 0)  # exchanges in the forward, in the backward: before and after the attention
     seconds = _ulysses_seconds(shape, machine, 1)
+    # n ranks exchange heads; the ring has 1 rank.
     candidates = [Candidate("ulysses", n, 1, layout, *seconds, memory, rounds, legal=why)]
     rank_heads = math.lcm(shape.kv_heads, n) // n  # key heads of a rank, after they are repeated
     is_exchanged = n > 1 and why is None

@@ -15,7 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 
 def register_attention(name: str, attention: Callable[..., Any]) -> None:
-    """Register an attention function whose masks are bool tensors for all positions, also where a flag would do.
+    """Register an attention function whose masks are always bool tensors, where sdpa's may be None and a flag.
 
     Args:
         name: The name that a configuration selects.

@@ -55,7 +55,8 @@ def announce_failures(
     try:
         yield
     except BaseException as error:
-        # Either the other ranks raise the exception as well, or they have received it.
+        # The other ranks raise the exception as well or have received it, or it is no failure: torch's checkpoint ends
+        # a recomputation by one.
         is_known = hasattr(error, _AGREED_ATTRIBUTE) or is_checkpoint_stop(error)
         # An SpError of a broken channel is published by the function that breaks it.
         if channel is None or is_known or (channel.broken and isinstance(error, SpError)):
@@ -87,7 +88,7 @@ def abort_if_connected(channel: ControlChannel | None, messages: Sequence[Messag
     raised = [message.raised for message in messages if message.raised]
     if channel is not None and raised and len(involved_groups()) > 1:
         rank, text = raised[0]
-        notice = StopNotice(rank, text, False, {}, raised=True)  # False: the groups do not continue
+        notice = StopNotice(rank, text, continues=False, exchanges={}, raised=True)
         channel.break_group(notice, str(mine))
         abort_groups(notice)
 
@@ -108,6 +109,7 @@ def _publish_failure(error: BaseException, operation: str, line: str) -> tuple[i
     setattr(error, _AGREED_ATTRIBUTE, True)  # so that no enclosing context publishes it again
     where = f"at {line}, when it {operation}" if line else f"when it {operation}"
     cause = f"{type(error).__name__}: {str(error)[:MAX_EXCEPTION_WIDTH]}".removesuffix(": ")
+    # continues: this rank may take part in the next call, since the user's code may catch the exception.
     publish_stop(f"{cause}, {where}", continues=True, raised=True)
     own_line = f"rank {dist.get_rank()} raised this {where}"
     has_plain_text = type(error).__str__ is BaseException.__str__ and len(error.args) == 1

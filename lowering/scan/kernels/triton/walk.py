@@ -143,12 +143,13 @@ def scan_in_parts(sweep: Sweep, tile: Tile, part: int, initial: State | None, ou
     part_totals = _run_parts(sweep.totals(), tile, part, carry=None, out=None, total=True)
     assert part_totals is not None
     totals_sweep = sweep.over(part_totals)  # a scan of the totals
-    totals_tile = totals_sweep.tile(tile.steps * tile.lines, tile.warps)
+    totals_tile = totals_sweep.tile(tile.steps * tile.lines, tile.warps)  # with the number of elements of `tile`
     if out is None:
         return scan_single_pass(totals_sweep, totals_tile, initial, out=None, total=True)
     parts = totals_sweep.length
     carry = _carry_buffers(sweep, parts, initial)
-    # Rows from 1 on: the carries after the first, of which the last one is the total.
+    # Row i of `carry` is the state before part i. Row 0 is set already; the scan of the totals writes the rows from 1
+    # on, of which the last one, row `parts`, is the total.
     scan_single_pass(totals_sweep, totals_tile, initial, out=carry.rows(1), total=False)
     _run_parts(sweep, tile, part, carry, out, total=False)
     return carry.rows(parts)
