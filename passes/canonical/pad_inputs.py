@@ -67,10 +67,11 @@ class FoldPaddings(CanonicalPass):
         while (source_pad := pad_of_source(inner_pad)) is not None:
             inner_pad = source_pad
         length, rows = node_shape(node)[pad.dim], node_shape(inner_pad.source)[inner_pad.dim]
-        # Such a padded slice, or a cat of constants and a slice, is a shift itself if no longer than the sequence: all
-        # `length` rows of the padded value, from row 0 on.
+        # A padded slice (`inner_pad` differs from `pad`), or a cat of constants and a slice, is a shift itself if it is
+        # not longer than the sequence. The shift computes all `length` rows of the padded value, from row 0 on.
         shift = _shift_call(inner_pad, 0, length)
         is_cut_and_padded = match_join(node) is not None or inner_pad is not pad
+        # sp ops pad by ints: `_is_static` is False for symbolic numbers of rows.
         if is_cut_and_padded and _is_within_sequence(length, inner_pad) and _is_static(shift, rows):
             self._replace_by_window([node], inner_pad.source, shift, inner_pad.dim)
             return True
@@ -176,7 +177,7 @@ def _is_within_sequence(length: Size, pad: PadMatch) -> bool:
     source = pad.source
     while (piece := match_slice(source)) is not None:
         source = value_origin(piece.source)
-    return SlidingRows(length).is_within(node_shape(source)[pad.dim])
+    return SlidingRows(length).is_within(node_shape(source)[pad.dim])  # `<=`, proved for symbolic sizes, too
 
 
 def match_padding(node: Node) -> PadMatch | None:

@@ -96,7 +96,8 @@ def needs_grad_sum(node: Node, plan: PlacementPlan, partial_grad_nodes: set[Node
         partial_grad_nodes: The nodes of `find_partial_grad_nodes`.
     """
     wants = [want for user in node.users for want in demanded_placements(node, user, plan)]
-    # A user in `partial_grad_nodes` has a partial gradient itself, and so gives the value one.
+    # SUMMAND_GRAD is Replicate(partial_grad=True), the demand of a user that computes a summand. A user in
+    # `partial_grad_nodes` has a partial gradient itself, and so gives the value one.
     return not partial_grad_nodes.isdisjoint(node.users) or SUMMAND_GRAD in wants
 
 

@@ -53,7 +53,8 @@ def shard_demanded(plan: PlacementPlan, gm: GraphModule, axes: Axes, n: int, sta
 def _can_be_divided(plan: PlacementPlan, node: Node) -> bool:
     """Return True for an op with a replicated result of which each rank may compute only a shard.
 
-    It is no draw, write or exchange, and no earlier step has demanded placements of its operands (`plan.wants`).
+    It is no random draw, write or exchange. It is not in `plan.wants`, the nodes for whose operands propagation has
+    chosen placements: only a node that runs on replicated operands so far can be changed to run on shards.
     """
     if node.op != "call_function" or not is_tensor(node) or node in plan.wants or plan.of(node) != REPLICATE:
         return False
@@ -79,6 +80,7 @@ def _shard_result(plan: PlacementPlan, node: Node, shard: Shard, n: int) -> Node
         return None
     if rule.operand_placements is not None or rule.lenders:  # fixed placements, or operands read for their shape only
         return None
+    # `no_rule` is the reason of an earlier pass why the node needs full operands, or None.
     if node_info(node).no_rule is not None or any(plan.of(x) != REPLICATE for x in call.operands):
         return None
     # The factor of the result's dim that is sharded, such as s of "(b s)", and the shard as one of that factor alone.

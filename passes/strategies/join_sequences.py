@@ -72,7 +72,8 @@ class JoinSequences(Pass):
         if changes:
             job.invalidate()
         self.apart: set[tuple[Size, Size, Size]] = set()  # (start, length, total) of parts with frames of their own
-        ops = JOIN_OPS[:1] if job.is_balanced else JOIN_OPS  # the balanced layout does not support shifted parts
+        # Only cat with the balanced layout: a write (slice_scatter) shifts parts, which this layout does not support.
+        ops = JOIN_OPS[:1] if job.is_balanced else JOIN_OPS
         for _ in range(MAX_JOIN_ROUNDS):
             axes = job.axes(gm)
             nodes = [n for n in gm.graph.nodes if n.target in ops and OpCall(n).dim() in axes.sequence_dims(n)]
@@ -186,11 +187,12 @@ class JoinSequences(Pass):
     def _split(self, gm: GraphModule, job: PassContext) -> int:
         """Replace splits of sequences into pieces of different sizes by slices, and return their number.
 
-        A piece that is a part with a frame of its own becomes sp::rows, at which the frame changes.
+        A piece that is a part with a frame of its own (`self.apart`) becomes sp::rows, at which the frame changes.
         """
         axes, changes = job.axes(gm), 0
         for node in [n for n in gm.graph.nodes if n.target in PIECE_OPS]:
             call, rule = lookup_rule(node) or (None, None)
+            # `rule.window` is the dim of the pieces, and `rule.spans` is the start and length of each.
             if call is None or rule is None or rule.window not in axes.sequence_dims(call.operands[0]):
                 continue
             x, dim = call.operands[0], rule.window

@@ -158,7 +158,7 @@ class PlannedStep:
 
     def seconds(self, choice: AttentionChoice, machine: Machine) -> float:
         """Return the seconds of a step; `plan_row` adds exchanges of weights and gradients, optimizer and offload."""
-        flops, traffic = self._work
+        flops, traffic = self._work  # FLOPs of products, bytes that all other kernels but attention move
         attention = choice.seconds + (choice.forward if self.recomputes_attention else 0.0)
         return attention + flops / machine.flops + machine.copy(traffic) + self._exchange_seconds(machine)
 
@@ -341,6 +341,7 @@ class StepPlanner:
         requested = {name: self.options[name] for name in PLAN_OPTIONS if self.options.get(name, "auto") != "auto"}
         candidates = [c for shape, _ in self._shapes for c in all_candidates(replace(shape, n=n), self.machine)]
         kind = requested.get("attention")
+        # `legal` is the reason why a candidate is not possible, or None if it is.
         reasons = {f"{c.kind}: {c.legal}" for c in candidates if c.legal and kind in (None, c.kind)}
         requested_text = " and ".join(f"{name}={value!r}" for name, value in requested.items())
         return f"{requested_text} is not possible ({'; '.join(sorted(reasons)) or 'no candidate'}); omit it"
@@ -461,5 +462,6 @@ def _best_candidate(shape: AttentionShape, kind: str, layout: str, machine: Mach
     legal = [c for c in candidates if c.legal is None]  # `legal` is the reason why it is not possible, or None
     if legal:
         return choose_attention(legal)
+    # A candidate that only exceeds the memory is returned as if it were possible.
     smallest = min((c for c in candidates if not c.fits), key=lambda c: (c.memory, c.seconds), default=None)
     return None if smallest is None else replace(smallest, legal=None, fits=True)

@@ -255,7 +255,7 @@ def _reverse_refusal(node: Node) -> str | None:
     flips = [x for x in iterate_reachable(operands, _pointwise_operands) if dim in flipped_dims(x)]
     if not flips or dim not in flipped_dims(node):
         return None
-    if not all(flips_along(x, dim) for x in (node, *flips)):
+    if not all(flips_along(x, dim) for x in (node, *flips)):  # True for a flip of this dim only
         return f"other dims than {dim} are flipped with it; flip them separately"
     if not is_only_read_by(inner, node):
         return f"another op reads the scan ({inner.name}) before it is flipped back"
@@ -306,7 +306,7 @@ def _match_combination(node: Node) -> ScanMatch | None:
     signs = _SumSigns(terms[scan.node], sum(terms[x] for x in operands), sum(terms[x] for x in totals))
     if (scan.exclusive, signs) not in _SUM_FORMS:
         return None
-    exclusive, is_reversed = _SUM_FORMS[scan.exclusive, signs]
+    exclusive, is_reversed = _SUM_FORMS[scan.exclusive, signs]  # of the sum; reversed relative to `scan`
     return replace(scan, exclusive=exclusive, reverse=scan.reverse != is_reversed)
 
 

@@ -98,7 +98,7 @@ def sharded_attention_rule(call: OpCall) -> BoundRule:
         (*attended, *names_of_others),
         (result,),
         dict.fromkeys(vanishing, "whole"),
-        masks=(3,) if call["mask"] is not None else (),
+        masks=(3,) if call["mask"] is not None else (),  # number of the operand
         operand_placements=(queries, keys, keys, *others),
         result_placements=queries,
     )

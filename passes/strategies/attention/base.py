@@ -139,6 +139,7 @@ class ShardedAttention(AttentionPass):
         assert query is not None
         q_frame = self.sizes.list(query.frame_arg())
         k_frame = self.sizes.list(key.frame_arg()) if key is not None else []  # []: every rank has all keys
+        # `_balance` is True if the op exchanges rows to zigzag order before it runs, and back.
         with self.graph.inserting_before(node):
             batch = shape[:-3]
             qkv = [self._to_four_dims(x, batch, node) for x in call.operands[:3]]

@@ -77,7 +77,7 @@ def linear_triton(problem: ScanProblem, a: Tensor, b: Tensor, initial: Tensor | 
 
 
 def linear_total_triton(problem: ScanProblem, a: Tensor, b: Tensor) -> Pair:
-    """Return the factor and the state of the affine map of all rows."""
+    """Return the factor and the state of the affine map of all rows, h -> factor * h + state, (outer, inner) each."""
     from .dispatch import run_sweep
 
     shape, accumulate = (a.shape[0], a.shape[2]), problem.accumulate
@@ -85,7 +85,7 @@ def linear_total_triton(problem: ScanProblem, a: Tensor, b: Tensor) -> Pair:
         return a.new_ones(shape, dtype=accumulate), b.new_zeros(shape, dtype=accumulate)
     total = run_sweep(_recurrence_sweep(problem, a, b), initial=None, out=None, total=True)
     assert total is not None
-    assert total.second is not None
+    assert total.second is not None  # the product of the factors a
     return total.second.view(shape).to(accumulate), total.value.view(shape).to(accumulate)
 
 
