@@ -235,7 +235,7 @@ def _padding_reader(reader: Node, node: Node, pad: PadMatch) -> WindowCall | Non
         pad: The padding, whose source the window op reads.
     """
     span = _slice_span(reader, node, pad.dim)
-    if span is not None:
+    if span is not None:  # a slice of the padded value, which is a shift of the source
         return _shift_call(pad, *span)
     if not isinstance(reader.target, OpOverload) or value_origin(reader.all_input_nodes[0]) is not value_origin(node):
         return None
@@ -245,7 +245,8 @@ def _padding_reader(reader: Node, node: Node, pad: PadMatch) -> WindowCall | Non
     if call is None or call.op in (sp.roll.default, sp.shift.default) or num_reads > 1:
         return None
     # The op pads with one constant, so that of its own padding and that of the folded one must be equal. It is 0 or,
-    # for the two ops below, the argument `tail[0]`, which is free if the op does not pad yet.
+    # for the two ops below, the argument `tail[0]` (the first one after the numbers of padded rows), which is free if
+    # the op does not pad yet.
     fill: Any = 0
     if call.op in (sp.max_pool1d.default, sp.unfold.default):
         if not _has_padding(call.sliding, op_call.shape()[pad.dim]):

@@ -70,6 +70,7 @@ def find_partial_grad_nodes(gm: GraphModule, plan: PlacementPlan, differentiable
 
 def _is_replicated_call(node: Node, plan: PlacementPlan) -> bool:
     """Return True if the node is an op that every rank computes on full values: replicated, and no exchange."""
+    # A node in `plan.wants` runs on shards.
     if node.op != "call_function" or node in plan.wants or transfer_of(node.target) is not None:
         return False
     if node.target is not operator.getitem and not isinstance(node.target, OpOverload):

@@ -50,7 +50,7 @@ class MarkUserCollectives(Pass):
         """Mark collectives between ranks with different rows of the sequence; return 0, as no op is changed."""
         if job.aligned is None:  # the groups whose ranks have the same rows; None for all
             return 0
-        # Groups that are no process groups here are simulated; they have the same rows.
+        # A group that is no process group here, as in a simulation, is not marked.
         for node in gm.graph.nodes:
             if any(known_process_group(group) and group not in job.aligned for group in named_groups(node)):
                 set_node_info(node, no_rule="it exchanges with ranks that have other rows of the sequence")
@@ -160,6 +160,7 @@ def _describe_candidates(gm: GraphModule) -> str:
     reasons: dict[str, str] = {}  # by op and line
     for node in gm.graph.nodes:
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        # `scanned` marks the values of a scan or loop with the dim that it runs along.
         if name in NO_SEQUENCE_REASONS or node_info(node).scanned is not None:
             why = NO_SEQUENCE_REASONS.get(name, "whose dim is created inside the model")
             reasons.setdefault(f"{name} at {node_line(node)}", why)
@@ -263,6 +264,7 @@ def _plan_constraints(gm: GraphModule, axes: Axes, plan: PlacementPlan, n: int) 
             size, local = have.frame.size, have.frame.local_length(n)
             padded = "" if divides(n, size) else f", padded to {n} * {local}"
             constraints[f"sequence of {size}: {local} positions a rank{padded}"] = None
+        # Another sharded dim is a dim of heads (all-to-all), or counts windows, which the sequence above describes.
         elif isinstance(have, Shard) and not _has_windows(axes, node, have.dim):
             constraints[f"{n} ranks divide the {have.frame.size} heads (dim {have.dim})"] = None
     return list(constraints)

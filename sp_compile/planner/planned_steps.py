@@ -136,6 +136,7 @@ class PlannedStep:
         if share == self.config.offload:
             return StepPeaks.of(self.step, n)
         if self.exact:
+            # `unroll.share` selects saved values of at most this share of all saved bytes, `step` offloads them.
             graphs = [unroll.step(unroll.share(share)) for unroll in unrolls]
         elif share == 1.0:  # `hosted` is the step with all values on the host; None if there are none
             graphs = [unroll.graph.hosted or unroll.graph for unroll in unrolls]
@@ -147,7 +148,8 @@ class PlannedStep:
     def covers_any_share(self) -> bool:
         """Return True if this dry run is sufficient for every share on the host.
 
-        It is not if the step recomputes attention: with offloaded values its results would be saved instead.
+        It is not if the step recomputes attention: a step that may offload values saves the results of attention
+        instead.
         """
         return self.exact and not self.recomputes_attention
 
@@ -176,7 +178,7 @@ class PlannedStep:
                 continue
             sent = assume_large(exchange.forward), assume_large(exchange.backward)  # bytes
             for collective, nbytes in zip(exchange_collectives(exchange), sent):
-                if nbytes:
+                if nbytes:  # `line` is the time of the collective as a linear function of the bytes
                     seconds += machine.line(collective, self.config.ranks).seconds(nbytes)
         return seconds
 

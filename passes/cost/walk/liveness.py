@@ -157,7 +157,7 @@ class _TileLoop:
         """Return the tile loop of a node whose target is in `TILE_LOOPS`."""
         # Index of the first operand, the part of the program that the loop runs, and its lists of results.
         first_operand, part, result_kinds = TILE_LOOPS[node.target]
-        tiled, untiled, tiles, name, _ = node.args[first_operand:]
+        tiled, untiled, tiles, name, _ = node.args[first_operand:]  # the last argument is a seed
         program: TileProgram = PROGRAMS[name]
         sizes = program.sizes([x.meta["val"] for x in (*tiled, *untiled)])
         accumulators = wide = narrow = 0  # bytes

@@ -305,7 +305,8 @@ def unfold_rule(call: OpCall) -> BoundRule:
     """
     dim = wrap_dim(call.get("dim", call.get("dimension")), call.ndim())
     names = factor_names(call.ndim())
-    return _gathered_at(call, [dim] if names else [], (*replace_dims(names, [dim], "windows"), "window"))
+    gathered = [dim] if names else []  # [] for a tensor without dims, which unfold accepts
+    return _gathered_at(call, gathered, (*replace_dims(names, [dim], "windows"), "window"))
 
 
 @register_rule_function(aten.select.int, aten.unbind.int)

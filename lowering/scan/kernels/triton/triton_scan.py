@@ -90,7 +90,10 @@ def linear_total_triton(problem: ScanProblem, a: Tensor, b: Tensor) -> Pair:
 
 
 def _recurrence_sweep(problem: ScanProblem, a: Tensor, b: Tensor) -> Sweep:
-    """Return the sweep of a recurrence with the factors a and the summands b; a lagged one shifts the factors."""
+    """Return the sweep of the recurrence h_i = a_i * h_(i-1) + b_i.
+
+    A lagged one has the factor of the row before, h_i = a_(i-1) * h_(i-1) + b_i: the sweep shifts the factors by a row.
+    """
     from .triton_tiles import Sweep
 
     compute = _state_dtype(problem.accumulate)
