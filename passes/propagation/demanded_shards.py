@@ -45,6 +45,7 @@ def shard_demanded(plan: PlacementPlan, gm: GraphModule, axes: Axes, n: int, sta
         (shard,) = demanded
         if not isinstance(shard, Shard) or not (is_constant or _is_square(axes, node, shard)):
             continue
+        # The step of a constant has no operands: `wants` is ().
         step = NodeStep((), (shard,)) if is_constant else _shard_result(plan, node, shard, n)
         if step is not None and step.wants is not None:  # no `wants`: the node cannot run on shards
             plan.wants[node], plan.placements[node] = step.wants, step.results
@@ -87,7 +88,8 @@ def _shard_result(plan: PlacementPlan, node: Node, shard: Shard, n: int) -> Node
     factor, shard_of_factor = rule.local_part(rule.results[0], shard)
     if not factor or rule.kind(factor) != "pass":
         return None
-    return shard_factor(call, rule, [REPLICATE] * len(call.operands), factor, shard_of_factor, n, ())
+    have = [REPLICATE] * len(call.operands)
+    return shard_factor(call, rule, have, factor, shard_of_factor, n, demands=())
 
 
 def demanded_placements(node: Node, user: Node, plan: PlacementPlan) -> list[Placement]:

@@ -238,7 +238,7 @@ class StepPlanner:
                     dry_runs = run_layers(self._dry_run(configs_to_run, checkpoint, self.per_weight), layers)
             except SpError as error:  # none of `requested` is possible
                 is_first_call = not self._steps and requested == list(configs)
-                if is_first_call:
+                if is_first_call:  # nothing is left to plan, so the error is that of the plan
                     raise
                 self._problems |= {config.ranks: str(error) for config in requested}
                 continue
@@ -282,7 +282,7 @@ class StepPlanner:
             # program permutes its rows itself.
             if not shape.order.is_balanced:
                 shape = replace(shape, order=CONTIGUOUS)
-            count[shape] = count.get(shape, 0.0) + decision.nodes
+            count[shape] = count.get(shape, 0.0) + decision.nodes  # the attentions in all layers
         return list(count.items())
 
     def attention_choices(self, n: int) -> list[AttentionChoice]:

@@ -54,6 +54,7 @@ def match_shift(node: Node) -> PadMatch | None:
     A shift adds one row of a constant at one end of a dim and cuts one at the other: a padding of (1, -1) or (-1, 1).
     It may be written as pad(x, (1, 0))[:-1], as pad(x[:-1], (1, 0)), or with a cat in place of the pad.
     """
+    # Values between the source and the node must have no other reader, for which they would be computed in any case.
     piece = match_slice(node)
     pad = match_padding(node if piece is None else value_origin(piece.source))
     if piece is not None and pad is not None:  # pad(x, (1, 0))[:-1]: subtract the rows that the slice cuts
