@@ -243,7 +243,7 @@ def depends_on_size(size: torch.SymInt) -> bool:
     symbol, hint = size.node.expr, size.node.hint
     if symbol.is_Integer:
         return True
-    if hint is None or not symbol.is_Symbol:  # only guards on a symbol of its own are examined
+    if hint is None or not symbol.is_Symbol:  # only sizes that are a single symbol are examined
         return False
     # Sizes of at least 2: torch compiles programs for 0 and 1 separately, so that most guards exclude these.
     samples = [max(n, 2) for k in range(20) for n in (hint >> k, hint << k, hint + k)]

@@ -135,7 +135,8 @@ class ExchangeHalos(DemandPass):
         is_row = is_same_size(call.shape(1 - i)[shard.dim], 1)
         if not same_dtype or not is_row or not isinstance(placements[1 - i], (Replicate, Partial)):
             return None
-        result = place_window(self._rows_of_x(call, i), shard, self.job.ranks.n)  # a str is the reason why it cannot be
+        # The shard of the result, or a str: the reason why its rows are not on the rank of x's rows or a neighbor.
+        result = place_window(self._rows_of_x(call, i), shard, self.job.ranks.n)
         return CatOfRow(i, shard, result) if isinstance(result, Shard) else None
 
     def _rows_of_x(self, call: OpCall, index: int) -> SlidingRows:

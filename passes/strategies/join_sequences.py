@@ -72,7 +72,7 @@ class JoinSequences(Pass):
         if changes:
             job.invalidate()
         self.apart: set[tuple[Size, Size, Size]] = set()  # (start, length, total) of parts with frames of their own
-        # Only cat with the balanced layout: a write (slice_scatter) shifts parts, which this layout does not support.
+        # With the balanced layout only cat: it does not support the shifted rows of a write (slice_scatter).
         ops = JOIN_OPS[:1] if job.is_balanced else JOIN_OPS
         for _ in range(MAX_JOIN_ROUNDS):
             axes = job.axes(gm)

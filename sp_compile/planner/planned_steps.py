@@ -244,7 +244,7 @@ class StepPlanner:
                 continue
             for config, dry_run in zip(requested, dry_runs, strict=True):
                 if dry_run.problem is None:
-                    self._steps[config] = PlannedStep(config, dry_run, layers is not None)
+                    self._steps[config] = PlannedStep(config, dry_run, exact=layers is not None)
                 else:
                     self._problems[config.ranks] = str(dry_run.problem)
         return [self._steps[config] for config in configs if config in self._steps]

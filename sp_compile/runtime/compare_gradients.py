@@ -51,7 +51,7 @@ def check_shared_gradients(xs: list[Tensor], names: list[str], n: int, group: st
             additions. For tensors on an accelerator the next call of the group raises, so that the CPU does not wait.
     """
     ranks = Ranks(n, group)
-    # None for simulated ranks, which run in one process. They compare at once on any device, as tensors on the CPU do.
+    # None without other processes, as for simulated ranks: these compare at once, also on an accelerator.
     channel = channel_of(ranks)
     on_device: dict[GradientKey, Tensor] = {}
     on_cpu: dict[GradientKey, Tensor] = {}

@@ -193,7 +193,7 @@ class BiasReader:
         condition = as_truth(self.positions.operand(mask, coords))
         for fill, term, selects_term in ((yes, no, Not(condition)), (no, yes, condition)):
             if self._is_fill(fill.value):
-                is_finite = term.finite or bool(fill.value.is_finite)  # a fill is a large negative number, not -inf
+                is_finite = term.finite or bool(fill.value.is_finite)  # True if the fill is finite, not -inf
                 return BiasElement(term.value, And(term.allowed, selects_term), is_finite)
         raise NotSymbolic("selects one of two biases", node)
 

@@ -179,7 +179,7 @@ class CoupledStates:
         if [nodes[i] for i in tensors] != call.operands or node.meta["val"].dtype != self.options["dtype"]:
             raise error
         state_leaves = {i for i, x in enumerate(leaves) if isinstance(x, ColumnRef)}
-        # The leaves to set to zero for the linear part: a factor of each term without a state. None if not affine.
+        # The leaves of terms without a state, which are 0 in the linear part; None if the op is not affine in a state.
         zeroed = _stateless_terms(terms, leaf_names(node), state_leaves)
         if zeroed is None or node.kwargs.get("rounding_mode") is not None:  # div that rounds is not linear
             raise error

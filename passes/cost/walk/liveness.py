@@ -399,7 +399,7 @@ class StorageTable(KernelSchedule):
             self.value_reads[node] = frozenset(keys)
             self.kernel_writes[node] = []
             self.kernel_reads[node] = operand_reads | self.kernel_reads.get(node.args[0], frozenset())
-        elif node.target in ARRIVALS:  # a wait for a copy to or from the host
+        elif node.target in ARRIVALS:  # a wait for a copy to or from the host, without a result
             self.value_reads[node], self.kernel_writes[node], self.kernel_reads[node] = frozenset(), [], operand_reads
         elif not new and node.target in MUTATIONS:  # a kernel that writes to its operands
             self.value_reads[node], self.kernel_writes[node], self.kernel_reads[node] = (
