@@ -135,7 +135,7 @@ class ExchangeHalos(DemandPass):
         is_row = is_same_size(call.shape(1 - i)[shard.dim], 1)
         if not same_dtype or not is_row or not isinstance(placements[1 - i], (Replicate, Partial)):
             return None
-        # The shard of the result, or a str: the reason why its rows are not on the rank of x's rows or a neighbor.
+        # The shard of the result, or a str: the reason why ranks lack rows for it that no neighbor has.
         result = place_window(self._rows_of_x(call, i), shard, self.job.ranks.n)
         return CatOfRow(i, shard, result) if isinstance(result, Shard) else None
 

@@ -269,6 +269,7 @@ def _find_parts(node: Node) -> list[JoinedPart]:
     if call["step"] != 1 or not all(isinstance(x, int) for x in (start, length, size)) or not _is_computed(base):
         return []
     start = min(max(normalize_position(start, size), 0), size)  # as torch clamps it
+    # `base` is as long as the result, so that its rows are at their positions there (`is_placed`).
     before = JoinedPart(base, 0, start, is_placed=True)
     written = JoinedPart(rows, start, length, is_placed=False)
     after = JoinedPart(base, start + length, size - start - length, is_placed=True)

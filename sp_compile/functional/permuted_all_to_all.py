@@ -99,7 +99,7 @@ class PermuteCall(RankCall):
 
     @property
     def group(self) -> Ranks:
-        """Return the ranks of the call, which `require` compares.
+        """Return the ranks whose calls `require` compares.
 
         Returns:
             The ranks that exchange shards.

@@ -94,6 +94,7 @@ def sharded_attention_rule(call: OpCall) -> BoundRule:
     if call.get("mask_rows"):
         others[0], names_of_others[0] = queries, (*names_of_others[0][:SEQUENCE], "q", "keys")
     result = ("b", "h", "q", "out" if call["lse"] else "e")
+    # Dims that the result does not have are "whole"; the fixed placements of the operands take precedence over kinds.
     vanishing = [f for names in (("g", "k", "d", "e"), *names_of_others) for f in names if f not in result]
     return BoundRule(
         (*attended, *names_of_others),
