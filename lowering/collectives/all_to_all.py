@@ -68,7 +68,8 @@ class _AllToAllFunction(torch.autograd.Function):
     @torch.compiler.disable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Run the inverse exchange on the gradients of the tensors that need one."""
-        is_needed = ctx.needs_input_grad[2:]  # of each x, after `reshard` and `edge`
+        is_needed = ctx.needs_input_grad[2:]  # of each x, after the arguments `reshard` and `edge`
+        # edge=False: gradients are padded by zeros.
         x_grads = iter(_AllToAllFunction.apply(ctx.reshard.inverse(), False, *compress(grads, is_needed)))
         return None, None, *(next(x_grads) if needed else None for needed in is_needed)
 
@@ -121,6 +122,7 @@ def exchange(xs: list[Tensor], reshard: Reshard) -> list[Tensor]:
         The result of each tensor, in the order of ``xs``.
     """
     rows_per_rank = frames.local_row_count(reshard.gather_frame, reshard.n)  # positions, padding included
+    # If the gather dim is flattened with a dim after it, it has positions * inner rows; `inner_rows` returns inner.
     if reshard.n == 1:  # only the padding of the gather dim is dropped
         gather, frame = reshard.gather_dim, reshard.gather_frame
         return [frames.trim(x, gather, frame, 1, frames.inner_rows(x.shape[gather], rows_per_rank)) for x in xs]

@@ -138,7 +138,7 @@ def declare_attention_routes(group: str, stride: int, steps: int) -> None:
 def declare_shift_routes(group: str, offsets: Iterable[int]) -> None:
     """Register the routes of shifts around the ring of all ranks, and of the opposite shifts of their gradients.
 
-    As in `declare_attention_routes`, this is for programs that torch loads from its cache.
+    A program that torch loads from its cache was lowered in another process: its routes were registered only there.
     """
     for offset in offsets:
         ensure_route(shift_route(group, offset))

@@ -58,7 +58,7 @@ def balance_rows(
     plans = [plan_blocks(predicate, all_rows, all_rows, sizes, vectors, vectors) for predicate in predicates]
 
     def work(positions: Sequence[int]) -> list[int]:
-        """Return the weighted number of pairs of all queries before each of these positions."""
+        """Return the work before each of these positions: all pairs of the queries before it, weighted by plan."""
         totals = [0] * len(positions)
         for plan, weight in zip(plans, weights):
             totals = [total + weight * pairs for total, pairs in zip(totals, count_pairs_before(plan, positions))]

@@ -65,7 +65,8 @@ def add_initial_states(
         out: (1, H, chunks, T, V), results.
         state: (1, H, chunks, K, V), states after the chunks.
         reads: (1, H, chunks, T, K), rows that read the state at the start of their segment.
-        factor: (1, H, chunks, K, K) or (1, H, chunks, K, 1), of the last segment of a chunk.
+        factor: (1, H, chunks, K, K), or (1, H, chunks, K, 1) if it is diagonal: the state at the start of the last
+            segment of a chunk times this factor is its part of the state after the chunk.
         segment: Numbers of the segments of a chunk, int64 (1, 1, chunks, T, 1).
         opened: Marks of the first tokens (see the module), like `segment`.
         initial: (N, H, K, V), the states of the documents before their first tokens.

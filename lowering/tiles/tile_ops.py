@@ -99,9 +99,12 @@ def _run_tiles(
 
 
 def _fake_results(rows: Tensors, shared: Tensors, name: str, *kinds: str) -> Tensors:
-    """Return empty tensors with the shapes of a program's "results" or "gradients", as fakes of the operators."""
+    """Return what an operator returns for fake operands: empty tensors with the shapes of its values.
+
+    `name` is that of the program, and `kinds` are "results", "gradients" or both: the values that the operator returns.
+    """
     program = PROGRAMS[name]
-    extents = program.sizes([*rows, *shared])
+    extents = program.sizes([*rows, *shared])  # the values of the symbolic sizes in the shapes
     return [value.empty(extents, rows[0]) for value in _values_of(program, kinds)]
 
 
@@ -146,6 +149,8 @@ def tiles_backward(
     cotangents: Tensors, rows: Tensors, shared: Tensors, tiles: int, program: str, seed: Tensor | None
 ) -> Tensors:
     """Recompute a program on each tile, and return the gradients of the operands that need one.
+
+    With the seed of the forward, a tile draws the same random numbers again; None for a program without draws.
 
     Shapes: cotangents as the differentiable results; gradients as their operands.
     """

@@ -174,7 +174,7 @@ def graph_break_reason(gm: GraphModule) -> tuple[str, str] | None:
     if reason is None or not reason.graph_break:
         return None
     heading, *lines = (line.strip() for line in reason.reason.splitlines())
-    sentences = [UNKNOWN_BREAK.get(heading, heading)]
+    sentences = [UNKNOWN_BREAK.get(heading, heading)]  # a heading that says nothing to users is replaced
     sentences += [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")]
     return "".join(StackSummary.from_list(reason.user_stack).format()), ". ".join(sentences).rstrip(".")
 

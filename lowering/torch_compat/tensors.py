@@ -180,9 +180,11 @@ def equate_factors(mode: FakeTensorMode) -> None:
 
 
 def _sort_factors(env: ShapeEnv, product: sympy.Expr) -> list[tuple[int, int, int, sympy.Expr]]:
-    """Return the factors of a size, sorted by their hint, which comes first, then by the dim of an input they are.
+    """Return the factors of a size, each as (hint, dim, number of symbols, factor), sorted by the first three.
 
-    Numbers are left out. A factor that has no symbol alone, such as `s - 1`, has the dim of its first symbol.
+    A symbol stands for a dim of an input: for `b * s` of an input of shape (b, s), the factor b has dim 0, and s has
+    dim 1. A factor of several terms, such as `s - 1`, has the dim of its first symbol; -1 if the dim is not known.
+    Numbers are left out.
     """
     factors = []
     for factor in sympy.Mul.make_args(product):
@@ -241,7 +243,7 @@ def depends_on_size(size: torch.SymInt) -> bool:
     symbol, hint = size.node.expr, size.node.hint
     if symbol.is_Integer:
         return True
-    if hint is None or not symbol.is_Symbol:
+    if hint is None or not symbol.is_Symbol:  # only sizes that are a single symbol are examined
         return False
     # Sizes of at least 2: torch compiles programs for 0 and 1 separately, so that most guards exclude these.
     samples = [max(n, 2) for k in range(20) for n in (hint >> k, hint << k, hint + k)]
@@ -314,7 +316,7 @@ def end_of_view(size: torch.SymInt) -> int | torch.SymInt:
 
     When Dynamo fakes a view of a wrapper, torch 2.13 repeats the view op with a new symbol for each of its constants:
     for the -1 of `x[:, :-1]` and the sys.maxsize of `x[:, 1:]`. Such a symbol has an ephemeral source, on which Dynamo
-    cannot write guards. Of other values it remains a symbol.
+    cannot write guards. Symbols of other ends, such as a length that the program computes, must remain symbols.
     """
     hint = size.node.hint  # None for an unbacked symbol
     if hint is None or 0 <= hint < sys.maxsize:  # an end within the tensor, which may be symbolic in the program

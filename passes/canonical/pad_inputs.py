@@ -67,10 +67,11 @@ class FoldPaddings(CanonicalPass):
         while (source_pad := pad_of_source(inner_pad)) is not None:
             inner_pad = source_pad
         length, rows = node_shape(node)[pad.dim], node_shape(inner_pad.source)[inner_pad.dim]
-        # Such a padded slice, or a cat of constants and a slice, is a shift itself if no longer than the sequence: all
-        # `length` rows of the padded value, from row 0 on.
+        # A padded slice (`inner_pad` differs from `pad`), or a cat of constants and a slice, is a shift itself if it is
+        # not longer than the sequence. The shift computes all `length` rows of the padded value, from row 0 on.
         shift = _shift_call(inner_pad, 0, length)
         is_cut_and_padded = match_join(node) is not None or inner_pad is not pad
+        # sp ops pad by ints: `_is_static` is False for symbolic numbers of rows.
         if is_cut_and_padded and _is_within_sequence(length, inner_pad) and _is_static(shift, rows):
             self._replace_by_window([node], inner_pad.source, shift, inner_pad.dim)
             return True
@@ -176,7 +177,7 @@ def _is_within_sequence(length: Size, pad: PadMatch) -> bool:
     source = pad.source
     while (piece := match_slice(source)) is not None:
         source = value_origin(piece.source)
-    return SlidingRows(length).is_within(node_shape(source)[pad.dim])
+    return SlidingRows(length).is_within(node_shape(source)[pad.dim])  # `<=`, proved for symbolic sizes, too
 
 
 def match_padding(node: Node) -> PadMatch | None:
@@ -234,7 +235,7 @@ def _padding_reader(reader: Node, node: Node, pad: PadMatch) -> WindowCall | Non
         pad: The padding, whose source the window op reads.
     """
     span = _slice_span(reader, node, pad.dim)
-    if span is not None:
+    if span is not None:  # a slice of the padded value, which is a shift of the source
         return _shift_call(pad, *span)
     if not isinstance(reader.target, OpOverload) or value_origin(reader.all_input_nodes[0]) is not value_origin(node):
         return None
@@ -244,7 +245,8 @@ def _padding_reader(reader: Node, node: Node, pad: PadMatch) -> WindowCall | Non
     if call is None or call.op in (sp.roll.default, sp.shift.default) or num_reads > 1:
         return None
     # The op pads with one constant, so that of its own padding and that of the folded one must be equal. It is 0 or,
-    # for the two ops below, the argument `tail[0]`, which is free if the op does not pad yet.
+    # for the two ops below, the argument `tail[0]` (the first one after the numbers of padded rows), which is free if
+    # the op does not pad yet.
     fill: Any = 0
     if call.op in (sp.max_pool1d.default, sp.unfold.default):
         if not _has_padding(call.sliding, op_call.shape()[pad.dim]):

@@ -90,7 +90,7 @@ def _match_reductions(body: GraphModule, results: Any) -> list[str] | None:
     tensors = [leaf for leaf in pytree.tree_leaves(results) if is_tensor(leaf)]
     if len(tensors) != 1:
         return None
-    # Go back from the result to the input through copies, all_reduces and their waits.
+    # Go back from the result to the input through copies, casts to a wider dtype and back, all_reduces and their waits.
     value = tensors[0]
     chain: list[Node] = []  # the nodes from `value` (exclusive) to the result
     while True:
@@ -107,6 +107,7 @@ def _match_reductions(body: GraphModule, results: Any) -> list[str] | None:
     calls = [n for n in body.graph.nodes if n.op == "call_function" and n.target is not set_grad_enabled]
     reductions = [n.args for n in chain if n.target is c10d.all_reduce.default]
     has_other_work = inputs != [value] or len(calls) != len(chain)
+    # The arguments of an all_reduce are (tensor, op, group).
     if has_other_work or any(op not in ("sum", "avg") for _, op, _ in reductions):
         return None
     return [f"{op} {group}" for _, op, group in reductions]

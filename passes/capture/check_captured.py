@@ -76,6 +76,7 @@ def _mutates_other_reads(node: Node) -> bool:
     program, and an op without functional form, which mutates a clone that only it reads.
     """
     target: Any = node.target
+    # Collectives of c10d and this higher-order op, which calls a Triton kernel, write to their operands.
     if namespace_of(target) == "c10d" or str(target) == "triton_kernel_wrapper_mutation":
         return True
     is_write_back = target is aten.copy_.default and node.args[0].op in ("placeholder", "get_attr")

@@ -129,7 +129,7 @@ def find_shared_results(gm: GraphModule) -> SharedResults:
             candidates = [_result_view(aliases, i, nodes[i], root, True, base_index, known) for i in indices]
             views += [view for view in candidates if view is not None]
             continue
-        if root.op == "get_attr":  # a buffer, neither an argument nor a result, of which views could be recreated
+        if root.op == "get_attr":  # a buffer: it is neither an argument nor a result, so it cannot be a base
             continue
         for group in _overlapping_groups(aliases, {i: nodes[i] for i in indices}):
             # The base is a result of which the others are views, or else the root, as a new, hidden result.

@@ -62,6 +62,7 @@ def map_facts(gm: GraphModule, facts: InputFacts, shapes: Sequence[tuple[Any, ..
             tangents[tangent.name] = [x for x in forward_results if is_tensor(x) and _can_be_gradient(tangent, x)]
     differing = frozenset(names[x] for x in facts.differing)
     constants = frozenset(names[x] for x in facts.constants)
+    # `facts.equal` is None if the ranks have not compared the values of the inputs.
     equal = None if facts.equal is None else frozenset(names[x] for x in facts.equal)
     return replace(facts, differing=differing, equal=equal, constants=constants, gradients=gradients, tangents=tangents)
 

@@ -129,6 +129,7 @@ def drops_padding(node: Node) -> bool:
         return True
     if node.target in SHARD_WINDOWS:
         return OpCall(node)["frame"] is not None  # without a frame, the op runs on a full tensor
+    # Such an op computes the padded rows of its result from valid rows only.
     return PADDED.get(node.target) == "nearest"
 
 

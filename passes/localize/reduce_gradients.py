@@ -70,6 +70,7 @@ def find_partial_grad_nodes(gm: GraphModule, plan: PlacementPlan, differentiable
 
 def _is_replicated_call(node: Node, plan: PlacementPlan) -> bool:
     """Return True if the node is an op that every rank computes on full values: replicated, and no exchange."""
+    # A node in `plan.wants` runs on shards.
     if node.op != "call_function" or node in plan.wants or transfer_of(node.target) is not None:
         return False
     if node.target is not operator.getitem and not isinstance(node.target, OpOverload):
@@ -96,7 +97,8 @@ def needs_grad_sum(node: Node, plan: PlacementPlan, partial_grad_nodes: set[Node
         partial_grad_nodes: The nodes of `find_partial_grad_nodes`.
     """
     wants = [want for user in node.users for want in demanded_placements(node, user, plan)]
-    # A user in `partial_grad_nodes` has a partial gradient itself, and so gives the value one.
+    # SUMMAND_GRAD is Replicate(partial_grad=True), the demand of a user that computes a summand. A user in
+    # `partial_grad_nodes` has a partial gradient itself, and so gives the value one.
     return not partial_grad_nodes.isdisjoint(node.users) or SUMMAND_GRAD in wants
 
 

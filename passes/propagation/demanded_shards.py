@@ -45,6 +45,7 @@ def shard_demanded(plan: PlacementPlan, gm: GraphModule, axes: Axes, n: int, sta
         (shard,) = demanded
         if not isinstance(shard, Shard) or not (is_constant or _is_square(axes, node, shard)):
             continue
+        # The step of a constant has no operands: `wants` is ().
         step = NodeStep((), (shard,)) if is_constant else _shard_result(plan, node, shard, n)
         if step is not None and step.wants is not None:  # no `wants`: the node cannot run on shards
             plan.wants[node], plan.placements[node] = step.wants, step.results
@@ -53,7 +54,8 @@ def shard_demanded(plan: PlacementPlan, gm: GraphModule, axes: Axes, n: int, sta
 def _can_be_divided(plan: PlacementPlan, node: Node) -> bool:
     """Return True for an op with a replicated result of which each rank may compute only a shard.
 
-    It is no draw, write or exchange, and no earlier step has demanded placements of its operands (`plan.wants`).
+    It is no random draw, write or exchange. It is not in `plan.wants`, the nodes for whose operands propagation has
+    chosen placements: only a node that runs on replicated operands so far can be changed to run on shards.
     """
     if node.op != "call_function" or not is_tensor(node) or node in plan.wants or plan.of(node) != REPLICATE:
         return False
@@ -79,13 +81,15 @@ def _shard_result(plan: PlacementPlan, node: Node, shard: Shard, n: int) -> Node
         return None
     if rule.operand_placements is not None or rule.lenders:  # fixed placements, or operands read for their shape only
         return None
+    # `no_rule` is the reason of an earlier pass why the node needs full operands, or None.
     if node_info(node).no_rule is not None or any(plan.of(x) != REPLICATE for x in call.operands):
         return None
     # The factor of the result's dim that is sharded, such as s of "(b s)", and the shard as one of that factor alone.
     factor, shard_of_factor = rule.local_part(rule.results[0], shard)
     if not factor or rule.kind(factor) != "pass":
         return None
-    return shard_factor(call, rule, [REPLICATE] * len(call.operands), factor, shard_of_factor, n, ())
+    have = [REPLICATE] * len(call.operands)
+    return shard_factor(call, rule, have, factor, shard_of_factor, n, demands=())
 
 
 def demanded_placements(node: Node, user: Node, plan: PlacementPlan) -> list[Placement]:

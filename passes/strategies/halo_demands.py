@@ -51,7 +51,10 @@ class ExchangeHalos(DemandPass):
     kinds = frozenset({"halo", "gathered", "align"})
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
-        """Return None to claim the demands of a node, or "" if no exchange with neighbors meets them."""
+        """Return None to claim the demands of a node, or "" if no exchange with neighbors meets any of them.
+
+        Those that `rewrite` does not meet remain for a later pass, which gathers.
+        """
         if self._match_cat(node) is not None:
             return None
         if node not in self.plan.wants:  # it does not run on shards
@@ -126,12 +129,13 @@ class ExchangeHalos(DemandPass):
         if len(placements) != 2 or len(sharded) != 1:
             return None
         (i,) = sharded
-        shard, row = placements[i], call.operands[1 - i]
+        shard = placements[i]
         assert isinstance(shard, Shard)
         same_dtype = all(x.meta["val"].dtype == node.meta["val"].dtype for x in call.operands)
-        is_row = is_same_size(call.shape(1 - i)[shard.dim], 1) and row is not call.operands[i]
+        is_row = is_same_size(call.shape(1 - i)[shard.dim], 1)
         if not same_dtype or not is_row or not isinstance(placements[1 - i], (Replicate, Partial)):
             return None
+        # The shard of the result, or a str: the reason why ranks lack rows for it that no neighbor has.
         result = place_window(self._rows_of_x(call, i), shard, self.job.ranks.n)
         return CatOfRow(i, shard, result) if isinstance(result, Shard) else None
 
@@ -162,7 +166,8 @@ class ExchangeHalos(DemandPass):
     def _match_neighbors(self, node: Node, demand: Demand) -> tuple[Shard, Shard] | None:
         """Match an operand with the required number of rows that start at another position of the same sequence.
 
-        In x[:, 1:] - x[:, :-1], each rank needs the row of x[:, :-1] that belongs to each of its rows of x[:, 1:].
+        In x[:, 1:] - x[:, :-1], each rank needs the row of x[:, :-1] that belongs to each of its rows of x[:, 1:]. The
+        windows start at the positions 1 and 0, so a rank lacks one row: propagation demands it with the kind "align".
 
         Returns:
             (the shard of the operand, the shard that the node needs), or None.
@@ -176,6 +181,7 @@ class ExchangeHalos(DemandPass):
         placed = place_window(SlidingRows(have.frame.length), have, self.job.ranks.n)
         if isinstance(placed, str) or have.dim != want.dim or not want.frame.order.is_in_order:
             return None
+        # Both frames are windows of equal length in equal sequences, which differ in their start only.
         sizes, wanted_sizes = ((frame.size, frame.length) for frame in (have.frame, want.frame))
         return (have, want) if want.is_only_factor and is_same_shape(sizes, wanted_sizes) else None
 

@@ -72,7 +72,8 @@ class JoinSequences(Pass):
         if changes:
             job.invalidate()
         self.apart: set[tuple[Size, Size, Size]] = set()  # (start, length, total) of parts with frames of their own
-        ops = JOIN_OPS[:1] if job.is_balanced else JOIN_OPS  # the balanced layout does not support shifted parts
+        # With the balanced layout only cat: it does not support the shifted rows of a write (slice_scatter).
+        ops = JOIN_OPS[:1] if job.is_balanced else JOIN_OPS
         for _ in range(MAX_JOIN_ROUNDS):
             axes = job.axes(gm)
             nodes = [n for n in gm.graph.nodes if n.target in ops and OpCall(n).dim() in axes.sequence_dims(n)]
@@ -186,11 +187,12 @@ class JoinSequences(Pass):
     def _split(self, gm: GraphModule, job: PassContext) -> int:
         """Replace splits of sequences into pieces of different sizes by slices, and return their number.
 
-        A piece that is a part with a frame of its own becomes sp::rows, at which the frame changes.
+        A piece that is a part with a frame of its own (`self.apart`) becomes sp::rows, at which the frame changes.
         """
         axes, changes = job.axes(gm), 0
         for node in [n for n in gm.graph.nodes if n.target in PIECE_OPS]:
             call, rule = lookup_rule(node) or (None, None)
+            # `rule.window` is the dim of the pieces, and `rule.spans` is the start and length of each.
             if call is None or rule is None or rule.window not in axes.sequence_dims(call.operands[0]):
                 continue
             x, dim = call.operands[0], rule.window
@@ -267,6 +269,7 @@ def _find_parts(node: Node) -> list[JoinedPart]:
     if call["step"] != 1 or not all(isinstance(x, int) for x in (start, length, size)) or not _is_computed(base):
         return []
     start = min(max(normalize_position(start, size), 0), size)  # as torch clamps it
+    # `base` is as long as the result, so that its rows are at their positions there (`is_placed`).
     before = JoinedPart(base, 0, start, is_placed=True)
     written = JoinedPart(rows, start, length, is_placed=False)
     after = JoinedPart(base, start + length, size - start - length, is_placed=True)

@@ -50,6 +50,7 @@ class MarkUserCollectives(Pass):
         """Mark collectives between ranks with different rows of the sequence; return 0, as no op is changed."""
         if job.aligned is None:  # the groups whose ranks have the same rows; None for all
             return 0
+        # A group that is no process group here, as in a simulation, is not marked.
         for node in gm.graph.nodes:
             if any(known_process_group(group) and group not in job.aligned for group in named_groups(node)):
                 set_node_info(node, no_rule="it exchanges with ranks that have other rows of the sequence")
@@ -70,9 +71,9 @@ class FindSequences(Pass):
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Set `sequence_inputs` and `candidates` of the job; return True if a symbolic length became constant.
 
-        Lengths that do not exceed the number of ranks are made constant, see `_fix_short_lengths`.
-
-        Set `job.refusal` or raise SpError if the graph cannot run on shards, and must not run replicated.
+        Lengths that do not exceed the number of ranks are made constant, see `_fix_short_lengths`. `sequence_inputs`
+        has the sequence dims of each input that has any. Set `job.refusal` or raise SpError if the graph cannot run on
+        shards, and must not run replicated. On one rank nothing is sharded, so nothing is refused.
         """
         fixed = _fix_short_lengths(gm, job.axes(gm), job.ranks.n)
         if fixed:
@@ -84,6 +85,8 @@ class FindSequences(Pass):
         job.candidates = sequence_candidates(gm, axes)
         if job.ranks.n == 1:
             return fixed
+        # With inputs="local", inputs have the rows of a rank. If `seq_dims` does not name their sequence dims, those in
+        # `job.inputs` were guessed before the capture; they are compared with the ones found here.
         if job.options.inputs == "local" and job.seq_dims is None and axes.sequences:
             _refuse_local(sequence_dims, job)
         if not axes.sequences:
@@ -95,9 +98,9 @@ class FindSequences(Pass):
     def _refuse_without_sequence(self, gm: GraphModule, inputs: list[Node], job: PassContext) -> None:
         """Set `job.refusal` for a complete model without a sequence; otherwise note that the graph runs replicated.
 
-        The latter is for a part of a model between graph breaks, and for a graph that is called after one with sharded
-        outputs (`has_sharded_peer`): eager code between them may have gathered its inputs. With fallback="error", such
-        a replicated graph is refused, too.
+        It runs replicated if it is a fragment (`job.fragment`), or if it is called after a graph with sharded outputs
+        (`has_sharded_peer`): eager code between them may have gathered its inputs. With fallback="error", a graph of
+        the second kind is refused, too.
         """
         names = [argument_name(node) for node in inputs if is_tensor(node)]
         fix = f"Name the sequence: options={{'seq_dims': {{'<input>': <dim>}}}} with an input out of {names}."
@@ -157,6 +160,7 @@ def _describe_candidates(gm: GraphModule) -> str:
     reasons: dict[str, str] = {}  # by op and line
     for node in gm.graph.nodes:
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        # `scanned` marks the values of a scan or loop with the dim that it runs along.
         if name in NO_SEQUENCE_REASONS or node_info(node).scanned is not None:
             why = NO_SEQUENCE_REASONS.get(name, "whose dim is created inside the model")
             reasons.setdefault(f"{name} at {node_line(node)}", why)
@@ -242,7 +246,8 @@ def _guard_divisible(node: Node, have: Shard, n: int) -> bool:
 def _mark_split(candidates: list[SequenceCandidate], gm: GraphModule, plan: PlacementPlan) -> list[SequenceCandidate]:
     """Return the candidates with `is_split` set: True if the sequence was chosen, and a value is sharded along it."""
     frames = [p.frame for node in gm.graph.nodes for p in plan.placements.get(node, ()) if isinstance(p, Shard)]
-    # A frame of a dim of chunks counts chunks of `block` positions.
+    # Candidates and shards are matched by size: of the full sequence, or of the window that a value has of it. If a
+    # sequence was reshaped to (chunks, block), the frame of its first dim counts chunks.
     sizes = {size * frame.block for frame in frames for size in (frame.size, frame.length)}
     return [c._replace(is_split=c.is_chosen and c.size in sizes) for c in candidates]
 
@@ -259,6 +264,7 @@ def _plan_constraints(gm: GraphModule, axes: Axes, plan: PlacementPlan, n: int) 
             size, local = have.frame.size, have.frame.local_length(n)
             padded = "" if divides(n, size) else f", padded to {n} * {local}"
             constraints[f"sequence of {size}: {local} positions a rank{padded}"] = None
+        # Another sharded dim is a dim of heads (all-to-all), or counts windows, which the sequence above describes.
         elif isinstance(have, Shard) and not _has_windows(axes, node, have.dim):
             constraints[f"{n} ranks divide the {have.frame.size} heads (dim {have.dim})"] = None
     return list(constraints)

@@ -35,6 +35,8 @@ class ShardAttentionInputs(Pass):
         masked = [n for n in attention_nodes(gm) if depends_on_query(OpCall(n)) and not node_info(n).replicated]
         if job.ranks.n == 1 or not masked:
             return 0
+        # `replicated` marks attention at which no sequence may start. `axes.shard` is the shard of the result along its
+        # sequence, or None if it has none.
         axes, plan = job.axes(gm), job.plan(gm)
         clones: dict[Node, Node] = {}  # by operand; several attentions may share one
         for node in masked:

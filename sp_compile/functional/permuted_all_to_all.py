@@ -99,7 +99,7 @@ class PermuteCall(RankCall):
 
     @property
     def group(self) -> Ranks:
-        """Return the ranks of the call, which `require` compares.
+        """Return the ranks whose calls `require` compares.
 
         Returns:
             The ranks that exchange shards.
@@ -176,7 +176,7 @@ class PermuteCall(RankCall):
         yield from check_tensors(out=out)
         if not isinstance(out, Tensor):
             return
-        shape = self._make_problem().shape
+        shape = self._make_problem().shape  # of the result
         if (list(out.shape), out.dtype, out.device) != (shape, x.dtype, x.device):
             got = f"{list(out.shape)} {out.dtype} on {out.device}"
             yield SpError("SP504", f"out: expected {shape} {x.dtype} on {x.device}, got {got}.")

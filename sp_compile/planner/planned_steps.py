@@ -136,6 +136,7 @@ class PlannedStep:
         if share == self.config.offload:
             return StepPeaks.of(self.step, n)
         if self.exact:
+            # `unroll.share` selects saved values of at most this share of all saved bytes, `step` offloads them.
             graphs = [unroll.step(unroll.share(share)) for unroll in unrolls]
         elif share == 1.0:  # `hosted` is the step with all values on the host; None if there are none
             graphs = [unroll.graph.hosted or unroll.graph for unroll in unrolls]
@@ -147,7 +148,8 @@ class PlannedStep:
     def covers_any_share(self) -> bool:
         """Return True if this dry run is sufficient for every share on the host.
 
-        It is not if the step recomputes attention: with offloaded values its results would be saved instead.
+        It is not if the step recomputes attention: a step that may offload values saves the results of attention
+        instead.
         """
         return self.exact and not self.recomputes_attention
 
@@ -158,7 +160,7 @@ class PlannedStep:
 
     def seconds(self, choice: AttentionChoice, machine: Machine) -> float:
         """Return the seconds of a step; `plan_row` adds exchanges of weights and gradients, optimizer and offload."""
-        flops, traffic = self._work
+        flops, traffic = self._work  # FLOPs of products, bytes that all other kernels but attention move
         attention = choice.seconds + (choice.forward if self.recomputes_attention else 0.0)
         return attention + flops / machine.flops + machine.copy(traffic) + self._exchange_seconds(machine)
 
@@ -176,7 +178,7 @@ class PlannedStep:
                 continue
             sent = assume_large(exchange.forward), assume_large(exchange.backward)  # bytes
             for collective, nbytes in zip(exchange_collectives(exchange), sent):
-                if nbytes:
+                if nbytes:  # `line` is the time of the collective as a linear function of the bytes
                     seconds += machine.line(collective, self.config.ranks).seconds(nbytes)
         return seconds
 
@@ -236,13 +238,13 @@ class StepPlanner:
                     dry_runs = run_layers(self._dry_run(configs_to_run, checkpoint, self.per_weight), layers)
             except SpError as error:  # none of `requested` is possible
                 is_first_call = not self._steps and requested == list(configs)
-                if is_first_call:
+                if is_first_call:  # nothing is left to plan, so the error is that of the plan
                     raise
                 self._problems |= {config.ranks: str(error) for config in requested}
                 continue
             for config, dry_run in zip(requested, dry_runs, strict=True):
                 if dry_run.problem is None:
-                    self._steps[config] = PlannedStep(config, dry_run, layers is not None)
+                    self._steps[config] = PlannedStep(config, dry_run, exact=layers is not None)
                 else:
                     self._problems[config.ranks] = str(dry_run.problem)
         return [self._steps[config] for config in configs if config in self._steps]
@@ -280,7 +282,7 @@ class StepPlanner:
             # program permutes its rows itself.
             if not shape.order.is_balanced:
                 shape = replace(shape, order=CONTIGUOUS)
-            count[shape] = count.get(shape, 0.0) + decision.nodes
+            count[shape] = count.get(shape, 0.0) + decision.nodes  # the attentions in all layers
         return list(count.items())
 
     def attention_choices(self, n: int) -> list[AttentionChoice]:
@@ -341,6 +343,7 @@ class StepPlanner:
         requested = {name: self.options[name] for name in PLAN_OPTIONS if self.options.get(name, "auto") != "auto"}
         candidates = [c for shape, _ in self._shapes for c in all_candidates(replace(shape, n=n), self.machine)]
         kind = requested.get("attention")
+        # `legal` is the reason why a candidate is not possible, or None if it is.
         reasons = {f"{c.kind}: {c.legal}" for c in candidates if c.legal and kind in (None, c.kind)}
         requested_text = " and ".join(f"{name}={value!r}" for name, value in requested.items())
         return f"{requested_text} is not possible ({'; '.join(sorted(reasons)) or 'no candidate'}); omit it"
@@ -461,5 +464,6 @@ def _best_candidate(shape: AttentionShape, kind: str, layout: str, machine: Mach
     legal = [c for c in candidates if c.legal is None]  # `legal` is the reason why it is not possible, or None
     if legal:
         return choose_attention(legal)
+    # A candidate that only exceeds the memory is returned as if it were possible.
     smallest = min((c for c in candidates if not c.fits), key=lambda c: (c.memory, c.seconds), default=None)
     return None if smallest is None else replace(smallest, legal=None, fits=True)

@@ -82,5 +82,6 @@ class StepPeaks:
         values, phase = max(StepPeak(near.nbytes + attention_bytes, near.phase), self.elsewhere[state])
         if state == SHARDED_STATE:
             return StepPeak(self.step.sharded_peak(int(values), n), phase)
-        # The optimizer runs with all gradients, when the values are freed.
+        # `step.state` has no gradients: the bytes of those that exist during the backward are among `values`. When the
+        # optimizer runs, all gradients exist (as many bytes as trainable parameters), and all other values are freed.
         return StepPeak(self.step.state + max(values, self.step.weights.trainable), phase)

@@ -51,7 +51,8 @@ def check_shared_gradients(xs: list[Tensor], names: list[str], n: int, group: st
             additions. For tensors on an accelerator the next call of the group raises, so that the CPU does not wait.
     """
     ranks = Ranks(n, group)
-    channel = channel_of(ranks)  # None without processes
+    # None without other processes, as for simulated ranks: these compare at once, also on an accelerator.
+    channel = channel_of(ranks)
     on_device: dict[GradientKey, Tensor] = {}
     on_cpu: dict[GradientKey, Tensor] = {}
     for key, x in zip(enumerate(names), xs, strict=True):
@@ -82,6 +83,7 @@ def _compare_gradients(ranks: Ranks, gradients: Mapping[GradientKey, Tensor]) ->
 
     The ranks first compare checksums, and gather only the gradients whose checksums differ.
     """
+    # A key is (number of the gradient, name of the result).
     names = dict.fromkeys(name for _, name in gradients)
     checksums = {str(key): str(checksum_of(x).item()) for key, x in gradients.items()}
     # Without `mismatch=`, the fields may differ. The result is [] if all messages are equal.

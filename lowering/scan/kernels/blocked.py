@@ -37,7 +37,8 @@ def blocked_inclusive(
     # `slice_rows` takes the arguments of `slice`: (stop), or (start, stop, step).
     running = lift(slice_rows(states, dim, 0, None, BLOCK_ROWS))
     if n > BLOCK_ROWS:  # add the totals of all earlier blocks to the first rows of later blocks
-        carries, _ = blocked_inclusive(combine, _block_totals(combine, states, dim, lift), dim)
+        totals = _block_totals(combine, states, dim, lift)  # these are lifted, and the carries must not be lowered
+        carries, _ = blocked_inclusive(combine, totals, dim)
         later_blocks = slice_rows(running, dim, 1, None)
         later_blocks = combine(slice_rows(carries, dim, num_rows(later_blocks, dim)), later_blocks)
         running = concat_rows(slice_rows(running, dim, 1), later_blocks, dim)

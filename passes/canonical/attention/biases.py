@@ -180,8 +180,9 @@ class BiasReader:
 
     def _sum(self, x: BiasElement, y: BiasElement, alpha: sympy.Expr, node: Node) -> BiasElement:
         """Return the element of x + alpha * y, of which a key is masked if either operand masks it."""
-        if y.allowed != sympy.true and alpha != 1:
+        if y.allowed != sympy.true and alpha != 1:  # y has fills, which remain fills only if added unscaled
             raise NotSymbolic("subtracts fills", node)
+        # `finite`: masked keys get a large negative number in place of -inf, in one of the operands.
         return BiasElement(x.value + alpha * y.value, And(x.allowed, y.allowed), x.finite or y.finite)
 
     def _select(self, mask: Node, coords: Coords, yes: BiasElement, no: BiasElement, node: Node) -> BiasElement:
@@ -192,7 +193,7 @@ class BiasReader:
         condition = as_truth(self.positions.operand(mask, coords))
         for fill, term, selects_term in ((yes, no, Not(condition)), (no, yes, condition)):
             if self._is_fill(fill.value):
-                is_finite = term.finite or bool(fill.value.is_finite)
+                is_finite = term.finite or bool(fill.value.is_finite)  # True if the fill is finite, not -inf
                 return BiasElement(term.value, And(term.allowed, selects_term), is_finite)
         raise NotSymbolic("selects one of two biases", node)
 

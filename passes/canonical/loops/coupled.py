@@ -179,8 +179,9 @@ class CoupledStates:
         if [nodes[i] for i in tensors] != call.operands or node.meta["val"].dtype != self.options["dtype"]:
             raise error
         state_leaves = {i for i, x in enumerate(leaves) if isinstance(x, ColumnRef)}
+        # The leaves of terms without a state, which are 0 in the linear part; None if the op is not affine in a state.
         zeroed = _stateless_terms(terms, leaf_names(node), state_leaves)
-        if zeroed is None or node.kwargs.get("rounding_mode") is not None:
+        if zeroed is None or node.kwargs.get("rounding_mode") is not None:  # div that rounds is not linear
             raise error
         coefficients = set(range(len(leaves))) - state_leaves - set(zeroed)
         self._record_dims(column, leaves, rule, dict(zip(tensors, rule.operands)), coefficients)
@@ -256,14 +257,14 @@ class CoupledStates:
         return self._split_states(out, steps)
 
     def _split_states(self, out: Node, steps: int) -> dict[StepColumn, BatchedValue]:
-        """Return the values of the states by their columns of the loop, as tensors of a state with a dim for the steps.
+        """Return the values of each state at all steps, by its column: one tensor with an additional dim of the steps.
 
         Args:
             out: The result of the scan, (batch, steps, mixed elements of all states, repeated elements).
             steps: The number of steps.
         """
         values = {}
-        ndim, time = len(self.shape), len(self.batch_dims)
+        ndim, steps_dim = len(self.shape), len(self.batch_dims)  # the dim of the steps in `out`
         position = min(1, ndim)  # of the steps in each value: after the first dim, which usually is the batch
         scan_order = [*self.batch_dims, None, *self.mixed_dims, *self.repeated_dims]  # None: the dim of the steps
         value_order: list[int | None] = list(range(ndim))
@@ -272,7 +273,8 @@ class CoupledStates:
         for i, state in enumerate(self.states):
             if state.lag > 1:  # an earlier value of the same column
                 continue
-            x = self._compute(aten.slice.Tensor, out, time + 1, i * self.rows, (i + 1) * self.rows)
+            # The rows of this state among the mixed elements of all states, which are the dim after the steps.
+            x = self._compute(aten.slice.Tensor, out, steps_dim + 1, i * self.rows, (i + 1) * self.rows)
             node = self._arrange(self.editor.reshape(x, sizes, self.like), map(scan_order.index, value_order))
             values[state.column] = BatchedValue(node, position)
         return values
@@ -280,14 +282,14 @@ class CoupledStates:
     def _terms_and_maps(self) -> tuple[list[Node], list[Node]]:
         """Return b of each state, (steps, ...), and m of each state, (steps, basis, ...) with size 1 in repeated dims.
 
-        m is equal for all columns of the states, so one column suffices.
+        m is the same for each element of a repeated dim, so it is computed for one element of these dims only.
         """
         num_states, dims_to_cut = len(self.states), list[int]()
         try:
             results = self._evaluate(frozenset(self.repeated_dims))
         except (RuntimeError, ValueError, NotALoop):
             # An op of the body, such as an expand, has the sizes of repeated dims as arguments, so that it fails for
-            # size 1: compute all columns, and keep one.
+            # size 1: compute m for all elements, and keep the first.
             results, dims_to_cut = self._evaluate(frozenset()), self.repeated_dims
         terms, maps = results[:num_states], results[num_states:]
         for d in dims_to_cut:  # the dims of the states follow steps and basis

@@ -54,6 +54,7 @@ def match_shift(node: Node) -> PadMatch | None:
     A shift adds one row of a constant at one end of a dim and cuts one at the other: a padding of (1, -1) or (-1, 1).
     It may be written as pad(x, (1, 0))[:-1], as pad(x[:-1], (1, 0)), or with a cat in place of the pad.
     """
+    # Values between the source and the node must have no other reader, for which they would be computed in any case.
     piece = match_slice(node)
     pad = match_padding(node if piece is None else value_origin(piece.source))
     if piece is not None and pad is not None:  # pad(x, (1, 0))[:-1]: subtract the rows that the slice cuts
@@ -255,7 +256,7 @@ def _reverse_refusal(node: Node) -> str | None:
     flips = [x for x in iterate_reachable(operands, _pointwise_operands) if dim in flipped_dims(x)]
     if not flips or dim not in flipped_dims(node):
         return None
-    if not all(flips_along(x, dim) for x in (node, *flips)):
+    if not all(flips_along(x, dim) for x in (node, *flips)):  # True for a flip of this dim only
         return f"other dims than {dim} are flipped with it; flip them separately"
     if not is_only_read_by(inner, node):
         return f"another op reads the scan ({inner.name}) before it is flipped back"
@@ -306,7 +307,7 @@ def _match_combination(node: Node) -> ScanMatch | None:
     signs = _SumSigns(terms[scan.node], sum(terms[x] for x in operands), sum(terms[x] for x in totals))
     if (scan.exclusive, signs) not in _SUM_FORMS:
         return None
-    exclusive, is_reversed = _SUM_FORMS[scan.exclusive, signs]
+    exclusive, is_reversed = _SUM_FORMS[scan.exclusive, signs]  # of the sum; reversed relative to `scan`
     return replace(scan, exclusive=exclusive, reverse=scan.reverse != is_reversed)
 
 

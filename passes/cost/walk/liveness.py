@@ -157,7 +157,7 @@ class _TileLoop:
         """Return the tile loop of a node whose target is in `TILE_LOOPS`."""
         # Index of the first operand, the part of the program that the loop runs, and its lists of results.
         first_operand, part, result_kinds = TILE_LOOPS[node.target]
-        tiled, untiled, tiles, name, _ = node.args[first_operand:]
+        tiled, untiled, tiles, name, _ = node.args[first_operand:]  # the last argument is a seed
         program: TileProgram = PROGRAMS[name]
         sizes = program.sizes([x.meta["val"] for x in (*tiled, *untiled)])
         accumulators = wide = narrow = 0  # bytes
@@ -363,7 +363,8 @@ class StorageTable(KernelSchedule):
     def _retained_by(self, node: Node) -> set[StorageKey]:
         """Return the storages that a kernel does not overwrite although it reads them last.
 
-        These are tangents, which AOTAutograd does not donate, and what several nodes of a fused kernel read.
+        These are tangents, which AOTAutograd does not donate, and, on a GPU, what several nodes of a fused kernel read:
+        Inductor writes over an operand only if a single node of the kernel reads it.
         """
         tangents = {key for key in self.kernel_reads[node] if is_tangent(self.producer[key])}
         return tangents | self.read_often.get(node, frozenset())
@@ -398,7 +399,7 @@ class StorageTable(KernelSchedule):
             self.value_reads[node] = frozenset(keys)
             self.kernel_writes[node] = []
             self.kernel_reads[node] = operand_reads | self.kernel_reads.get(node.args[0], frozenset())
-        elif node.target in ARRIVALS:  # a wait for a copy to or from the host
+        elif node.target in ARRIVALS:  # a wait for a copy to or from the host, without a result
             self.value_reads[node], self.kernel_writes[node], self.kernel_reads[node] = frozenset(), [], operand_reads
         elif not new and node.target in MUTATIONS:  # a kernel that writes to its operands
             self.value_reads[node], self.kernel_writes[node], self.kernel_reads[node] = (
@@ -422,6 +423,7 @@ class StorageTable(KernelSchedule):
             # Without the ops that need it in memory (`copies_operands`, ignored here), the value would be inlined.
             if is_on_gpu(node) and self._is_inlined(node, operand_reads, copies_operands):
                 self.uncopied_reads[node] = operand_reads
+            # The storages exist from the kernel that first writes them: for a cat, this may be that of an operand.
             self.kernel_writes[self._first_writer(node)] += new
 
     def _add_storages(self, node: Node) -> list[StorageKey]:
@@ -430,7 +432,7 @@ class StorageTable(KernelSchedule):
         new = [key for key in nbytes if key not in self.producer]
         for key in new:
             self.producer[key] = node
-            self.sizes[key] = 0 if node.target is TO_HOST else nbytes[key]
+            self.sizes[key] = 0 if node.target is TO_HOST else nbytes[key]  # a copy on the host has no device memory
         self.dtypes.update((self.key(x), x.dtype) for x in node_tensors(node))
         return new
 
@@ -438,7 +440,8 @@ class StorageTable(KernelSchedule):
         """Return the kernel that first writes a node's storage: for a cat, the first reduction that it reads."""
         if not self.fused or node.target is not CAT:
             return node
-        # Inductor writes the operands of a cat directly to its result.
+        # Inductor writes the operands of a cat directly to its result: a reduction by a kernel of its own, which runs
+        # before; elementwise operands are computed by the kernel of the cat.
         operands = {self.producer[key] for x in node.all_input_nodes for key in self.value_reads[x]}
         return next((x for x in self.kernel_writes if x in operands and x.target in REDUCTIONS), node)
 

@@ -48,7 +48,7 @@ def _attention_rule(call: OpCall) -> BoundRule:
     table_ndims = [len(node_shape(x)) for x in call.get("tables") or ()]
     others += [factor_names(ndim, f"table{i}_") for i, ndim in enumerate(table_ndims)]
     all_names = ((*leading, "q", "d"), (*leading, "k", "d"), (*leading, "k", "e"), *others)
-    # A dim of size 1 that broadcasts gets the name "".
+    # A dim of size 1 that broadcasts to a larger one gets the name "". Dims without a size in `sizes` do not broadcast.
     operands = tuple(
         align_names(call.shape(i), [sizes.get(f, 1) for f in names], names) for i, names in enumerate(all_names)
     )
@@ -64,9 +64,10 @@ def _attention_rule(call: OpCall) -> BoundRule:
 
 
 def _leading_names(call: OpCall) -> tuple[Dims, dict[str, Size]]:
-    """Return the names of the leading dims of attention, (.., "b1", "b0", "h"), and the sizes of these, "q" and "k".
+    """Return the names of the leading dims of attention, (.., "b1", "b0", "h"), and the sizes of dims by name.
 
-    These are sizes of the result, and the numbers of queries and keys. An operand with a smaller dim broadcasts.
+    The sizes are those of the leading dims in the result, and "q" and "k", the numbers of queries and keys. A leading
+    dim of an operand may have size 1, and then broadcasts.
     """
     result_shape = call.result_shapes()[0]
     ndim = len(result_shape) - 2
@@ -93,12 +94,13 @@ def sharded_attention_rule(call: OpCall) -> BoundRule:
     if call.get("mask_rows"):
         others[0], names_of_others[0] = queries, (*names_of_others[0][:SEQUENCE], "q", "keys")
     result = ("b", "h", "q", "out" if call["lse"] else "e")
+    # Dims that the result does not have are "whole"; the fixed placements of the operands take precedence over kinds.
     vanishing = [f for names in (("g", "k", "d", "e"), *names_of_others) for f in names if f not in result]
     return BoundRule(
         (*attended, *names_of_others),
         (result,),
         dict.fromkeys(vanishing, "whole"),
-        masks=(3,) if call["mask"] is not None else (),
+        masks=(3,) if call["mask"] is not None else (),  # number of the operand
         operand_placements=(queries, keys, keys, *others),
         result_placements=queries,
     )

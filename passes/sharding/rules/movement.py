@@ -136,7 +136,7 @@ def _squeeze_rule(call: OpCall) -> BoundRule | None:
     names = factor_names(len(shape))
     requested: Sequence[int] = range(len(shape))
     if "dim" in call.args and shape:
-        requested = normalize_dims(call["dim"], len(shape)) if call["dim"] != [] else ()
+        requested = normalize_dims(call["dim"], len(shape)) if call["dim"] != [] else ()  # squeeze(x, []) removes none
     removed = {d for d in requested if is_same_size(shape[d], 1)}
     if len(shape) - len(removed) != len(call.result_shapes()[0]):
         return None
@@ -305,7 +305,8 @@ def unfold_rule(call: OpCall) -> BoundRule:
     """
     dim = wrap_dim(call.get("dim", call.get("dimension")), call.ndim())
     names = factor_names(call.ndim())
-    return _gathered_at(call, [dim] if names else [], (*replace_dims(names, [dim], "windows"), "window"))
+    gathered = [dim] if names else []  # [] for a tensor without dims, which unfold accepts
+    return _gathered_at(call, gathered, (*replace_dims(names, [dim], "windows"), "window"))
 
 
 @register_rule_function(aten.select.int, aten.unbind.int)

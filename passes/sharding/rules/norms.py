@@ -184,7 +184,7 @@ def _row_loss_rule(call: OpCall) -> BoundRule | None:
     With a reduction, the rows have the kind "mean", or "total" for a sum, in which no fill of one operand removes
     padded rows. None without a batch.
     """
-    plain, weighted, rows = ROW_LOSSES[call.node.target]
+    plain, weighted, rows = ROW_LOSSES[call.node.target]  # dims of operands without and with class weights; of rows
     if call.ndim() < 2:
         return None
     text = weighted if call.get("weight") is not None else plain

@@ -139,6 +139,7 @@ class ShardedAttention(AttentionPass):
         assert query is not None
         q_frame = self.sizes.list(query.frame_arg())
         k_frame = self.sizes.list(key.frame_arg()) if key is not None else []  # []: every rank has all keys
+        # `_balance` is True if the op exchanges rows to zigzag order before it runs, and back.
         with self.graph.inserting_before(node):
             batch = shape[:-3]
             qkv = [self._to_four_dims(x, batch, node) for x in call.operands[:3]]
@@ -193,7 +194,7 @@ class ShardedAttention(AttentionPass):
             node: The attention, whose metadata the new nodes get.
         """
         shape = as_sizes(x.meta["val"].shape)
-        heads_rows_width = ((1,) * 3 + shape)[-3:]
+        heads_rows_width = ((1,) * 3 + shape)[-3:]  # (H, S, D), with 1 for a dim that x does not have
         full = (*batch, *heads_rows_width)
         x = self.reshape(x, (1,) * (len(full) - len(shape)) + shape, node)
         if not is_same_shape(as_sizes(x.meta["val"].shape), full):
@@ -239,7 +240,8 @@ def has_broadcast_heads(call: OpCall) -> bool:
     if call.ndim(0) < 3:
         return False
     query_heads, key_heads, value_heads = head_counts(call)
-    return key_heads != value_heads or query_heads != as_sizes(call.node.meta["val"].shape)[-3]
+    result_heads = as_sizes(call.node.meta["val"].shape)[-3]
+    return key_heads != value_heads or query_heads != result_heads
 
 
 def has_fills(call: OpCall) -> bool:
@@ -251,7 +253,9 @@ def has_fills(call: OpCall) -> bool:
     if may_have_fills(call.get("score") or ""):
         return True
     is_float_mask = mask is not None and mask.meta["val"].is_floating_point()
-    if not is_float_mask or masks_all_weight(call):  # sinks get all of the weight of a row that is masked completely
+    # A row whose keys all have fills would have uniform weights. With learned sinks (`masks_all_weight`), the sink has
+    # all of the weight of such a row, so that a fill has the effect of -inf.
+    if not is_float_mask or masks_all_weight(call):
         return False
     return mask in fill_nodes(call.node.graph.owning_module)
 

@@ -74,6 +74,7 @@ def _gather_candidates(shape: AttentionShape, machine: Machine, layout: str) -> 
         memory = max(in_kernel, after_kernel) + shape.gradient_bytes
     rounds = (runs, 2 * runs)  # collectives of forward and backward
     ulysses, ring = 1, n  # no heads are exchanged; each rank has the keys of n ranks
+    # folds_keys=False: an exchange of rows to another order moves queries only, as keys are gathered in any order.
     yield Candidate("gather", ulysses, ring, layout, forward, backward, memory, rounds, folds_keys=False)
 
 

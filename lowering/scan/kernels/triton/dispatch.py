@@ -66,7 +66,7 @@ def run_sweep(sweep: Sweep, initial: State | None, out: State | None, total: boo
     """
     sizes = tile_sizes()
     tile_bytes, warps = sizes.walk  # bytes of the states of a tile, and warps of its program
-    elements = _floor_power_of_2(tile_bytes // sweep.state_bytes)
+    elements = _floor_power_of_2(tile_bytes // sweep.state_bytes)  # states of a tile
     if sweep.compute.itemsize == 8:  # more warps, so that registers suffice
         needed_warps = elements * sweep.value_bytes // WARP_BYTES
         warps = max(warps, _floor_power_of_2(needed_warps))
@@ -75,7 +75,8 @@ def run_sweep(sweep: Sweep, initial: State | None, out: State | None, total: boo
     multiprocessors = _multiprocessors(sweep.x.device)
     if choose_schedule(across, along, multiprocessors, sizes) == "one":
         return scan_single_pass(sweep, tile, initial, out, total)
-    num_parts = min(triton.cdiv(sizes.programs * multiprocessors, across), along)  # of a line
+    # As many parts of each line as keep the device busy: `sizes.programs` programs per multiprocessor.
+    num_parts = min(triton.cdiv(sizes.programs * multiprocessors, across), along)
     steps_of_part = tile.steps * triton.cdiv(along, num_parts)
     return scan_in_parts(sweep, tile, steps_of_part, initial, out)
 

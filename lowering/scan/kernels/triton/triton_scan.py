@@ -77,7 +77,7 @@ def linear_triton(problem: ScanProblem, a: Tensor, b: Tensor, initial: Tensor | 
 
 
 def linear_total_triton(problem: ScanProblem, a: Tensor, b: Tensor) -> Pair:
-    """Return the factor and the state of the affine map of all rows."""
+    """Return the factor and the state of the affine map of all rows, h -> factor * h + state, (outer, inner) each."""
     from .dispatch import run_sweep
 
     shape, accumulate = (a.shape[0], a.shape[2]), problem.accumulate
@@ -85,12 +85,15 @@ def linear_total_triton(problem: ScanProblem, a: Tensor, b: Tensor) -> Pair:
         return a.new_ones(shape, dtype=accumulate), b.new_zeros(shape, dtype=accumulate)
     total = run_sweep(_recurrence_sweep(problem, a, b), initial=None, out=None, total=True)
     assert total is not None
-    assert total.second is not None
+    assert total.second is not None  # the product of the factors a
     return total.second.view(shape).to(accumulate), total.value.view(shape).to(accumulate)
 
 
 def _recurrence_sweep(problem: ScanProblem, a: Tensor, b: Tensor) -> Sweep:
-    """Return the sweep of a recurrence with the factors a and the summands b; a lagged one shifts the factors."""
+    """Return the sweep of the recurrence h_i = a_i * h_(i-1) + b_i.
+
+    A lagged one has the factor of the row before, h_i = a_(i-1) * h_(i-1) + b_i: the sweep shifts the factors by a row.
+    """
     from .triton_tiles import Sweep
 
     compute = _state_dtype(problem.accumulate)
