@@ -112,13 +112,13 @@ def describe_training() -> str:
     for value in _compiled_locals().values():
         values.extend(value if isinstance(value, tuple) else (value,))  # a tuple: *args
     models = {id(x): x for x in values if isinstance(x, torch.nn.Module)}  # without duplicates
-    texts = {class_name(model): _training_text(model) for model in models.values()}
+    texts = [(class_name(model), _training_text(model)) for model in models.values()]
     if not texts:
         return ""
-    first, *others = {*texts.values()}
+    first, *others = {text for _, text in texts}
     if not others:  # all models have the same mode
         return f"is in {first}"
-    return "has " + " and ".join(f"{name} in {text}" for name, text in texts.items())
+    return "has " + " and ".join(f"{name} in {text}" for name, text in texts)
 
 
 def _training_text(model: torch.nn.Module) -> str:

@@ -192,7 +192,8 @@ class _Functionalizer:
         (target, *_), _ = self.aliases.calls[node]  # args and kwargs
         op = functional_form(node.target)
         if op is None or self.aliases.root(target).op in ("placeholder", "get_attr"):
-            raise WriteError("SP223", f"{node.name}: {node.target} at {node_line(node)} changes the shape of an input.")
+            changed = "the storage of a tensor" if op is None else "the shape of an input"  # None: resize_, set_
+            raise WriteError("SP223", f"{node.name}: {node.target} at {node_line(node)} changes {changed}.")
         node.target = op
         node.args, node.kwargs = self.current_arguments(node)
         self.record(node)

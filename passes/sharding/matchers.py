@@ -458,7 +458,9 @@ def constant_value(node: Any) -> Number | None:
         return None if number is None else round_to_dtype(number, node.meta["val"].dtype)
     if node.target is aten.sqrt.default:
         root = constant_value(node.args[0])
-        return math.sqrt(root) if root is not None and root >= 0 else None
+        if root is None or root < 0:
+            return None
+        return round_to_dtype(math.sqrt(root), node.meta["val"].dtype)
     source = node.args[0] if node.target is aten.repeat.default else move_source(node)
     number = constant_value(source) if source is not None else None
     if number is None or source is None or _has_same_type(source, node):

@@ -236,7 +236,8 @@ class CacheSharing:
         cache = self._new_cache()
         cache.layers = self._rows_layers(cache)
         name = TOKEN_NAMES[tokens.is_floating_point()]  # the second one for embeddings
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):  # restores the CPU's random state
+        devices = [tokens.device] if tokens.is_cuda else []
+        with torch.no_grad(), torch.random.fork_rng(devices):  # restores the random state of the CPU and the device
             self._step(forward, {name: tokens[:1, :1], cache_name: cache, "use_cache": True})
         _tried.add(self.model)
 
