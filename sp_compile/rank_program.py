@@ -80,6 +80,7 @@ class RankProgram:
     def input_bytes(self) -> int:
         """Return the bytes of the arguments on this rank, without parameters and buffers."""
         inputs = self.graph.graph.find_nodes(op="placeholder")
+        # `parameter` is True for a parameter or buffer, and None if it was not determined.
         arguments = [node for node in inputs if node_info(node).parameter is False]
         return sum(nbytes_of(x) for node in arguments for x in node_tensors(node))
 
@@ -267,9 +268,10 @@ def _guard_sequence(
 
     The arguments are those of `guard_program`, and the facts of `_describe_program`.
     """
-    gm, digest, boundary = program.graph, ProgramDigest(), GraphBoundary()  # of a failed compilation
+    gm, digest, boundary = program.graph, ProgramDigest(), GraphBoundary()  # empty for a failed compilation
     if lowered is not None:
         boundary = lowered.boundary
+        # The graphs of an unsplit program may differ between ranks, except for the collectives of the program.
         digest = exchange_digest(gm) if info.unsplit_reason else graph_digest(lowered.graph, input_names(gm))
     inputs = sequence_inputs(gm, program.inputs, boundary.own_rows, is_run=lowered is not None)
     return GuardedProgram(

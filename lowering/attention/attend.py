@@ -136,6 +136,7 @@ class KernelSelector:
         returned, and no packed calls.
         """
         if not self._has_mask and not self.select(Kind.PACKED, self._rows).supports_masks:
+            # The plan for kernels with windows: packed calls, and the other blocks.
             packed = [(call, self._select_for(call)) for call in self._plan.packed]
             blocks = [(block, self._select_for(block)) for block in self._plan.others]
             window_kernels = [kernel for _, kernel in packed]  # MASKED blocks have no window: any kernel may run them
@@ -185,8 +186,8 @@ def _query_strips(q: Tensor, v: Tensor, masking: CallMask, mask_grad: bool) -> I
     # Blocks with the same queries are consecutive. A BAND is not merged with blocks for kernels without windows.
     for _, group in groupby(block_calls, key=lambda call: (call[0].query_rows, call[0].kind is Kind.BAND)):
         calls = list(group)
-        # A kernel without tensor masks has no tensors that grow with the queries. It is not cut, as it could not run
-        # the lower rows of a causal block either, whose diagonal is elsewhere.
+        # A kernel without tensor masks has no tensors that grow with the queries, so its calls are not cut. It could
+        # not run the lower rows of a causal block: without the upper ones, the diagonal is not in the corner.
         uncut: QueryStrip = [call for call in calls if not call[1].supports_masks]
         if uncut:
             yield uncut
@@ -345,7 +346,7 @@ def backward_workspace(
     """Return the peak memory of the backward, without its operands and results, in bytes, for estimates.
 
     It is the larger of two moments, during the kernel call and after it. ``workspace`` is that of a kernel that is not
-    dense. The caller adds the bytes of the results.
+    dense (stores no scores). The caller adds the bytes of the results.
     """
     args, mask_grad, packed = _parse_backward(arguments)
     num_score_tensors = 6 if args.score else 5  # of a dense kernel at a time
@@ -360,7 +361,7 @@ def backward_workspace(
         after_kernel = grad_bytes
     elif packed:  # dk and dv are copied to the packed tensor
         after_kernel = key_grad_bytes
-    is_zigzag = args.q_span[1] > 1
+    is_zigzag = args.q_span[1] > 1  # the number of chunks of a shard
     # A second call, for the other half of the queries, adds to existing results: workspace, dq and dk, dv of this call.
     if widening > 1 and is_zigzag:
         after_kernel = max(after_kernel, (workspace + operand_bytes(q)) // 2 + key_grad_bytes)
@@ -454,6 +455,7 @@ def attend_backward(
     key_buffers = _key_grad_buffers(k, v, dtype, packed) if packed else None
     dk_buffer, dv_buffer = (None, None) if key_buffers is None else split_keys_values(key_buffers[0], k, v)
     dq, dk, dv = GradAccumulator(q, dtype), GradAccumulator(k, dtype, dk_buffer), GradAccumulator(v, dtype, dv_buffer)
+    # The sign of the scale: the kernel receives q * sign, because its scale must be positive.
     sign, dmask = sum_gradients((grad, q, k, v, out, lse), args, mask_grad, (dq, dk, dv))
     q_total, *key_totals = (accumulator.total() for accumulator in (dq, dk, dv))
     q_total = q_total if sign == 1 else q_total * sign

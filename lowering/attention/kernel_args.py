@@ -233,7 +233,7 @@ _MAX_COPIED_BYTES = 64 << 20  # the maximum bytes of these copies
 
 
 def pad_last_dim(width: int, *xs: Tensor) -> list[Tensor]:
-    """Return the tensors with the last dim padded with zeros to ``width`` and contiguous, as kernels require it.
+    """Return the tensors with the last dim padded with zeros to ``width`` and with stride 1, as kernels require it.
 
     Zeros change neither scores nor the first elements of outputs, to which callers trim results.
     """

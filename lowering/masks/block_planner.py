@@ -52,7 +52,7 @@ class BlockPlanner:
     def __init__(
         self, predicate: str, q_rows: Rows, k_rows: Rows, sizes: tuple[int, ...], rows: Vectors, cols: Vectors
     ) -> None:
-        """Parse the predicate, whose vectors and sizes these are. Arguments: see `plan_blocks`.
+        """Parse the predicate, which may read these vectors and sizes. Arguments: see `plan_blocks`.
 
         Raises:
             SpError: If the predicate reads a symbol without a value.
@@ -83,6 +83,7 @@ class BlockPlanner:
         # Many or masked blocks, as those of a window, become bands if possible, for kernels with windows.
         is_costly = len(all_blocks) > MAX_PARTS or has_masked(all_blocks)
         bands = self.band_blocks() if is_costly else None
+        # `others` are for kernels with windows (there are no packed calls), `create_blocks` is for all other kernels.
         return BlockPlan(others=bands or all_blocks, create_blocks=lambda: all_blocks)
 
     def _plan_tiles(self, tiles: Sequence[CellPair]) -> BlockPlan:
@@ -94,7 +95,7 @@ class BlockPlanner:
         """
         runs, others, tile_blocks = list[AttendedRun](), list[Block](), list[TileBlocks]()
         for tile in tiles:
-            known_runs = _known_runs(tile)
+            known_runs = _known_runs(tile)  # None if windows do not describe the pairs that attend
             if known_runs is not None:
                 known_runs = [piece for run in known_runs for piece in split_run(run)]
                 tile_blocks.append((tile, partial(self._run_blocks, tile, known_runs)))
@@ -125,9 +126,10 @@ class BlockPlanner:
     def band_blocks(self) -> tuple[Block, ...] | None:
         """Return one block for each run (rectangle with a window) of the mask, for kernels with windows.
 
-        None if the pairs of some part of the mask are not those of a window.
+        None if the pairs of some part of the mask are not those of a window, or if there would be too many tiles.
         """
         tiles = self._nonempty_tiles()
+        # The runs of each tile, or None for a tile that runs do not describe.
         runs_of_tiles = None if tiles is None else [part_runs(tile) for tile in tiles]
         if runs_of_tiles is None or None in runs_of_tiles:
             return None
@@ -175,7 +177,11 @@ class BlockPlanner:
 
         Queries are cut into strips. The keys of a strip are a masked triangle, keys that all its queries see, and a
         causal block; or one masked block in a narrow band. A window over packed documents has tens of thousands of
-        strips, so the loop avoids function calls.
+        strips, so the loop avoids function calls. A strip of queries 10, 11, 12 in the band (-4, 0):
+
+            query 10 sees keys 6 ... 10     masked   keys [6, 8)
+            query 11 sees keys 7 ... 11     full     keys [8, 10)
+            query 12 sees keys 8 ... 12     causal   keys [10, 13), as many as queries
 
         Args:
             q: The queries.
@@ -187,6 +193,7 @@ class BlockPlanner:
         rows, keys, q_off, k_off = q[1] - q[0], k[1] - k[0], q[0], k[0]
         width = min(upper, keys) - max(lower, -rows) + 1  # keys that a query sees, at most
         # A strip has a quarter of the width, in units of TILE_ROWS, so that most of its keys are full.
+        # The masks of a strip have at most about height * height elements for each entry of their batch.
         max_height = math.isqrt(MAX_MASK_ELEMENTS // self._mask_batch(undecided))
         height = min(max(width // 4 // TILE_ROWS, 1) * TILE_ROWS, max_height)
         end = min(rows, keys - lower)  # later queries see no key
@@ -206,7 +213,7 @@ class BlockPlanner:
                 blocks.append(Block(q_off + first, size, k_off + low, full_begin - low, Kind.MASKED, undecided))
             blocks.append(Block(q_off + first, size, k_off + full_begin, full_end - full_begin, Kind.FULL))
             if full_end < high:
-                kind = Kind.CAUSAL if high - full_end == size else Kind.MASKED
+                kind = Kind.CAUSAL if high - full_end == size else Kind.MASKED  # not square if keys were clipped
                 blocks.append(Block(q_off + first, size, k_off + full_end, high - full_end, kind, undecided))
         return blocks
 
@@ -258,6 +265,8 @@ class BlockPlanner:
         if shift is not None:
             yield from self._cover_causal(q, k, shift, undecided)
             return
+        # Keys do not ascend if they are second chunks of several zigzag shards, which are stored in reversed order. A
+        # causal mask then cuts through one of these segments; the others are seen by all queries or by none.
         blocks = self._cover_one_segment(q, k) if undecided and not ascends else []
         if blocks:
             yield from blocks
@@ -300,7 +309,8 @@ class BlockPlanner:
                 (query_value, query_slope), (key_value, key_slope) = query_line, key_line
                 if key_slope <= 0 or query_slope != -key_slope:
                     return None
-                # With i and j counted from the first query and key: key_slope * (j - i) <= -first_sum. The indices are
+                # The condition is query_side + key_side + constant <= 0, such as -q + k - 3 <= 0. With i and j counted
+                # from the first query and key it is key_slope * (j - i) + first_sum <= 0. The indices are
                 # k = of_key[0] + j and q = of_query[0] + i.
                 first_sum = query_value + key_value + linear.constant
                 max_difference = -first_sum // key_slope  # of j - i
@@ -325,12 +335,13 @@ class BlockPlanner:
         yield from run_blocks(AttendedRun(q, k, CAUSAL_WINDOW), undecided)
 
     def _cover_one_segment(self, q: Range, k: Range) -> list[Block]:
-        """Return blocks if all queries see all keys but those of one segment, else [].
+        """Return the blocks of q x k if only one segment (consecutive rows) of the keys is not seen in full, else [].
 
-        Keys are in segments of consecutive rows. [], too, if the keys of that segment need several blocks of queries.
+        Each of them has all queries. Returns [], too, if the keys of that segment need several blocks of queries.
         """
         boundaries = [offset for offset in index_boundaries(self._k_rows) if k[0] < offset < k[1]]
         segments = pairwise([k[0], *boundaries, k[1]])
+        # A verdict is True only if all queries see all keys of the segment.
         partial_segments = [segment for segment in segments if not self.verdict(q, segment)]
         if len(partial_segments) != 1:
             return []

@@ -146,7 +146,8 @@ def _affine_bytes(call: OpCall, folds: int, extent: Callable[[Any], Size]) -> Si
 def _linear_attention_bytes(call: OpCall, folds: int, extent: Callable[[Any], Size]) -> Size:
     """Return the bytes of a carry in linear attention: a factor (K, K) and a state (K, V) per head.
 
-    The state after the last token is gathered, too, for ``sp::linear_attention_state``.
+    The state after the last token is gathered, too, for ``sp::linear_attention_state``. `extent` returns the size to
+    assume for a dim, which may be symbolic.
     """
     k, v = (x.meta["val"] for x in call.operands[1:3])  # (B, S, H, K) and (B, S, H, V)
     batch, heads, size, columns = map(extent, (k.shape[0], *k.shape[2:], v.shape[-1]))

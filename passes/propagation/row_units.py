@@ -46,13 +46,14 @@ def express_in_rows(axes: Axes, node: Node, index: int, placement: Placement) ->
 
 
 def _convert_units(shard: Shard, atom: Atom, inner: Size, n: int) -> Shard | None:
-    """Return a shard whose frame counts the rows of an atom, or None if it is no shard of complete rows.
+    """Return the same shard with a frame that counts the rows of an atom, or None if it is no shard of complete rows.
 
-    The outer factor of both is the same, and their frames have the same positions in elements of the dim.
+    In the example above, a frame of 4 rows of windows, with inner = 4 w, becomes one of 16 rows with inner = w. The
+    positions of the frame, times inner, and the outer factor do not change.
 
     Args:
         shard: The placement.
-        atom: A factor of its dim.
+        atom: A factor of its dim, such as the 16 rows of the image.
         inner: The size of the factors of the dim after the atom.
         n: Number of ranks.
     """
@@ -78,7 +79,7 @@ def _flatten_product(axes: Axes, shard: Shard, dim: Dim) -> Shard:
         dim: The factors of its dim, from the rows on.
     """
     names, frame = tuple(axes.find(a.name) for a in dim), shard.frame
-    for run in axes.flat:
+    for run in axes.flat:  # the names of rows and columns whose product attention reads as one sequence
         if names[: len(run)] == run:
             columns = _size_of(dim[1 : len(run)])
             sizes = (frame.size * columns, frame.start * columns, frame.length * columns)

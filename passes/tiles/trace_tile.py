@@ -91,7 +91,11 @@ class TileFunction:
         return [self._fake_operand(x) for x in (*self.region.rows, *self.region.replicated)]
 
     def _fake_operand(self, x: Node) -> Tensor:
-        """Return an empty tensor for an operand; a replicated one has its strides, unless a size is symbolic."""
+        """Return an empty tensor for an operand.
+
+        Tiles of rows are contiguous copies. A replicated operand is passed as it is, so its tensor has its strides,
+        unless a size is symbolic.
+        """
         value, strides = x.meta["val"], as_sizes(x.meta["val"].stride())
         shape = resolve_shape(split_row_dim(self.view, x, self.length), self.sizes)
         is_static = all(isinstance(extent, int) for extent in (*as_sizes(value.shape), *strides))

@@ -100,6 +100,7 @@ def unroll_step(
         As in `OffloadValues`, the state of the optimizer counts only if it is sharded; else it is unknown.
         """
         memory = StepMemory(weights, ADAMW_STATE if is_sharded else 0.0, [graph_step])
+        # `fsdp(n)` is the peak on each of n ranks that share the weights and the state of the optimizer.
         return (memory.fsdp(n) if is_sharded else memory.peak) <= machine.memory
 
     return unroll.step(unroll.min_offload(fits) if options.offload == "auto" else unroll.share(float(options.offload)))

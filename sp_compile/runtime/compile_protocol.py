@@ -106,10 +106,10 @@ class CompileProtocol:
         Returns:
             The error, or that of another rank that these exchanges received; None if no rank has failed.
         """
-        while self.remaining:
+        while self.remaining:  # `_run_next` removes one
             try:
                 self._run_next(error)
-            except RankMismatchError as mismatch:
+            except RankMismatchError as mismatch:  # another rank sent an error, is lost or runs another operation
                 error = error or mismatch
         return error
 

@@ -232,6 +232,7 @@ class _ScoreWriter:
             return self._emit_outer(node.target, args, kwargs)
         if node.target in (aten.index.Tensor, aten.select.int):
             return self._look_up(node, values)
+        # Values of a pair have no dims.
         if not (node.target in _ELEMENT_OPS or is_pure_pointwise(node.target)) or node.meta["val"].ndim:
             raise NotSymbolic(f"it calls {node.target}, which is not elementwise over pairs")
         args, kwargs = pytree.tree_map(
@@ -286,7 +287,8 @@ class _ScoreWriter:
     def _look_up(self, node: Node, values: Mapping[Node, Any]) -> _TableElement:
         """Return the element of a table that an index or select reads.
 
-        table[i][j] has two of them: the first one leaves dim 1 without an index (open), the second one indexes it.
+        table[i][j] is two such nodes. The first one returns the element with indices (i, None): dim 1 is open, without
+        an index. The second one, whose dims are the open ones, sets it.
 
         Args:
             node: The index or select, a node of a score_mod or mask_mod.

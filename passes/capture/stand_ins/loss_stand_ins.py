@@ -53,7 +53,7 @@ def _log_prob_statistics(
     """Compute TRL's ChunkedLogProbFunction for hidden (N, H), weight (V, H) and targets (N); statistics are float32.
 
     Returns the log-probabilities of the targets, and entropy, log(sum p^2), the mean logit, and True where the target
-    is the most likely token; each (N), and None if `outputs` does not contain it.
+    is the most likely token; each (N), and None if `outputs` does not contain it. Only the first two have gradients.
     """
     logits = _cap(_project(hidden, weight, bias).float() * logit_scale, final_logit_softcapping) / temperature
     log_z = logits.logsumexp(-1)

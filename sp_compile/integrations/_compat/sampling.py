@@ -32,6 +32,7 @@ class SampleSharer:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Create the Trainer, and continue with the random state of the first rank of the sequence."""
+        # TRL shards a reference model by `prepare_fsdp`, which would not compile it.
         with _replace_globals(type(self), "__init__", {"prepare_fsdp": _prepare_reference}):
             super().__init__(*args, **kwargs)
         self._share(None)
