@@ -158,9 +158,9 @@ class Report:
             yield tabulate(self.errors, headers=("against a single device", "largest relative error"), floatfmt=".2e")
 
     def _layer_table(self) -> str:
-        """Return a table of the tensor-parallel layers: a row for each linear layer whose sum is an all_reduce.
+        """Return a table of the tensor-parallel layers: a row for each all_reduce of the program.
 
-        A layer in the mode "scattered" scatters the rows of the sum, a tensor of `shape`, along `dim`.
+        In the mode "scattered", the rows of the sum, a tensor of `shape`, are scattered along `dim`.
         """
         rows = [
             (shorten_line(layer.where), layer.mode, list(layer.shape), layer.dim, layer.ops, layer.why)

@@ -166,7 +166,8 @@ class Kernel:
         """
         if self.device not in (None, key.device.type):
             return False
-        # Only a dense kernel, which stores all scores, has dropout; a fused one also supports score functions.
+        # Only a dense kernel, which stores all scores, supports dropout and an empty head dim. A score function needs a
+        # dense or a fused kernel.
         if not self.dense and (key.dropout or key.head_dim == 0 or (key.score and not self.fused)):
             return False
         # aten's flash attention runs the implementation that the user has activated.

@@ -136,6 +136,7 @@ class RingKeys(NamedTuple):
         for step in self._ring_steps(k, v, wait_then_concat(upstream[0])):
             after = _drop_none(step.next_shift, key_grads.pending, dq)
             operands = upstream, q, step.keys, step.values, step.span, mask_grad
+            # In the first step there are no sums yet, and "scatter" stores the key gradients of each step separately.
             if dq is None or isinstance(key_grads, _ScatteredGradients):
                 step_dq, dk, dv, step_dmask = args.grads(*operands, after, packed)
                 dq = accumulate(dq, step_dq)

@@ -101,7 +101,7 @@ class Layout:
     def local_rows(self, full: Tensor) -> Tensor:
         """Return this rank's rows of a full tensor, without an exchange; padding has copies of valid rows."""
         frame = self.frame(full.shape[self.dim])
-        if self.balanced is not None:
+        if self.balanced is not None:  # from the order of the sequence to the balanced one
             full = sp.reorder.default(full, self.dim, frame, self.balanced.order, self.balanced.inverse)
         return self.as_dense(sp.shard.default(full, self.dim, frame, self.n, self.group))
 
@@ -164,7 +164,7 @@ class ShardStorage:
         Raises:
             SpError: The rows are deferred and their operands have changed.
         """
-        # Dynamo, which may trace a graph that reads this value, would otherwise compute fake tensors from real ones.
+        # While Dynamo traces another program, its modes are active, in which real rows would become fake ones.
         fake_mode = nullcontext() if self._is_traced else use_real_tensors()
         with torch.no_grad(), fake_mode:
             if self.deferred is not None:
@@ -185,7 +185,7 @@ class ShardStorage:
         Raises:
             SpError: A rank does not read the value. All reading ranks raise.
         """
-        if self.full is not None:
+        if self.full is not None:  # nothing is gathered; a dry run records the read, which would gather on real ranks
             self.origin.record_read(self.origin.description)
             return self.full
         local, is_traced = self.rows(), self._is_traced

@@ -83,7 +83,7 @@ class BlockPlanner:
         # Many or masked blocks, as those of a window, become bands if possible, for kernels with windows.
         is_costly = len(all_blocks) > MAX_PARTS or has_masked(all_blocks)
         bands = self.band_blocks() if is_costly else None
-        # `others` are for kernels with windows (there are no packed calls), `create_blocks` is for all other kernels.
+        # `others` are for kernels with windows, `create_blocks` is for kernels without.
         return BlockPlan(others=bands or all_blocks, create_blocks=lambda: all_blocks)
 
     def _plan_tiles(self, tiles: Sequence[CellPair]) -> BlockPlan:
@@ -129,7 +129,6 @@ class BlockPlanner:
         None if the pairs of some part of the mask are not those of a window, or if there would be too many tiles.
         """
         tiles = self._nonempty_tiles()
-        # The runs of each tile, or None for a tile that runs do not describe.
         runs_of_tiles = None if tiles is None else [part_runs(tile) for tile in tiles]
         if runs_of_tiles is None or None in runs_of_tiles:
             return None
@@ -150,7 +149,7 @@ class BlockPlanner:
         q, k = cells_of(self._q_rows, self._row_vectors, "q"), cells_of(self._k_rows, self._col_vectors, "k")
         linears = [self._linears[c] for c in self._conditions]
         tiles = CellGrid(self._conditions, linears, q, k, self._sizes).tiles()
-        if tiles is None or len(self._key_ranges) == 1:
+        if tiles is None or len(self._key_ranges) == 1:  # one range: no padding is between valid keys
             return tiles
         return [part for tile in tiles for part in without_padding(tile, self._key_ranges)]
 
@@ -177,23 +176,16 @@ class BlockPlanner:
 
         Queries are cut into strips. The keys of a strip are a masked triangle, keys that all its queries see, and a
         causal block; or one masked block in a narrow band. A window over packed documents has tens of thousands of
-        strips, so the loop avoids function calls. A strip of queries 10, 11, 12 in the band (-4, 0):
+        strips, so the loop avoids function calls. Masked and causal blocks evaluate the `undecided` conditions.
 
-            query 10 sees keys 6 ... 10     masked   keys [6, 8)
-            query 11 sees keys 7 ... 11     full     keys [8, 10)
-            query 12 sees keys 8 ... 12     causal   keys [10, 13), as many as queries
-
-        Args:
-            q: The queries.
-            k: The keys.
-            band: The minimum and the maximum of key - query, inclusive.
-            undecided: The conditions that a masked or causal block evaluates.
+        In the band (-4, 0), the queries 10, 11 and 12 see the keys 6 to 10, 7 to 11 and 8 to 12. As a strip they have a
+        masked block of the keys [6, 8), a full block of [8, 10), and a causal block of [10, 13), as many as queries.
         """
         lower, upper = band
         rows, keys, q_off, k_off = q[1] - q[0], k[1] - k[0], q[0], k[0]
         width = min(upper, keys) - max(lower, -rows) + 1  # keys that a query sees, at most
-        # A strip has a quarter of the width, in units of TILE_ROWS, so that most of its keys are full.
-        # The masks of a strip have at most about height * height elements for each entry of their batch.
+        # A strip has a quarter of the width, in units of TILE_ROWS, so that most of its keys are full. Its masks have
+        # about height * height elements for each entry of their batch.
         max_height = math.isqrt(MAX_MASK_ELEMENTS // self._mask_batch(undecided))
         height = min(max(width // 4 // TILE_ROWS, 1) * TILE_ROWS, max_height)
         end = min(rows, keys - lower)  # later queries see no key
@@ -220,8 +212,7 @@ class BlockPlanner:
     def _merge_tiles(self, tile_blocks: list[TileBlocks]) -> Iterator[Block]:
         """Yield the blocks of all tiles, with adjacent small tiles as one masked block to save kernel calls.
 
-        Args:
-            tile_blocks: Each tile, with a function that creates its blocks.
+        `tile_blocks` has each tile, with a function that creates its blocks.
         """
         groups = list[list[TileBlocks]]()
         for tile, create_blocks in tile_blocks:
@@ -234,11 +225,11 @@ class BlockPlanner:
             (first, create_blocks), (last, _) = group[0], group[-1]
             if len(group) == 1:
                 yield from create_blocks()
-            else:  # the rectangle around the tiles, in which no condition holds for all pairs
+            else:  # the rectangle around the tiles, in all of which no condition is known to hold
                 yield Block.of((first.q[0], last.q[1]), (first.k[0], last.k[1]), Kind.MASKED, self._conditions)
 
     def _can_merge(self, first: CellPair, last: CellPair, tile: CellPair) -> bool:
-        """Return True if a block from the tile ``first`` to ``last`` may also contain the next tile."""
+        """Return True if a small block may contain the tiles from ``first`` to ``last`` and the next one, ``tile``."""
         if any(last.k[1] <= end <= tile.k[0] for _, end in self._key_ranges):
             return False  # padding is between the tiles
         follows = last.q[1] == tile.q[0] and last.k[1] <= tile.k[0]
@@ -265,8 +256,8 @@ class BlockPlanner:
         if shift is not None:
             yield from self._cover_causal(q, k, shift, undecided)
             return
-        # Keys do not ascend if they are second chunks of several zigzag shards, which are stored in reversed order. A
-        # causal mask then cuts through one of these segments; the others are seen by all queries or by none.
+        # Second chunks of several zigzag shards are stored in reversed order. A causal mask then cuts through one of
+        # these segments; all queries see the others, or none does.
         blocks = self._cover_one_segment(q, k) if undecided and not ascends else []
         if blocks:
             yield from blocks
@@ -359,7 +350,8 @@ class BlockPlanner:
         segment, the row after the first one that sees all keys, and the first row that sees a further key segment.
         Indices are positions in the sequence; rows are local.
         """
-        # The caller cuts at the first of these rows that is inside q: the others count only for a q of one segment.
+        # The caller uses the first of these rows that is inside q. Those that are computed from the first segment of q
+        # are therefore used only if q has one segment.
         yield from index_boundaries(self._q_rows)
         (first_index, _), *_ = index_intervals(self._q_rows, *q)
         key_segments = index_intervals(self._k_rows, *k)  # (first index, last index) of each
@@ -397,7 +389,7 @@ class BlockPlanner:
         return min(near, key=lambda row: abs(row - middle), default=middle)
 
     def _mask_batch(self, conditions: tuple[str, ...]) -> int:
-        """Return the batch size of the mask of these conditions: 1 unless they read a vector with several entries."""
+        """Return the batch size of the mask of these conditions: 1 unless they read a vector (B, S) with B > 1."""
         vectors = self._row_vectors | self._col_vectors
         symbols = {name for condition in conditions for name in language.predicate_symbols(condition)}
         return max((vectors[name].batch for name in symbols & vectors.keys()), default=1)
@@ -465,7 +457,7 @@ class BlockPlanner:
         """
         keys = [
             {"k": ends} | {name: x.bounds_over(*ends) for name, x in self._col_vectors.items()}
-            for ends in index_intervals(self._k_rows, *k)
+            for ends in index_intervals(self._k_rows, *k)  # (first index, last index) of each segment
         ]
         for ends in index_intervals(self._q_rows, *q):
             query = self._sizes | {"q": ends} | {name: x.bounds_over(*ends) for name, x in self._row_vectors.items()}

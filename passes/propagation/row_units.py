@@ -21,6 +21,10 @@ from sp_compile.passes.sharding.placement import Frame, Placement, Shard
 def express_in_rows(axes: Axes, node: Node, index: int, placement: Placement) -> Placement:
     """Return the placement of a result with a frame in units of its rows, and with the `granule` and `block` of these.
 
+    If a program computes a sequence in windows or in chunks, each rank has complete ones. The granule of a dim of rows
+    is the number of rows of a window; the block of a dim of windows is the same number. Without windows
+    (`axes.windowed`), units are not converted.
+
     Args:
         axes: The axes.
         node: The node.
@@ -33,10 +37,10 @@ def express_in_rows(axes: Axes, node: Node, index: int, placement: Placement) ->
         return placement
     dim = axes.dims[node, index][placement.dim]
     for i, atom in enumerate(dim):
-        name = axes.find(atom.name)
+        name = axes.find(atom.name)  # of the class of dims that are sharded together
         granule, block = axes.granules.get(name, 1), axes.blocks.get(name, 1)
         if max(granule, block) == 1 or not is_same_size(placement.outer, _size_of(dim[:i])):
-            continue
+            continue  # not a dim of rows or of windows, or not the one at which the shard starts
         counted = _convert_units(placement, atom, _size_of(dim[i + 1 :]), axes.n)
         # In a frame whose size is no multiple of (granule * ranks * chunks of a rank), a chunk may be on two ranks.
         if counted is not None and divides(granule * axes.n * counted.frame.order.chunks, counted.frame.size):

@@ -129,7 +129,8 @@ def demanded_operand(node: Node, index: int) -> Node:
 
     Args:
         node: The node that states the demand.
-        index: `Demand.operand`: an index of the operands of an op, or of the inputs of the output or another node.
+        index: `Demand.operand`: an index into the operands of an op. For the output it is an index into its inputs, and
+            for another node, such as a getitem, into its inputs that are tensors.
     """
     if node.op == "output":
         return node.all_input_nodes[index]

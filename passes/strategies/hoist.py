@@ -155,8 +155,8 @@ class HoistSlices(DemandPass):
     def _saves_work(self, node: Node, pieces: dict[int, RowRequest]) -> bool:
         """Return True if no rank would compute more rows for the slices of a value than for its shard of the value.
 
-        Slices that are sequences are sharded again, unless an input is in the load-balanced order. Otherwise every rank
-        computes the rows of all slices of the value.
+        Slices that are sequences are sharded again, but are not moved if a value is in the load-balanced order. Of
+        other slices every rank computes all rows, those of all slices of the value.
 
         Args:
             node: The slice, or split.
@@ -275,7 +275,9 @@ class HoistSlices(DemandPass):
         """
         call, rule, node = step.call, step.rule, step.call.node
         operands = [emitted[x] if i in step.operands else x for i, x in enumerate(call.operands)]
-        if rule.window == step.dim:  # a slice of the rows: the inputs were sliced by both slices at once
+        # A step that is a slice of the rows itself: its operand is already the result, as its input was sliced by both
+        # slices at once (`_slice_rows`).
+        if rule.window == step.dim:
             return operands[0]
         with self.graph.inserting_before(node), restore_autocast(node):
             if rule.reshapes:

@@ -180,7 +180,7 @@ class SequenceParallelAccelerator(Accelerator):
 
     @property
     def num_processes(self) -> int:
-        """Return the number of processes; within `count_replicas`, where a replica counts as one, of replicas.
+        """Return the number of processes, or within `count_replicas`, in which each replica is one, of replicas.
 
         Returns:
             The number of processes or replicas.
@@ -189,7 +189,7 @@ class SequenceParallelAccelerator(Accelerator):
 
     @property
     def process_index(self) -> int:
-        """Return the index of this process; within `count_replicas`, where a replica counts as one, of its replica.
+        """Return the index of this process, or within `count_replicas`, in which each replica is one, of its replica.
 
         Returns:
             A number from 0. The ranks of `batch_group` are replicas: it has one process of each.
@@ -274,7 +274,8 @@ class SequenceParallelAccelerator(Accelerator):
         if self.mesh is not None and self.is_fsdp2:
             return self.prepare(model)
         if getattr(model, "is_for_evaluation", False) and not evaluation_mode:
-            # accelerate itself would return the model without DDP, as a Trainer that evaluates before it trains does.
+            # A Trainer that evaluates before it trains prepares its model a second time. accelerate would return the
+            # prepared model as it is, without DDP, so undo the first time.
             model.is_for_evaluation = False
             mark_unprepared(model)
             self._models[:] = [other for other in self._models if other is not model]

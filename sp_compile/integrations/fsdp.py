@@ -100,8 +100,8 @@ def _trace_embedding(embedding: torch.nn.Embedding) -> None:
     """Replace the forward of an embedding that is a unit of FSDP by a function that torch.compile traces.
 
     Dynamo would skip the forward itself, as code of `torch.nn`, and run it eagerly on full rows. It traces `embed`,
-    which is not. The graph of the embedding has no attention, from which its sequence would follow. The caller
-    therefore names the argument `embedded_ids` in the option `seq_dims`.
+    which is code of this package. The graph of the embedding has no attention, from which its sequence would follow.
+    The caller therefore names the argument `embedded_ids` in the option `seq_dims`.
     """
     forward = type(embedding).forward
 

@@ -62,7 +62,7 @@ def graph_step(lowered: RankProgram, options: SPConfig, offloads: bool) -> Graph
     step = walk_graphs()
     if requested is None or passes is None:
         return step
-    if offloads and backward is not None:
+    if offloads and backward is not None:  # the partition has set `results`, the number of the forward's results
         OffloadValues().run(forward, replace(requested.job, backward=backward, results=passes.job.results))
         step = replace(step, hosted=walk_graphs())
     offloaded_step = step if step.hosted is None else step.hosted

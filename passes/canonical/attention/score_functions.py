@@ -189,7 +189,7 @@ class _ScoreWriter:
         self.heads: list[Node] = []  # per-head vectors that it reads, inputs head0, head1, ...
         self.tables: list[Node] = []  # other tensors that it reads, inputs table0, table1, ...
         self.head_numbers: Node | None = None  # the vector 0, 1, ..., H - 1, if it is read
-        # the arguments b, h, q and k of a score_mod or mask_mod
+        # the arguments b, h, q and k of a score_mod or mask_mod; h, which `_HEAD` represents, is no input
         self.indices = [self.read_input("b"), _HEAD, self.read_input("q"), self.read_input("k")]
 
     def read_input(self, name: str) -> Node:

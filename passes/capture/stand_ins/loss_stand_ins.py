@@ -96,7 +96,7 @@ def _cross_entropy(
     is_valid = target != ignore_index
     num_valid = is_valid.sum()
     count = num_valid.clamp(min=1)  # without a valid target the loss is 0
-    total = count
+    total = count  # the divisor of a mean: the number of valid targets, or the sum of the weights of their classes
     if weight is not None:
         total = torch.where(num_valid > 0, (weight[target.where(is_valid, 0)] * is_valid).sum(), 1)
     losses = F.cross_entropy(

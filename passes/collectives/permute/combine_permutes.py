@@ -49,7 +49,7 @@ class PackExchanges(Pass):
     def _combine(self, exchanges: Sequence[Node]) -> None:
         """Replace a group of exchanges, all_to_all_permute nodes, by one sp::all_to_all before the last of them."""
         _, scatter, gather, n, group = exchanges[0].args
-        frame = [1, n, 0, n]  # the op splits n positions, one per rank, which stands for equal shares of any size
+        frame = [1, n, 0, n]  # a frame of n positions, one for each rank: shares are equal, of whatever size
         ndim = exchanges[0].meta["val"].ndim
         with self.graph.inserting_before(exchanges[-1]):
             args = ([node.args[0] for node in exchanges], scatter % ndim, frame, gather % ndim, frame, n, group)
@@ -80,7 +80,10 @@ def _combinable_exchanges(graph: Graph) -> list[list[Node]]:
 
 
 def _exchange_key(node: Node) -> Any:
-    """Return the properties that packed exchanges have in common, as a dict key."""
+    """Return the properties that packed exchanges have in common, as a dict key.
+
+    `sp::all_to_all` sends tensors in one exchange if they also have the same size of the gathered dim.
+    """
     x, scatter, gather, n, group = node.args
     value = x.meta["val"]
     scatter, gather = scatter % value.ndim, gather % value.ndim

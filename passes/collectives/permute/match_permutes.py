@@ -223,8 +223,8 @@ def _match_dims(
         if gather == scatter:
             continue
         result = exchange_factors(table, exchanged, before, scatter, gather)
-        # The factors of the gather dim of x and of the scatter dim of y; none for a dim of size 1. If both have size 1,
-        # the exchange only renames a dim, and any dim of size 1 would match.
+        # `rows` are the factors of the gather dim of x, `block` those of the scatter dim of y; none for size 1.
+        # If both have size 1, the exchange only renames a dim, and any dim of size 1 would match.
         rows, block = table.resolve(before.dims[gather]), table.resolve(result.dims[scatter])
         if exact:
             is_match = bool(rows or block) and table.equal(result, after)
@@ -266,7 +266,7 @@ def _is_inverse(first: Node, second: Node) -> bool:
     table = FactorTable()
     before = table.new_tensor(as_sizes(x.meta["val"].shape))
     ndim = len(before.dims)
-    cut = table.split_leading(before.dims[scatter % ndim], n)
+    cut = table.split_leading(before.dims[scatter % ndim], n)  # the factors that count the n blocks, and the others
     if cut is None:
         return False
     factors = ExchangedFactors(cut[0], (table.new_factor(n),))
@@ -292,7 +292,10 @@ def undone_exchange(node: Node) -> Node | None:
 
 
 def aliases_input(node: Node) -> bool:
-    """Return True if the node shares storage with an input of the graph, and so must not be a new output."""
+    """Return True if the node shares storage with an input of the graph.
+
+    Such a node must not become an output in place of a node with memory of its own, to which callers may write.
+    """
     while is_view(node):
         node = node.all_input_nodes[0]
     return node.op in ("placeholder", "get_attr")

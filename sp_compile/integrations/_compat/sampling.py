@@ -38,7 +38,7 @@ class SampleSharer:
         self._share(None)
 
     def count_generations(self) -> None:
-        """Set the number of completions of a step to that of the replicas, which TRL computes from the processes.
+        """Set the number of completions of a step, as TRL does, but for the number of replicas, not of processes.
 
         Returns:
             None.
@@ -74,7 +74,7 @@ class SampleSharer:
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's method on each rank, and return the completions of the first rank of the sequence."""
-        # vLLM's client calls collectives of all processes.
+        # Count processes here, not replicas: vLLM's client calls collectives of all processes.
         with mock.patch.object(self.accelerator, "_counts_replicas", False):
             return self._share(super()._generate_single_turn(*args, **kwargs))  # type: ignore[misc]
 
