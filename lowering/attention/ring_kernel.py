@@ -291,7 +291,7 @@ class _RingGradients:
         """Start to send the packed sum of the gradients of the keys."""
         self.num_added += 1
         # Gradients follow the keys to the next rank. In the last step, the keys have moved steps - 1 places from their
-        # owner, so their gradients move back by as many.
+        # owner, so their gradients move back by the same number.
         hops = 1 if self.num_added < self.ring.steps else 1 - self.ring.steps
         self.pending = current_communicator().start_shift(key_grads, self.ring.shift(hops))
 

@@ -179,7 +179,7 @@ class BlockPlanner:
         strips, so the loop avoids function calls. Masked and causal blocks evaluate the `undecided` conditions.
 
         In the band (-4, 0), the queries 10, 11 and 12 see the keys 6 to 10, 7 to 11 and 8 to 12. As a strip they have a
-        masked block of the keys [6, 8), a full block of [8, 10), and a causal block of [10, 13), as many as queries.
+        masked block of the keys [6, 8), a full block of [8, 10), and a causal block of [10, 13), which is square.
         """
         lower, upper = band
         rows, keys, q_off, k_off = q[1] - q[0], k[1] - k[0], q[0], k[0]

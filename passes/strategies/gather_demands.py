@@ -150,6 +150,7 @@ def replace_operand(node: Node, index: int, new: Node) -> None:
     if node.op == "output" or not isinstance(node.target, OpOverload):
         node.replace_input_with(demanded_operand(node, index), new)
         return
+    # Replace this operand only: another operand of the op may be the same node, such as x in x @ x.
     call = OpCall(node)
     operands = list(call.operands)
     operands[index] = new

@@ -294,6 +294,7 @@ def _slices_read(node: Node) -> dict[int, RowRequest]:
     """
     pieces: dict[int, RowRequest] = {}
     for i in [0] if is_tensor(node) else read_results(node):
+        # The indices, or the range of rows of the i-th result.
         piece = _match_index(node) if node.target in INDEX_OPS else nth_result(node, i)
         if piece is None:
             return {}

@@ -294,8 +294,8 @@ def _trace_bodies(
 
     A gradient that is a sum over the tiles (`sums`) may be returned as summands, such as the operands of a product that
     the loop adds; its form is how the loop adds them. Tiles of all lengths add to the same accumulator: if the form of
-    a gradient differs between lengths, all are traced again, with this gradient unchanged. Arguments: as of
-    `_trace_body`.
+    a gradient differs between lengths, all are traced again, and each tile computes this gradient itself. Arguments: as
+    of `_trace_body`.
     """
     traced = {n: _trace_body(tile, trained, differentiable, at_once, sums) for n, tile in functions.items()}
     forms_by_length = [forms for _, forms in traced.values()]

@@ -151,7 +151,7 @@ def write_score(
     except NotSymbolic:
         editor.drop(*writer.outer_nodes)
         raise
-    if result is score:
+    if result is score:  # the score is unchanged
         return ScoreOperands("")
     writer.graph.output(result)
     # A function may give a fill to some pairs if it selects between values (where, a table), and a value may be one.
@@ -396,7 +396,7 @@ def split_conditions(body: GraphModule) -> list[GraphModule]:
         graph = torch.fx.Graph()
         copies: dict[Node, Node] = {}
         body_result = graph.graph_copy(body.graph, copies)
-        graph.output(copies[result] if isinstance(result, Node) else body_result)  # of a constant, the whole mask
+        graph.output(copies[result] if isinstance(result, Node) else body_result)  # for a constant, the whole mask
         for node in reversed(list(graph.nodes)):
             if node.op in ("call_function", "get_attr") and not node.users:
                 graph.erase_node(node)

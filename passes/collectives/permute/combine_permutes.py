@@ -49,7 +49,7 @@ class PackExchanges(Pass):
     def _combine(self, exchanges: Sequence[Node]) -> None:
         """Replace a group of exchanges, all_to_all_permute nodes, by one sp::all_to_all before the last of them."""
         _, scatter, gather, n, group = exchanges[0].args
-        frame = [1, n, 0, n]  # a frame of n positions, one for each rank: shares are equal, of whatever size
+        frame = [1, n, 0, n]  # a frame of n positions, one for each rank: the shares are equal, of any size
         ndim = exchanges[0].meta["val"].ndim
         with self.graph.inserting_before(exchanges[-1]):
             args = ([node.args[0] for node in exchanges], scatter % ndim, frame, gather % ndim, frame, n, group)
