@@ -102,7 +102,7 @@ class Report:
         if longest is not None and assume_large(longest.size) > max(split_sizes, default=0):
             cause = f"the longest attended dim, of {longest.size} positions, is not split"
             texts.append(f"{cause}: a rank attends over all of it, in time and memory. {NAME_ATTENDED}")
-        if split_sizes and not self.inputs:
+        if split_sizes and not self.inputs:  # a sequence is split, but no input has it
             texts.append(NO_INPUT_WARNING)
         return texts + self.work.describe_excess(self.n)
 
@@ -158,7 +158,10 @@ class Report:
             yield tabulate(self.errors, headers=("against a single device", "largest relative error"), floatfmt=".2e")
 
     def _layer_table(self) -> str:
-        """Return a table of the tensor-parallel layers."""
+        """Return a table of the tensor-parallel layers: a row for each all_reduce of the program.
+
+        In the mode "scattered", the rows of the sum, a tensor of `shape`, are scattered along `dim`.
+        """
         rows = [
             (shorten_line(layer.where), layer.mode, list(layer.shape), layer.dim, layer.ops, layer.why)
             for layer in self.layers

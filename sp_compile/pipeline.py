@@ -98,7 +98,8 @@ class Pipeline(Passes):
 def strategy_passes() -> tuple[type[DemandPass], ...]:
     """Return the passes that satisfy demands, in order.
 
-    Each handles demands of certain kinds. `GatherOperands` gathers the operands of all that remain.
+    Each handles demands of certain kinds. `GatherOperands` gathers the operands of all that remain. `BroadcastDraws` is
+    the last, because it handles random draws that are replicated in the end.
 
     Returns:
         The classes of the passes.

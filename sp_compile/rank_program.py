@@ -80,6 +80,7 @@ class RankProgram:
     def input_bytes(self) -> int:
         """Return the bytes of the arguments on this rank, without parameters and buffers."""
         inputs = self.graph.graph.find_nodes(op="placeholder")
+        # `parameter` is True for a parameter or buffer, and None if it was not determined.
         arguments = [node for node in inputs if node_info(node).parameter is False]
         return sum(nbytes_of(x) for node in arguments for x in node_tensors(node))
 
@@ -212,13 +213,15 @@ def guard_program(
         error: The error of the compilation on a rank, which every call raises on all ranks.
     """
     gm, info = program.graph, _describe_program(program, session, lowered)
-    # A program that is not split takes full tensors. Sharded arguments are gathered here, or by the guard of a group.
+    # A graph that is not split takes full tensors. `session.split` is True if ranks were to share its sequence, even if
+    # every rank runs it unsplit. Sharded arguments are gathered here, or by the guard of a group.
     gathers = bool(info.unsplit_reason) if session.split else not session.groups and any_sharded(program.inputs)
     if run is not None and lowered is not None and gathers:
         run = GatheredProgram(run, lowered.eager)
     # The innermost guard is that of the ranks of the sequence, around it are those of the groups.
     if session.split:
-        run, error = _guard_sequence(program, session, lowered, run, error, info), None  # it raises the error
+        # This guard raises the error, so that those around it do not.
+        run, error = _guard_sequence(program, session, lowered, run, error, info), None
     elif error is not None and not session.groups:
         publish_stop(str(error), subject=info.subject)  # with an invalid mesh, the waiting ranks are not known
         run = GuardedProgram(None, SINGLE_RANK, info, ProgramDigest(), ComparedInputs(), error)
@@ -267,9 +270,10 @@ def _guard_sequence(
 
     The arguments are those of `guard_program`, and the facts of `_describe_program`.
     """
-    gm, digest, boundary = program.graph, ProgramDigest(), GraphBoundary()  # of a failed compilation
+    gm, digest, boundary = program.graph, ProgramDigest(), GraphBoundary()  # empty for a failed compilation
     if lowered is not None:
         boundary = lowered.boundary
+        # Ranks of an unsplit program compare only its collectives, or all ops if it has none.
         digest = exchange_digest(gm) if info.unsplit_reason else graph_digest(lowered.graph, input_names(gm))
     inputs = sequence_inputs(gm, program.inputs, boundary.own_rows, is_run=lowered is not None)
     return GuardedProgram(

@@ -105,7 +105,7 @@ class KernelSelector:
         self._key = _kernel_key(q.device, q, v, 0, masking.mask, mask_grad, dropout, score)
         self._plan, self._has_mask = masking.plan, masking.mask is not None
         self._batch, heads, self._rows, _ = q.shape
-        self._row_bytes = heads * self._key.head_dim * q.element_size()
+        self._row_bytes = heads * self._key.head_dim * q.element_size()  # of a row in all heads
 
     def select(self, kind: Kind, rows: int, window: Window = FULL_WINDOW, square: bool = False) -> Kernel:
         """Return the kernel of a block of this kind.
@@ -136,8 +136,8 @@ class KernelSelector:
         returned, and no packed calls.
         """
         if not self._has_mask and not self.select(Kind.PACKED, self._rows).supports_masks:
-            packed = [(call, self._select_for(call)) for call in self._plan.packed]
-            blocks = [(block, self._select_for(block)) for block in self._plan.others]
+            packed = [(call, self._select_for(call)) for call in self._plan.packed]  # for kernels with windows
+            blocks = [(block, self._select_for(block)) for block in self._plan.others]  # blocks in no packed call
             window_kernels = [kernel for _, kernel in packed]  # MASKED blocks have no window: any kernel may run them
             window_kernels += [kernel for block, kernel in blocks if block.kind is not Kind.MASKED]
             if not any(kernel.supports_masks for kernel in window_kernels):
@@ -185,8 +185,8 @@ def _query_strips(q: Tensor, v: Tensor, masking: CallMask, mask_grad: bool) -> I
     # Blocks with the same queries are consecutive. A BAND is not merged with blocks for kernels without windows.
     for _, group in groupby(block_calls, key=lambda call: (call[0].query_rows, call[0].kind is Kind.BAND)):
         calls = list(group)
-        # A kernel without tensor masks has no tensors that grow with the queries. It is not cut, as it could not run
-        # the lower rows of a causal block either, whose diagonal is elsewhere.
+        # A kernel without tensor masks has no tensors that grow with the queries, so its calls are not cut. It could
+        # not run the lower rows of a causal block, the first of which sees more than one key.
         uncut: QueryStrip = [call for call in calls if not call[1].supports_masks]
         if uncut:
             yield uncut
@@ -320,7 +320,8 @@ def _score_bytes(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bo
         return 0
     max_scores = CPU_SCORES if device.type == "cpu" else GPU_SCORES
     scores = min(max_scores, size_hint(math.prod(q.shape[:2])) * queries * keys)
-    tensors += num_saved_tensors(args.score) > 1  # intermediate scores of a score function, in a strip of fewer rows
+    # The intermediate scores of a score function count as one: strips then have fewer rows (`_max_strip_rows`).
+    tensors += num_saved_tensors(args.score) > 1
     return tensors * scores * accumulation_dtype(q.dtype).itemsize
 
 
@@ -328,7 +329,7 @@ def _forward_workspace(workspace: int, q: Tensor, k: Tensor, v: Tensor, *argumen
     """Return the peak memory of the forward, without its operands and results, in bytes, for estimates.
 
     It is the larger of two moments. During a kernel call there are its workspace, copies of operands and its own lse.
-    After it, its output and lse may be copied to the results. ``workspace`` is that of a kernel that is not dense.
+    After it, its output and lse may be copied to the results. ``workspace`` is that of a kernel that stores no scores.
     """
     args, _ = LocalArgs.of(arguments)
     num_score_tensors = 4 if args.dropout_p else 3  # of a dense kernel at a time
@@ -344,8 +345,8 @@ def backward_workspace(
 ) -> int:
     """Return the peak memory of the backward, without its operands and results, in bytes, for estimates.
 
-    It is the larger of two moments, during the kernel call and after it. ``workspace`` is that of a kernel that is not
-    dense. The caller adds the bytes of the results.
+    It is the larger of two moments, during the kernel call and after it. ``workspace`` is that of a kernel that stores
+    no scores. The caller adds the bytes of the results.
     """
     args, mask_grad, packed = _parse_backward(arguments)
     num_score_tensors = 6 if args.score else 5  # of a dense kernel at a time
@@ -360,7 +361,7 @@ def backward_workspace(
         after_kernel = grad_bytes
     elif packed:  # dk and dv are copied to the packed tensor
         after_kernel = key_grad_bytes
-    is_zigzag = args.q_span[1] > 1
+    is_zigzag = args.q_span[1] > 1  # the number of chunks of a shard
     # A second call, for the other half of the queries, adds to existing results: workspace, dq and dk, dv of this call.
     if widening > 1 and is_zigzag:
         after_kernel = max(after_kernel, (workspace + operand_bytes(q)) // 2 + key_grad_bytes)
@@ -454,6 +455,7 @@ def attend_backward(
     key_buffers = _key_grad_buffers(k, v, dtype, packed) if packed else None
     dk_buffer, dv_buffer = (None, None) if key_buffers is None else split_keys_values(key_buffers[0], k, v)
     dq, dk, dv = GradAccumulator(q, dtype), GradAccumulator(k, dtype, dk_buffer), GradAccumulator(v, dtype, dv_buffer)
+    # The sign of the scale: the kernel receives q * sign, because its scale must be positive.
     sign, dmask = sum_gradients((grad, q, k, v, out, lse), args, mask_grad, (dq, dk, dv))
     q_total, *key_totals = (accumulator.total() for accumulator in (dq, dk, dv))
     q_total = q_total if sign == 1 else q_total * sign

@@ -166,7 +166,8 @@ class Kernel:
         """
         if self.device not in (None, key.device.type):
             return False
-        # Only a dense kernel, which stores all scores, has dropout; a fused one also supports score functions.
+        # Only a dense kernel, which stores all scores, supports dropout and an empty head dim. A score function needs a
+        # dense or a fused kernel.
         if not self.dense and (key.dropout or key.head_dim == 0 or (key.score and not self.fused)):
             return False
         # aten's flash attention runs the implementation that the user has activated.
@@ -233,7 +234,7 @@ _MAX_COPIED_BYTES = 64 << 20  # the maximum bytes of these copies
 
 
 def pad_last_dim(width: int, *xs: Tensor) -> list[Tensor]:
-    """Return the tensors with the last dim padded with zeros to ``width`` and contiguous, as kernels require it.
+    """Return the tensors with the last dim padded with zeros to ``width`` and with stride 1, as kernels require it.
 
     Zeros change neither scores nor the first elements of outputs, to which callers trim results.
     """

@@ -185,7 +185,11 @@ class WrittenRows:
 
 
 def _split_by_state(is_written: Flags) -> list[RowRange]:
-    """Return the ranges of consecutive rows with equal flags, from one flag per row: [1, 1, 0] has two ranges."""
+    """Return the ranges of consecutive rows with equal flags, from one flag per row.
+
+    A range is (offset, length, is_new); rows that are not written yet are new. [1, 1, 0] gives (0, 2, False) and
+    (2, 1, True), [] gives no range.
+    """
     # The first row of each range, and the end of the last one.
     edges = [0, *(np.flatnonzero(np.diff(is_written)) + 1).tolist(), len(is_written)]
     return [RowRange(start, stop - start, not is_written[start]) for start, stop in pairwise(edges) if start < stop]

@@ -213,8 +213,8 @@ class ShardArgs(AttentionArgs):
     def local(self, q: Tensor, stride: int) -> LocalArgs:
         """Return the arguments of this rank's part of the attention: with its heads and its rows of the mask.
 
-        If adjacent ranks (a neighborhood) exchange heads for rows, they are those after the exchange. ``k_span`` is
-        empty here: `LocalArgs.attend` and `LocalArgs.grads` set it.
+        If adjacent ranks (a neighborhood) exchange heads for rows, these are the heads and rows after the exchange.
+        ``k_span`` is empty here: `LocalArgs.attend` and `LocalArgs.grads` set it.
 
         Args:
             q: (B, H, s, D), this rank's queries; only its device and width are read.

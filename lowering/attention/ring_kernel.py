@@ -136,6 +136,7 @@ class RingKeys(NamedTuple):
         for step in self._ring_steps(k, v, wait_then_concat(upstream[0])):
             after = _drop_none(step.next_shift, key_grads.pending, dq)
             operands = upstream, q, step.keys, step.values, step.span, mask_grad
+            # In the first step there are no sums yet, and "scatter" stores the key gradients of each step separately.
             if dq is None or isinstance(key_grads, _ScatteredGradients):
                 step_dq, dk, dv, step_dmask = args.grads(*operands, after, packed)
                 dq = accumulate(dq, step_dq)
@@ -209,7 +210,7 @@ def split_keys_values(both: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
     """Return views of the keys and of the values in a packed tensor, or of their gradients.
 
     Args:
-        both: (2, B, Hkv, S, D) or (B, Hkv, S, D + E).
+        both: (2, B, Hkv, S, D), possible for equal widths, or (B, Hkv, S, D + E).
         k: A tensor with the width of keys.
         v: A tensor with the width of values.
     """
@@ -218,10 +219,10 @@ def split_keys_values(both: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
 
 
 def is_narrow(q: Tensor, k: Tensor, args: LocalArgs, k_span: Sequence[int]) -> bool:
-    """Return True if parts of this step may have the dtype of q: on no rank a row is of several kernel calls.
+    """Return True if the gradients of a ring step may have the dtype of q, as no sum of several is computed in it.
 
-    Masks that read vectors are planned at run time, sizes may be symbols, and blocks with mask tensors may be cut into
-    strips of queries; False for these. Equal on all ranks.
+    On no rank several kernel calls then add to one row. Masks that read vectors are planned at run time, sizes may be
+    symbols, and blocks with mask tensors may be cut into strips of queries; False for these. Equal on all ranks.
     """
     if q.dtype == accumulation_dtype(q.dtype):
         return True
@@ -289,7 +290,8 @@ class _RingGradients:
     def _send(self, key_grads: Tensor) -> None:
         """Start to send the packed sum of the gradients of the keys."""
         self.num_added += 1
-        # In the last step, the keys have moved steps - 1 places from their owner.
+        # Gradients follow the keys to the next rank. In the last step, the keys have moved steps - 1 places from their
+        # owner, so their gradients move back by the same number.
         hops = 1 if self.num_added < self.ring.steps else 1 - self.ring.steps
         self.pending = current_communicator().start_shift(key_grads, self.ring.shift(hops))
 

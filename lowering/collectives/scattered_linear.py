@@ -34,9 +34,9 @@ def _reduce_cotangent(x: Tensor, forward: Sequence[str], backward: Sequence[str]
 def reduce_pair(x: Tensor, forward: list[str], backward: list[str]) -> Tensor:
     """All-reduce x several times in sequence, and its cotangent in the backward.
 
-    The pairs of tensor parallelism, as in Megatron-LM: f, before a column-parallel linear, is ([], ["sum g"]), and g,
-    after a row-parallel linear, is (["sum g"], []). Shapes: any -> same. Bytes: those of the all-reduces.
-    Source: _c10d_functional.all_reduce.
+    The pairs of tensor parallelism over a group tp, named as in Megatron-LM: f, before a column-parallel linear, is
+    ([], ["sum tp"]), and g, after a row-parallel linear, is (["sum tp"], []). Shapes: any -> same. Bytes: those of the
+    all-reduces. Source: _c10d_functional.all_reduce.
 
     Args:
         x: Any shape and floating dtype.

@@ -72,6 +72,7 @@ class Layout:
         """Return the frame (see `base/frames.py`) of a full tensor whose sharded dim has this length."""
         rows = length // (self.outer * self.inner)  # positions of the value
         size = self.before + rows + self.after  # positions of the sequence, of which the value is a window
+        # The fifth entry is the number of chunks of a zigzag order. `gather` converts the balanced order separately.
         return [self.outer, size, self.before, rows, *([self.folds] if self.folds > 1 else [])]
 
     def has_same_rows(self, other: Layout) -> bool:
@@ -93,14 +94,14 @@ class Layout:
             length: Length of the dim in the full tensor.
         """
         full = sp.unshard.default(local, self.dim, self.frame(length), self.n, self.group)
-        if self.balanced is not None:
+        if self.balanced is not None:  # from the balanced order to that of the sequence
             full = sp.reorder.default(full, self.dim, self.frame(length), self.balanced.inverse, self.balanced.order)
         return self.as_dense(full)
 
     def local_rows(self, full: Tensor) -> Tensor:
         """Return this rank's rows of a full tensor, without an exchange; padding has copies of valid rows."""
         frame = self.frame(full.shape[self.dim])
-        if self.balanced is not None:
+        if self.balanced is not None:  # from the order of the sequence to the balanced one
             full = sp.reorder.default(full, self.dim, frame, self.balanced.order, self.balanced.inverse)
         return self.as_dense(sp.shard.default(full, self.dim, frame, self.n, self.group))
 
@@ -163,6 +164,7 @@ class ShardStorage:
         Raises:
             SpError: The rows are deferred and their operands have changed.
         """
+        # While Dynamo traces another program, its modes are active, in which real rows would become fake ones.
         fake_mode = nullcontext() if self._is_traced else use_real_tensors()
         with torch.no_grad(), fake_mode:
             if self.deferred is not None:
@@ -183,7 +185,7 @@ class ShardStorage:
         Raises:
             SpError: A rank does not read the value. All reading ranks raise.
         """
-        if self.full is not None:
+        if self.full is not None:  # nothing is gathered; a dry run records the read, which would gather on real ranks
             self.origin.record_read(self.origin.description)
             return self.full
         local, is_traced = self.rows(), self._is_traced

@@ -63,7 +63,8 @@ class Communicator(ABC):
     def start_shift(self, x: Tensor, route: str) -> Tensor:
         """Start to send x along a route of shifts: (...) -> (...).
 
-        Pass the result to ``wait`` before it is read.
+        A route is the name of a group that defines to which rank each rank sends (``routes.py``). Pass the result to
+        ``wait`` before it is read.
         """
 
     @abstractmethod

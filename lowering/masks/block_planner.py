@@ -52,7 +52,7 @@ class BlockPlanner:
     def __init__(
         self, predicate: str, q_rows: Rows, k_rows: Rows, sizes: tuple[int, ...], rows: Vectors, cols: Vectors
     ) -> None:
-        """Parse the predicate, whose vectors and sizes these are. Arguments: see `plan_blocks`.
+        """Parse the predicate, which may read these vectors and sizes. Arguments: see `plan_blocks`.
 
         Raises:
             SpError: If the predicate reads a symbol without a value.
@@ -83,6 +83,7 @@ class BlockPlanner:
         # Many or masked blocks, as those of a window, become bands if possible, for kernels with windows.
         is_costly = len(all_blocks) > MAX_PARTS or has_masked(all_blocks)
         bands = self.band_blocks() if is_costly else None
+        # `others` are for kernels with windows, `create_blocks` is for kernels without.
         return BlockPlan(others=bands or all_blocks, create_blocks=lambda: all_blocks)
 
     def _plan_tiles(self, tiles: Sequence[CellPair]) -> BlockPlan:
@@ -94,7 +95,7 @@ class BlockPlanner:
         """
         runs, others, tile_blocks = list[AttendedRun](), list[Block](), list[TileBlocks]()
         for tile in tiles:
-            known_runs = _known_runs(tile)
+            known_runs = _known_runs(tile)  # None if windows do not describe the pairs that attend
             if known_runs is not None:
                 known_runs = [piece for run in known_runs for piece in split_run(run)]
                 tile_blocks.append((tile, partial(self._run_blocks, tile, known_runs)))
@@ -125,7 +126,7 @@ class BlockPlanner:
     def band_blocks(self) -> tuple[Block, ...] | None:
         """Return one block for each run (rectangle with a window) of the mask, for kernels with windows.
 
-        None if the pairs of some part of the mask are not those of a window.
+        None if the pairs of some part of the mask are not those of a window, or if there would be too many tiles.
         """
         tiles = self._nonempty_tiles()
         runs_of_tiles = None if tiles is None else [part_runs(tile) for tile in tiles]
@@ -148,7 +149,7 @@ class BlockPlanner:
         q, k = cells_of(self._q_rows, self._row_vectors, "q"), cells_of(self._k_rows, self._col_vectors, "k")
         linears = [self._linears[c] for c in self._conditions]
         tiles = CellGrid(self._conditions, linears, q, k, self._sizes).tiles()
-        if tiles is None or len(self._key_ranges) == 1:
+        if tiles is None or len(self._key_ranges) == 1:  # one range: no padding is between valid keys
             return tiles
         return [part for tile in tiles for part in without_padding(tile, self._key_ranges)]
 
@@ -175,18 +176,16 @@ class BlockPlanner:
 
         Queries are cut into strips. The keys of a strip are a masked triangle, keys that all its queries see, and a
         causal block; or one masked block in a narrow band. A window over packed documents has tens of thousands of
-        strips, so the loop avoids function calls.
+        strips, so the loop avoids function calls. Masked and causal blocks evaluate the `undecided` conditions.
 
-        Args:
-            q: The queries.
-            k: The keys.
-            band: The minimum and the maximum of key - query, inclusive.
-            undecided: The conditions that a masked or causal block evaluates.
+        In the band (-4, 0), the queries 10, 11 and 12 see the keys 6 to 10, 7 to 11 and 8 to 12. As a strip they have a
+        masked block of the keys [6, 8), a full block of [8, 10), and a causal block of [10, 13), which is square.
         """
         lower, upper = band
         rows, keys, q_off, k_off = q[1] - q[0], k[1] - k[0], q[0], k[0]
         width = min(upper, keys) - max(lower, -rows) + 1  # keys that a query sees, at most
-        # A strip has a quarter of the width, in units of TILE_ROWS, so that most of its keys are full.
+        # A strip has a quarter of the width, in units of TILE_ROWS, so that most of its keys are full. Its masks have
+        # about height * height elements for each entry of their batch.
         max_height = math.isqrt(MAX_MASK_ELEMENTS // self._mask_batch(undecided))
         height = min(max(width // 4 // TILE_ROWS, 1) * TILE_ROWS, max_height)
         end = min(rows, keys - lower)  # later queries see no key
@@ -206,15 +205,14 @@ class BlockPlanner:
                 blocks.append(Block(q_off + first, size, k_off + low, full_begin - low, Kind.MASKED, undecided))
             blocks.append(Block(q_off + first, size, k_off + full_begin, full_end - full_begin, Kind.FULL))
             if full_end < high:
-                kind = Kind.CAUSAL if high - full_end == size else Kind.MASKED
+                kind = Kind.CAUSAL if high - full_end == size else Kind.MASKED  # not square if keys were clipped
                 blocks.append(Block(q_off + first, size, k_off + full_end, high - full_end, kind, undecided))
         return blocks
 
     def _merge_tiles(self, tile_blocks: list[TileBlocks]) -> Iterator[Block]:
         """Yield the blocks of all tiles, with adjacent small tiles as one masked block to save kernel calls.
 
-        Args:
-            tile_blocks: Each tile, with a function that creates its blocks.
+        `tile_blocks` has each tile, with a function that creates its blocks.
         """
         groups = list[list[TileBlocks]]()
         for tile, create_blocks in tile_blocks:
@@ -227,11 +225,11 @@ class BlockPlanner:
             (first, create_blocks), (last, _) = group[0], group[-1]
             if len(group) == 1:
                 yield from create_blocks()
-            else:  # the rectangle around the tiles, in which no condition holds for all pairs
+            else:  # the rectangle around the tiles, in all of which no condition is known to hold
                 yield Block.of((first.q[0], last.q[1]), (first.k[0], last.k[1]), Kind.MASKED, self._conditions)
 
     def _can_merge(self, first: CellPair, last: CellPair, tile: CellPair) -> bool:
-        """Return True if a block from the tile ``first`` to ``last`` may also contain the next tile."""
+        """Return True if a small block may contain the tiles from ``first`` to ``last`` and the next one, ``tile``."""
         if any(last.k[1] <= end <= tile.k[0] for _, end in self._key_ranges):
             return False  # padding is between the tiles
         follows = last.q[1] == tile.q[0] and last.k[1] <= tile.k[0]
@@ -258,6 +256,8 @@ class BlockPlanner:
         if shift is not None:
             yield from self._cover_causal(q, k, shift, undecided)
             return
+        # Second chunks of several zigzag shards are stored in reversed order. A causal mask then cuts through one of
+        # these segments; all queries see the others, or none does.
         blocks = self._cover_one_segment(q, k) if undecided and not ascends else []
         if blocks:
             yield from blocks
@@ -300,7 +300,8 @@ class BlockPlanner:
                 (query_value, query_slope), (key_value, key_slope) = query_line, key_line
                 if key_slope <= 0 or query_slope != -key_slope:
                     return None
-                # With i and j counted from the first query and key: key_slope * (j - i) <= -first_sum. The indices are
+                # The condition is query_side + key_side + constant <= 0, such as -q + k - 3 <= 0. With i and j counted
+                # from the first query and key it is key_slope * (j - i) + first_sum <= 0. The indices are
                 # k = of_key[0] + j and q = of_query[0] + i.
                 first_sum = query_value + key_value + linear.constant
                 max_difference = -first_sum // key_slope  # of j - i
@@ -325,12 +326,13 @@ class BlockPlanner:
         yield from run_blocks(AttendedRun(q, k, CAUSAL_WINDOW), undecided)
 
     def _cover_one_segment(self, q: Range, k: Range) -> list[Block]:
-        """Return blocks if all queries see all keys but those of one segment, else [].
+        """Return the blocks of q x k if only one segment (consecutive rows) of the keys is not seen in full, else [].
 
-        Keys are in segments of consecutive rows. [], too, if the keys of that segment need several blocks of queries.
+        Each of them has all queries. Returns [], too, if the keys of that segment need several blocks of queries.
         """
         boundaries = [offset for offset in index_boundaries(self._k_rows) if k[0] < offset < k[1]]
         segments = pairwise([k[0], *boundaries, k[1]])
+        # A verdict is True only if all queries see all keys of the segment.
         partial_segments = [segment for segment in segments if not self.verdict(q, segment)]
         if len(partial_segments) != 1:
             return []
@@ -348,7 +350,8 @@ class BlockPlanner:
         segment, the row after the first one that sees all keys, and the first row that sees a further key segment.
         Indices are positions in the sequence; rows are local.
         """
-        # The caller cuts at the first of these rows that is inside q: the others count only for a q of one segment.
+        # The caller uses the first of these rows that is inside q. Those that are computed from the first segment of q
+        # are therefore used only if q has one segment.
         yield from index_boundaries(self._q_rows)
         (first_index, _), *_ = index_intervals(self._q_rows, *q)
         key_segments = index_intervals(self._k_rows, *k)  # (first index, last index) of each
@@ -386,7 +389,7 @@ class BlockPlanner:
         return min(near, key=lambda row: abs(row - middle), default=middle)
 
     def _mask_batch(self, conditions: tuple[str, ...]) -> int:
-        """Return the batch size of the mask of these conditions: 1 unless they read a vector with several entries."""
+        """Return the batch size of the mask of these conditions: 1 unless they read a vector (B, S) with B > 1."""
         vectors = self._row_vectors | self._col_vectors
         symbols = {name for condition in conditions for name in language.predicate_symbols(condition)}
         return max((vectors[name].batch for name in symbols & vectors.keys()), default=1)
@@ -454,7 +457,7 @@ class BlockPlanner:
         """
         keys = [
             {"k": ends} | {name: x.bounds_over(*ends) for name, x in self._col_vectors.items()}
-            for ends in index_intervals(self._k_rows, *k)
+            for ends in index_intervals(self._k_rows, *k)  # (first index, last index) of each segment
         ]
         for ends in index_intervals(self._q_rows, *q):
             query = self._sizes | {"q": ends} | {name: x.bounds_over(*ends) for name, x in self._row_vectors.items()}

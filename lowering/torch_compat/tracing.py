@@ -102,8 +102,8 @@ def suspend_trace(fake_mode: AbstractContextManager[Any]) -> Iterator[None]:
 def use_real_tensors() -> Iterator[None]:
     """Compute on real tensors inside the block, also during a compilation or a torch.func transform.
 
-    The package exchanges its own messages between ranks there. The Python dispatcher is off, too: with it c10d takes
-    the GIL inside a collective, and then waits for a thread of Gloo that waits for the GIL.
+    The package exchanges its own messages between ranks in such blocks. The Python dispatcher is off, too: with it c10d
+    takes the GIL inside a collective, and then waits for a thread of Gloo that waits for the GIL.
     """
     has_modes = (  # all of these queries exist in torch 2.11 to 2.15
         torch._C._len_torch_dispatch_stack()
@@ -112,7 +112,7 @@ def use_real_tensors() -> Iterator[None]:
         or is_in_transform()
         or torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PythonDispatcher)
     )
-    if not has_modes:  # in every call of a compiled program
+    if not has_modes:  # the usual case, as in every call of a compiled program
         yield
         return
     with torch._C._DisablePythonDispatcher(), temporarily_clear_interpreter_stack(), suspend_trace(nullcontext()):

@@ -119,16 +119,16 @@ def message_bytes(call: OpCall, folds: int, extent: Callable[[Any], Size] = as_s
     linear = call.node.target is sp.linear_scan.default
     # Operand 0 of a linear scan is the factor, which may have fewer dims than operand 1, the summand.
     op, dim = call.get("op", "sum"), call.dim(operand=int(linear))
-    rows = _row_elements(result, dim, extent) * folds  # elements of a carry: one row for each chunk
+    elements = _row_elements(result, dim, extent) * folds  # of a carry, which has one row for each chunk
     dtype = call.get("accumulate") or accumulate_dtype(op, result.dtype, result.device)
     # The backward of most scans is a recurrence, which sends factor and state in the accumulation dtype.
     backward_dtype = accumulate_dtype("sum", torch.promote_types(result.dtype, dtype), result.device)
-    recurrence = 2 * backward_dtype.itemsize * rows
+    recurrence = 2 * backward_dtype.itemsize * elements
     if linear:
-        return 2 * dtype.itemsize * rows, recurrence
+        return 2 * dtype.itemsize * elements, recurrence
     if call.node.target is sp.extremes.default:
-        return (dtype.itemsize + INDEX_BYTES) * rows, recurrence
-    forward = dtype.itemsize * rows
+        return (dtype.itemsize + INDEX_BYTES) * elements, recurrence
+    forward = dtype.itemsize * elements
     id_bytes, flag_bytes = _segment_bytes(call, dim, folds, extent)
     backward = forward + flag_bytes if op == "sum" else recurrence  # the backward of a cumulative sum is one, too
     return forward + id_bytes + flag_bytes, backward
@@ -146,7 +146,8 @@ def _affine_bytes(call: OpCall, folds: int, extent: Callable[[Any], Size]) -> Si
 def _linear_attention_bytes(call: OpCall, folds: int, extent: Callable[[Any], Size]) -> Size:
     """Return the bytes of a carry in linear attention: a factor (K, K) and a state (K, V) per head.
 
-    The state after the last token is gathered, too, for ``sp::linear_attention_state``.
+    The state after the last token is gathered, too, for ``sp::linear_attention_state``. `extent` returns the size to
+    assume for a dim, which may be symbolic.
     """
     k, v = (x.meta["val"] for x in call.operands[1:3])  # (B, S, H, K) and (B, S, H, V)
     batch, heads, size, columns = map(extent, (k.shape[0], *k.shape[2:], v.shape[-1]))
@@ -169,7 +170,7 @@ def _segment_bytes(call: OpCall, dim: int, folds: int, extent: Callable[[Any], S
     ids = node.meta["val"]
     ids_dim = 0 if ids.ndim == 1 else dim - call.ndim() + ids.ndim  # their last dims are those of the operand
     count = _row_elements(ids, ids_dim, extent) * folds
-    return 2 * ids.element_size() * count, count
+    return 2 * ids.element_size() * count, count  # a flag is one byte
 
 
 def _row_elements(value: torch.Tensor, dim: int, extent: Callable[[Any], Size]) -> Size:

@@ -91,7 +91,8 @@ def compare_runs(
     for name, x, expected, actual in zip(names, before, single_device.inputs, rank.inputs):
         if relative_error(x, expected) or relative_error(x, actual):
             yield _error_row(f"mutated input {name}", expected, actual)
-    # The error of gradients that are zero up to rounding, such as that of a key's bias, is relative to the largest one.
+    # The relative error of a gradient that is zero up to rounding, such as that of a key's bias, would be meaningless.
+    # Differences are divided by at least the rounding error of the largest gradient.
     rounding_errors = [
         g.abs().max().item() * max(ROUNDING_ERROR, torch.finfo(g.dtype).eps ** 0.5)
         for g in single_device.gradients

@@ -21,6 +21,10 @@ from sp_compile.passes.sharding.placement import Frame, Placement, Shard
 def express_in_rows(axes: Axes, node: Node, index: int, placement: Placement) -> Placement:
     """Return the placement of a result with a frame in units of its rows, and with the `granule` and `block` of these.
 
+    If a program computes a sequence in windows or in chunks, each rank has complete ones. The granule of a dim of rows
+    is the number of rows of a window; the block of a dim of windows is the same number. Without windows
+    (`axes.windowed`), units are not converted.
+
     Args:
         axes: The axes.
         node: The node.
@@ -33,10 +37,10 @@ def express_in_rows(axes: Axes, node: Node, index: int, placement: Placement) ->
         return placement
     dim = axes.dims[node, index][placement.dim]
     for i, atom in enumerate(dim):
-        name = axes.find(atom.name)
+        name = axes.find(atom.name)  # of the class of dims that are sharded together
         granule, block = axes.granules.get(name, 1), axes.blocks.get(name, 1)
         if max(granule, block) == 1 or not is_same_size(placement.outer, _size_of(dim[:i])):
-            continue
+            continue  # not a dim of rows or of windows, or not the one at which the shard starts
         counted = _convert_units(placement, atom, _size_of(dim[i + 1 :]), axes.n)
         # In a frame whose size is no multiple of (granule * ranks * chunks of a rank), a chunk may be on two ranks.
         if counted is not None and divides(granule * axes.n * counted.frame.order.chunks, counted.frame.size):
@@ -46,13 +50,14 @@ def express_in_rows(axes: Axes, node: Node, index: int, placement: Placement) ->
 
 
 def _convert_units(shard: Shard, atom: Atom, inner: Size, n: int) -> Shard | None:
-    """Return a shard whose frame counts the rows of an atom, or None if it is no shard of complete rows.
+    """Return the same shard with a frame that counts the rows of an atom, or None if it is no shard of complete rows.
 
-    The outer factor of both is the same, and their frames have the same positions in elements of the dim.
+    In the example above, a frame of 4 rows of windows, with inner = 4 w, becomes one of 16 rows with inner = w. The
+    positions of the frame, times inner, and the outer factor do not change.
 
     Args:
         shard: The placement.
-        atom: A factor of its dim.
+        atom: A factor of its dim, such as the 16 rows of the image.
         inner: The size of the factors of the dim after the atom.
         n: Number of ranks.
     """
@@ -78,7 +83,7 @@ def _flatten_product(axes: Axes, shard: Shard, dim: Dim) -> Shard:
         dim: The factors of its dim, from the rows on.
     """
     names, frame = tuple(axes.find(a.name) for a in dim), shard.frame
-    for run in axes.flat:
+    for run in axes.flat:  # the names of rows and columns whose product attention reads as one sequence
         if names[: len(run)] == run:
             columns = _size_of(dim[1 : len(run)])
             sizes = (frame.size * columns, frame.start * columns, frame.length * columns)

@@ -3,15 +3,13 @@
     sp.unshard(x)      the node then runs equally on every rank; backward: each rank takes its slice of the gradient
     sp.all_gather(x)   another operand of the node remains sharded; backward: a reduce-scatter
 
-A stale exchange was written for a placement that its operand no longer has.
-
 Bytes sent per rank: (n-1) times its shard of x. Refuses everything, by name, under fallback="error".
 
 `GatherPairs` gathers one operand of an op on all pairs of rows, such as k of scores q @ k.T, or v of weights @ v. The
 value of each pair, scores or weights, remains sharded and is larger than the gathered operand; this is no fallback.
 
-`RevertStaleExchanges` removes exchanges that no longer fit. An exchange is an identity in the global view, so its
-removal is correct.
+`RevertStaleExchanges` removes stale exchanges, which were written for a placement that their operand no longer has. An
+exchange is an identity in the global view, so its removal is correct.
 
     y = sp.unshard(x, dim=2)   where x is now sharded on dim 1   ->   y = x, and the demand is stated again
 
@@ -95,8 +93,9 @@ class GatherOperands(DemandPass):
         """
         source = demanded_operand(node, demand.operand)
         have = self.plan.of(source)
-        # With all operands replicated now, no new sequence may start at the node, or it would state the demand again.
-        # For `keeps_sharding` this has no effect while another operand is sharded.
+        # Without this mark, a new sequence could start at a node whose operands are all replicated: propagation would
+        # shard it again and state the same demand. With `keeps_sharding` another operand is sharded, so the mark has
+        # no effect.
         set_node_info(node, replicated=True)
         if not isinstance(have, Shard):  # a replicated operand, of a scan or window at which a sequence would start
             if have == SUMMAND_GRAD:  # it is an sp::all_gather, which expects a part of the gradient from each rank
@@ -130,7 +129,8 @@ def demanded_operand(node: Node, index: int) -> Node:
 
     Args:
         node: The node that states the demand.
-        index: `Demand.operand`: an index of the operands of an op, or of the inputs of the output or another node.
+        index: `Demand.operand`: an index into the operands of an op. For the output it is an index into its inputs, and
+            for another node, such as a getitem, into its inputs that are tensors.
     """
     if node.op == "output":
         return node.all_input_nodes[index]
@@ -150,6 +150,7 @@ def replace_operand(node: Node, index: int, new: Node) -> None:
     if node.op == "output" or not isinstance(node.target, OpOverload):
         node.replace_input_with(demanded_operand(node, index), new)
         return
+    # Replace this operand only: another operand of the op may be the same node, such as x in x @ x.
     call = OpCall(node)
     operands = list(call.operands)
     operands[index] = new

@@ -155,8 +155,8 @@ class HoistSlices(DemandPass):
     def _saves_work(self, node: Node, pieces: dict[int, RowRequest]) -> bool:
         """Return True if no rank would compute more rows for the slices of a value than for its shard of the value.
 
-        Slices that are sequences are sharded again, unless an input is in the load-balanced order. Otherwise every rank
-        computes the rows of all slices of the value.
+        Slices that are sequences are sharded again, but are not moved if a value is in the load-balanced order. Of
+        other slices every rank computes all rows, those of all slices of the value.
 
         Args:
             node: The slice, or split.
@@ -168,6 +168,7 @@ class HoistSlices(DemandPass):
         if all(self.axes.sequence_dims(x) for x in results):
             return not self.is_balanced
         if source not in self.rows_read:  # cached, as the number of its slices falls while they are rewritten
+            # All slices of the value that this pass may move; `demanding` contains the nodes that have a demand.
             cuts = [user for user in source.users if user in self.demanding and user.target in SLICE_OPS]
             lengths = [piece.length for cut in cuts for piece in _slices_read(cut).values()]
             self.rows_read[source] = sum(map(assume_large, lengths))
@@ -189,7 +190,7 @@ class HoistSlices(DemandPass):
                 continue
             other_inputs = {x: rows for x, rows in chain.inputs.items() if x is not node}
             operand_rows = {step.call.operands[i]: rows for i, rows in step.operands.items()}
-            # A value that is an input already is sliced once, so that both readers need the same rows of it.
+            # If an operand is an input already, both readers must need the same rows of it: it is sliced once.
             if all(_is_same_slice(other_inputs.get(x, rows), rows) for x, rows in operand_rows.items()):
                 return RowChain({**other_inputs, **operand_rows}, (*chain.steps, step))
         return None
@@ -198,7 +199,8 @@ class HoistSlices(DemandPass):
         """Return True if a node may be computed again for the rows of a slice only.
 
         If the grad mode of the node differs from that of the slice, recomputation would change gradients. On one rank
-        with automatic tiles, only nodes without other readers than the chain and such slices are recomputed.
+        with automatic tiles, only nodes without other readers than the chain and such slices are recomputed: a node
+        with other readers is computed in any case, and there is no gather to avoid.
 
         Args:
             node: An input of the chain.
@@ -273,7 +275,9 @@ class HoistSlices(DemandPass):
         """
         call, rule, node = step.call, step.rule, step.call.node
         operands = [emitted[x] if i in step.operands else x for i, x in enumerate(call.operands)]
-        if rule.window == step.dim:  # a slice of the rows: the inputs were sliced by both slices at once
+        # A step that is a slice of the rows itself: its operand is already the result, as its input was sliced by both
+        # slices at once (`_slice_rows`).
+        if rule.window == step.dim:
             return operands[0]
         with self.graph.inserting_before(node), restore_autocast(node):
             if rule.reshapes:
@@ -290,6 +294,7 @@ def _slices_read(node: Node) -> dict[int, RowRequest]:
     """
     pieces: dict[int, RowRequest] = {}
     for i in [0] if is_tensor(node) else read_results(node):
+        # The indices, or the range of rows of the i-th result.
         piece = _match_index(node) if node.target in INDEX_OPS else nth_result(node, i)
         if piece is None:
             return {}
@@ -325,7 +330,8 @@ def _match_row_wise(node: Node, rows: RowsAt) -> RowWiseNode | None:
         return None
     if rule.operand_placements is not None or rule.lenders:  # fixed placements, or an operand that is read as a shape
         return None
-    has_sizes = rule.sizes and not rule.reshapes  # an argument with the number of rows, which would change
+    # An argument with the number of rows, which would change. The size argument of a reshape is computed again.
+    has_sizes = rule.sizes and not rule.reshapes
     if not is_pure(node) or is_random(node) or has_sizes:
         return None
     dim, first = rows
@@ -360,7 +366,7 @@ def _late_inputs(cut: Node, source: Node, first: Node) -> list[Node] | None:
 
 
 def _is_index_like(node: Node) -> bool:
-    """Return True for a size, or a tensor of integers or bools, whose value depends on no mode of torch."""
+    """Return True for a size, or a tensor of integers or bools, whose value depends on no mode such as autocast."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return isinstance(value, torch.SymInt)

@@ -86,7 +86,8 @@ class SelectRows(DemandPass):
             node: The slice that they replace.
         """
         shard = self.axes.shard(node) if node_info(node).is_apart else None
-        if shard is None or shard.frame.order.is_balanced:  # a sum on all ranks, by the demand of the rows' reader
+        # Without a scatter the rows remain partial. Their reader demands another placement: a sum on all ranks.
+        if shard is None or shard.frame.order.is_balanced:
             return rows
         args = (rows, shard.dim, self.sizes.list(shard.frame_arg()), self.job.ranks.n, self.job.ranks.group)
         return self.emit(sp.reduce_scatter.default, args, rows.meta["val"], node)

@@ -77,6 +77,8 @@ class ScatterReductions(Pass):
 def _make_layer(node: Node, chosen: Mapping[Node, Shard | None]) -> LinearLayer:
     """Return the row of the report for an all_reduce: scattered along a dim, or full with the reason.
 
+    `ops`, the number of ops that run on its rows, is counted later.
+
     Args:
         node: The all_reduce.
         chosen: The shards of the all_reduces of linears; None for those that cannot be scattered.

@@ -71,7 +71,7 @@ def symbol_places(view: TokenView, region: TileRegion) -> SymbolPlaces | None:
 def _free_symbols(view: TokenView, region: TileRegion) -> Iterator[sympy.Symbol]:
     """Yield the symbols in the sizes of all tensors of a region, except for the number of rows."""
     for x in filter(is_tensor, (*region.nodes, *region.rows, *region.replicated)):
-        for extent in split_row_dim(view, x, 1):
+        for extent in split_row_dim(view, x, 1):  # with 1 in place of the number of rows
             if not isinstance(extent, int):
                 yield from extent.free_symbols
 

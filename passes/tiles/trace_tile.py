@@ -91,7 +91,11 @@ class TileFunction:
         return [self._fake_operand(x) for x in (*self.region.rows, *self.region.replicated)]
 
     def _fake_operand(self, x: Node) -> Tensor:
-        """Return an empty tensor for an operand; a replicated one has its strides, unless a size is symbolic."""
+        """Return an empty tensor for an operand.
+
+        Tiles of rows are contiguous copies. A replicated operand is passed as it is, so its tensor has its strides,
+        unless a size is symbolic.
+        """
         value, strides = x.meta["val"], as_sizes(x.meta["val"].stride())
         shape = resolve_shape(split_row_dim(self.view, x, self.length), self.sizes)
         is_static = all(isinstance(extent, int) for extent in (*as_sizes(value.shape), *strides))
@@ -290,8 +294,8 @@ def _trace_bodies(
 
     A gradient that is a sum over the tiles (`sums`) may be returned as summands, such as the operands of a product that
     the loop adds; its form is how the loop adds them. Tiles of all lengths add to the same accumulator: if the form of
-    a gradient differs between lengths, all are traced again, with this gradient unchanged. Arguments: as of
-    `_trace_body`.
+    a gradient differs between lengths, all are traced again, and each tile computes this gradient itself. Arguments: as
+    of `_trace_body`.
     """
     traced = {n: _trace_body(tile, trained, differentiable, at_once, sums) for n, tile in functions.items()}
     forms_by_length = [forms for _, forms in traced.values()]

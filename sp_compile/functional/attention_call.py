@@ -85,7 +85,7 @@ class AttentionCall(RankCall):
 
     @property
     def group(self) -> Ranks:
-        """Return the ranks of the call, which `require` compares.
+        """Return the ranks that take part in the call; `RankCall.require` compares their calls.
 
         Returns:
             The ranks that share the sequence.
@@ -111,7 +111,7 @@ class AttentionCall(RankCall):
         q_frame, k_frame = self.frames()
         score_args = *softmax_args, *no_score_function
         shards = ShardArgs(*score_args, options.sinks, returns_lse, q_frame, k_frame, ranks.n, ranks.group, balances)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # the groups of the call must exist before a compiled program runs
             _declare_routes(ranks.group, self.width or 1, self.steps())
         return self.function.run(self, (self.q, self.k, self.v, *shards.to_flat()))
 

@@ -180,19 +180,19 @@ class SequenceParallelAccelerator(Accelerator):
 
     @property
     def num_processes(self) -> int:
-        """Return the number of processes; within `count_replicas` that of replicas.
+        """Return the number of processes, or within `count_replicas`, in which each replica is one, of replicas.
 
         Returns:
-            A number of ranks.
+            The number of processes or replicas.
         """
         return self.replicas if self._counts_replicas else int(super().num_processes)
 
     @property
     def process_index(self) -> int:
-        """Return the number of this process; within `count_replicas` that of its replica.
+        """Return the index of this process, or within `count_replicas`, in which each replica is one, of its replica.
 
         Returns:
-            A number from 0.
+            A number from 0. The ranks of `batch_group` are replicas: it has one process of each.
         """
         return self.batch_group.rank() if self._counts_replicas else int(super().process_index)
 
@@ -274,7 +274,8 @@ class SequenceParallelAccelerator(Accelerator):
         if self.mesh is not None and self.is_fsdp2:
             return self.prepare(model)
         if getattr(model, "is_for_evaluation", False) and not evaluation_mode:
-            # accelerate itself would return the model without DDP, as a Trainer that evaluates before it trains does.
+            # A Trainer that evaluates before it trains prepares its model a second time. accelerate would return the
+            # prepared model as it is, without DDP, so undo the first time.
             model.is_for_evaluation = False
             mark_unprepared(model)
             self._models[:] = [other for other in self._models if other is not model]
@@ -399,7 +400,8 @@ class SequenceParallelAccelerator(Accelerator):
         if self.mesh is None:
             return super().gather_for_metrics(input_data, use_gather_object)
         gathered = gather_over_replicas(input_data, self.batch_group, use_gather_object)
-        # Loaders complete the last batch with samples of the first one; `remainder` is the number of samples before.
+        # Loaders complete the last batch with samples of the first one. `remainder` is the number of samples without
+        # these, or not positive if there are none or the number is not known.
         remainder = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else 0
         if remainder <= 0:
             return gathered
@@ -423,6 +425,7 @@ class ReplicaScheduler(AcceleratedScheduler):
         Returns:
             None.
         """
+        # In a step that only accumulates gradients, `AcceleratedScheduler.step` does not step the schedule.
         for _ in range(self.replicas if self.gradient_state.sync_gradients else 1):
             if self.scheduler.last_epoch < getattr(self.scheduler, "total_steps", float("inf")):
                 super().step(*args, **kwargs)

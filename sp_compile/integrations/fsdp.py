@@ -66,7 +66,7 @@ def compile_under_fsdp(
     """
     if is_compiled(model):
         raise SpError("SP831", COMPILED)
-    # `generate()` is to run the model eagerly. It is replaced before other code reads the method, such as
+    # Replace `generate()` by one that runs the model eagerly, before other code reads the method, such as
     # `register_fsdp_forward_method`.
     wrap_generation()
     if not isinstance(model, FSDPModule):
@@ -75,7 +75,8 @@ def compile_under_fsdp(
     config = SPConfig.of(merged)  # raises here, not at the first call
     if find_fsdp_submodules(model):  # FSDP's hooks split the model into several graphs
         merged = {"outputs": "lazy", **merged}
-        for layer in _checkpointed_layers(model):  # which Dynamo does not trace as a part of the model
+        # Dynamo does not trace these as a part of the model. `seq_dims` names arguments of the model, not of a layer.
+        for layer in _checkpointed_layers(model):
             layer_options = {name: value for name, value in merged.items() if name != "seq_dims"}
             layer.compile(backend=sp, options=layer_options, dynamic=dynamic)
         embedding = getattr(model, "get_input_embeddings", lambda: None)()  # None without the method
@@ -98,8 +99,9 @@ def _checkpointed_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 def _trace_embedding(embedding: torch.nn.Embedding) -> None:
     """Replace the forward of an embedding that is a unit of FSDP by a function that torch.compile traces.
 
-    Dynamo would skip the forward itself, as code of `torch.nn`, and run it eagerly on full rows. The graph of the
-    embedding has no attention, from which its sequence would follow, so that the option `seq_dims` names its argument.
+    Dynamo would skip the forward itself, as code of `torch.nn`, and run it eagerly on full rows. It traces `embed`,
+    which is code of this package. The graph of the embedding has no attention, from which its sequence would follow.
+    The caller therefore names the argument `embedded_ids` in the option `seq_dims`.
     """
     forward = type(embedding).forward
 

@@ -62,7 +62,7 @@ def graph_step(lowered: RankProgram, options: SPConfig, offloads: bool) -> Graph
     step = walk_graphs()
     if requested is None or passes is None:
         return step
-    if offloads and backward is not None:
+    if offloads and backward is not None:  # the partition has set `results`, the number of the forward's results
         OffloadValues().run(forward, replace(requested.job, backward=backward, results=passes.job.results))
         step = replace(step, hosted=walk_graphs())
     offloaded_step = step if step.hosted is None else step.hosted
@@ -100,6 +100,7 @@ def unroll_step(
         As in `OffloadValues`, the state of the optimizer counts only if it is sharded; else it is unknown.
         """
         memory = StepMemory(weights, ADAMW_STATE if is_sharded else 0.0, [graph_step])
+        # `fsdp(n)` is the peak on each of n ranks that share the weights and the state of the optimizer.
         return (memory.fsdp(n) if is_sharded else memory.peak) <= machine.memory
 
     return unroll.step(unroll.min_offload(fits) if options.offload == "auto" else unroll.share(float(options.offload)))

@@ -156,7 +156,10 @@ def find_mismatch(messages: Sequence[Message], mismatch: SpError | None = None) 
 
 
 def describe_operation_mismatch(messages: Sequence[Message]) -> SpError | None:
-    """Return the error of ranks that are about to run different operations, or None."""
+    """Return the error of ranks that are about to run different operations, or None.
+
+    Its text starts with the exceptions that the ranks have raised before, the usual cause.
+    """
     if len({(message.verb, message.subject, message.model, message.number) for message in messages}) <= 1:
         return None
     return _first_difference(messages).with_context(describe_raised(messages))

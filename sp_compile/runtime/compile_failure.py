@@ -23,8 +23,8 @@ VERBOSE_HINT = "TORCHDYNAMO_VERBOSE=1 shows the complete error"
 def shorten_failure(error: Exception, subject: str) -> Exception:
     """Return the error of a compilation with the user's line, in a few lines; write the complete error to a file.
 
-    An SpError and a MemoryError are returned unchanged. So is a short error of another compiler than Inductor, with the
-    line as a note. TORCHDYNAMO_VERBOSE=1 disables the function.
+    An SpError and a MemoryError are returned unchanged, as is RestartAnalysis, by which Dynamo starts again. So is a
+    short error of another compiler than Inductor, with the line as a note. TORCHDYNAMO_VERBOSE=1 disables the function.
 
     Args:
         error: The error.

@@ -91,7 +91,7 @@ class CompileProtocol:
         self.remaining.pop(0)
         messages = self._all_gather(ranks, Message(COMPILE_VERB, name, expects_answer=True, answer=value))
         group = ranks.process_group
-        numbers = range(ranks.n) if group is None else dist.get_process_group_ranks(group)
+        numbers = range(ranks.n) if group is None else dist.get_process_group_ranks(group)  # of all ranks, for messages
         error = failure([message.error for message in messages], numbers)
         if error is not None:
             raise RemoteError(error.code, error.cause, error.fix)
@@ -106,18 +106,18 @@ class CompileProtocol:
         Returns:
             The error, or that of another rank that these exchanges received; None if no rank has failed.
         """
-        while self.remaining:
+        while self.remaining:  # `_run_next` removes one
             try:
                 self._run_next(error)
-            except RankMismatchError as mismatch:
+            except RankMismatchError as mismatch:  # a rank is lost or runs another operation
                 error = error or mismatch
         return error
 
     def _run_next(self, error: Exception | None) -> None:
         """Run the next exchange for the other ranks: send the error of this rank, if any, and ignore the result."""
         ranks, name = self.remaining.pop(0)
-        # Ranks do not send a received error (`RemoteError`) again within its group. The ranks of another group may not
-        # know it, so it is sent to them as an error of this rank.
+        # `not_compiled` omits a received error (`RemoteError`), which the ranks of its group have. The remaining
+        # exchanges may be of other groups, whose ranks may not know it, so it is sent as an error of this rank.
         if isinstance(error, RemoteError):
             sent: SpError | None = SpError(error.code, error.cause, error.fix)
         else:

@@ -151,7 +151,7 @@ def write_score(
     except NotSymbolic:
         editor.drop(*writer.outer_nodes)
         raise
-    if result is score:
+    if result is score:  # the score is unchanged
         return ScoreOperands("")
     writer.graph.output(result)
     # A function may give a fill to some pairs if it selects between values (where, a table), and a value may be one.
@@ -189,7 +189,7 @@ class _ScoreWriter:
         self.heads: list[Node] = []  # per-head vectors that it reads, inputs head0, head1, ...
         self.tables: list[Node] = []  # other tensors that it reads, inputs table0, table1, ...
         self.head_numbers: Node | None = None  # the vector 0, 1, ..., H - 1, if it is read
-        # the arguments b, h, q and k of a score_mod or mask_mod
+        # the arguments b, h, q and k of a score_mod or mask_mod; h, which `_HEAD` represents, is no input
         self.indices = [self.read_input("b"), _HEAD, self.read_input("q"), self.read_input("k")]
 
     def read_input(self, name: str) -> Node:
@@ -232,6 +232,7 @@ class _ScoreWriter:
             return self._emit_outer(node.target, args, kwargs)
         if node.target in (aten.index.Tensor, aten.select.int):
             return self._look_up(node, values)
+        # Values of a pair have no dims.
         if not (node.target in _ELEMENT_OPS or is_pure_pointwise(node.target)) or node.meta["val"].ndim:
             raise NotSymbolic(f"it calls {node.target}, which is not elementwise over pairs")
         args, kwargs = pytree.tree_map(
@@ -286,7 +287,8 @@ class _ScoreWriter:
     def _look_up(self, node: Node, values: Mapping[Node, Any]) -> _TableElement:
         """Return the element of a table that an index or select reads.
 
-        table[i][j] has two of them: the first one leaves dim 1 without an index (open), the second one indexes it.
+        table[i][j] is two such nodes. The first one returns the element with indices (i, None): dim 1 is open, without
+        an index. The second one, whose dims are the open ones, sets it.
 
         Args:
             node: The index or select, a node of a score_mod or mask_mod.
@@ -394,7 +396,7 @@ def split_conditions(body: GraphModule) -> list[GraphModule]:
         graph = torch.fx.Graph()
         copies: dict[Node, Node] = {}
         body_result = graph.graph_copy(body.graph, copies)
-        graph.output(copies[result] if isinstance(result, Node) else body_result)  # of a constant, the whole mask
+        graph.output(copies[result] if isinstance(result, Node) else body_result)  # for a constant, the whole mask
         for node in reversed(list(graph.nodes)):
             if node.op in ("call_function", "get_attr") and not node.users:
                 graph.erase_node(node)

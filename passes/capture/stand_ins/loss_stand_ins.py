@@ -53,7 +53,7 @@ def _log_prob_statistics(
     """Compute TRL's ChunkedLogProbFunction for hidden (N, H), weight (V, H) and targets (N); statistics are float32.
 
     Returns the log-probabilities of the targets, and entropy, log(sum p^2), the mean logit, and True where the target
-    is the most likely token; each (N), and None if `outputs` does not contain it.
+    is the most likely token; each (N), and None if `outputs` does not contain it. Only the first two have gradients.
     """
     logits = _cap(_project(hidden, weight, bias).float() * logit_scale, final_logit_softcapping) / temperature
     log_z = logits.logsumexp(-1)
@@ -96,7 +96,7 @@ def _cross_entropy(
     is_valid = target != ignore_index
     num_valid = is_valid.sum()
     count = num_valid.clamp(min=1)  # without a valid target the loss is 0
-    total = count
+    total = count  # the divisor of a mean: the number of valid targets, or the sum of the weights of their classes
     if weight is not None:
         total = torch.where(num_valid > 0, (weight[target.where(is_valid, 0)] * is_valid).sum(), 1)
     losses = F.cross_entropy(

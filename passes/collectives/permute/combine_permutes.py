@@ -49,7 +49,7 @@ class PackExchanges(Pass):
     def _combine(self, exchanges: Sequence[Node]) -> None:
         """Replace a group of exchanges, all_to_all_permute nodes, by one sp::all_to_all before the last of them."""
         _, scatter, gather, n, group = exchanges[0].args
-        frame = [1, n, 0, n]  # the op splits n positions, one per rank, which stands for equal shares of any size
+        frame = [1, n, 0, n]  # a frame of n positions, one for each rank: the shares are equal, of any size
         ndim = exchanges[0].meta["val"].ndim
         with self.graph.inserting_before(exchanges[-1]):
             args = ([node.args[0] for node in exchanges], scatter % ndim, frame, gather % ndim, frame, n, group)
@@ -80,7 +80,10 @@ def _combinable_exchanges(graph: Graph) -> list[list[Node]]:
 
 
 def _exchange_key(node: Node) -> Any:
-    """Return the properties that packed exchanges have in common, as a dict key."""
+    """Return the properties that packed exchanges have in common, as a dict key.
+
+    `sp::all_to_all` sends tensors in one exchange if they also have the same size of the gathered dim.
+    """
     x, scatter, gather, n, group = node.args
     value = x.meta["val"]
     scatter, gather = scatter % value.ndim, gather % value.ndim
@@ -109,7 +112,7 @@ def _can_join(exchanges: list[Node], node: Node) -> bool:
 
 
 def _move_users_after(exchanges: list[Node]) -> None:
-    """Move the nodes that depend on an exchange and precede the last one after that, where all are packed."""
+    """Move the nodes that depend on one of the exchanges after the last exchange, where all are packed."""
     position = exchanges[-1]
     for node in _dependents_before(exchanges[:-1], position) or ():
         position.append(node)
@@ -133,7 +136,7 @@ class MergeDimsBeforeExchange(Pass):
             chain = exclusive_chain(node, result)  # None if other nodes read a value in between
             if chain is None or any(user.op == "output" for user in result.users):  # an output keeps its strides
                 continue
-            groups = _merged_dims(node, result)
+            groups = _merged_dims(node, result)  # for each dim of the result, the dims that it merges: [[0], [1, 2]]
             if groups is not None and self._exchange_merged(node, result, groups):
                 erase_chain(self.graph, frozenset(chain))
                 return True
@@ -153,17 +156,20 @@ class MergeDimsBeforeExchange(Pass):
         """
         x, scatter, gather, n, group = node.args
         shape, order = as_sizes(x.meta["val"].shape), [dim for dims in groups for dim in dims]
-        if all(is_same_size(size, 1) for size in shape[: scatter % len(shape)]):  # the scattered dim is the outermost
-            return False  # x is sent without a copy, and copied after it is received
+        # If the scattered dim is the outermost (dims before it have size 1), each rank's block of x is contiguous: it
+        # is sent without a copy, and the received blocks are copied in any case.
+        if all(is_same_size(size, 1) for size in shape[: scatter % len(shape)]):
+            return False
         merged_shape = [size_product(shape[dim] for dim in dims) for dims in groups]
         with self.graph.inserting_before(node):
             try:
                 if order != sorted(order):
                     x = self.compute(aten.permute.default, (x, order), node)
                 x = self.compute(aten.view.default, (x, self.sizes.list(merged_shape)), node)
-            except (RuntimeError, ValueError):  # this would need a copy of x
-                self.drop(x)
+            except (RuntimeError, ValueError):  # a view cannot merge these dims: this would need a copy of x
+                self.drop(x)  # the permute; an operand that has users remains
                 return False
+            # The exchanged dims are the first ones of their groups: in [[0], [1, 2], [3]], 1 and 3 become 1 and 2.
             leading_dims = [dims[0] for dims in groups]
             merged_dims = [leading_dims.index(dim % len(shape)) for dim in (scatter, gather)]
             exchanged = self.compute(PERMUTE, (x, *merged_dims, n, group), result)

@@ -79,8 +79,8 @@ def match_all_to_all(node: Node) -> AllToAllMatch | str:
     sent, received_sizes, sent_sizes = (call[name] for name in ("input", "output_split_sizes", "input_split_sizes"))
     if group is None:
         return "its group has no name"
-    # "": a process group; "among" and "across": its part of adjacent ranks, or of every k-th rank. Other kinds are the
-    # package's own, for exchanges between pairs of ranks.
+    # The kind of a process group is "", that of a part of one with adjacent ranks "among", and with every k-th rank
+    # "across". Other kinds are the package's own, for exchanges between pairs of ranks.
     if route_kind(group) not in ("", "among", "across") or len(sent_sizes) == 1:
         return ""
     shares = [*as_sizes(received_sizes), *as_sizes(sent_sizes)]
@@ -128,6 +128,7 @@ def downstream_moves(node: Node) -> list[Node]:
     moves, queue = {node: None}, list(node.users)  # found nodes, as an ordered set, and nodes to visit
     while queue and len(moves) < MAX_CANDIDATES:
         user = queue.pop(0)
+        # All data of a move must come from `node`: a concatenation with another value ends the search.
         if user not in moves and is_move(user) and all(x in moves for x in moved_operands(user)):
             moves[user] = None
             queue += user.users
@@ -177,12 +178,13 @@ def _exchange_dims(exchange: AllToAllMatch, x: Node, y: Node, exact: bool) -> tu
     table = FactorTable()
     before = table.new_tensor(as_sizes(x.meta["val"].shape))
     sent = ArrangementTracker(table, {x: before}).arrangement(exchange.sent)
+    # `fixed` is not empty if the sent value is only a piece of x, such as one of the chunks of a dim.
     if sent is None or not sent.dims or sent.fixed:
         return None
     cut = table.split_leading(sent.dims[0], exchange.n)  # the all-to-all splits dim 0 into n shares
     if cut is None:
         return None
-    sent_factors, share = cut
+    sent_factors, share = cut  # of dim 0: those that count the shares, and those of the rows of one share
     factors = ExchangedFactors(sent_factors, (table.new_factor(exchange.n),))
     received = Arrangement((factors.received + share, *sent.dims[1:]))
     after = ArrangementTracker(table, {exchange.wait: received}).arrangement(y)
@@ -221,8 +223,8 @@ def _match_dims(
         if gather == scatter:
             continue
         result = exchange_factors(table, exchanged, before, scatter, gather)
-        # The factors of the gather dim of x and of the scatter dim of y; none for a dim of size 1. If both have size 1,
-        # the exchange only renames a dim, and any dim of size 1 would match.
+        # `rows` are the factors of the gather dim of x, `block` those of the scatter dim of y; none for size 1.
+        # If both have size 1, the exchange only renames a dim, and any dim of size 1 would match.
         rows, block = table.resolve(before.dims[gather]), table.resolve(result.dims[scatter])
         if exact:
             is_match = bool(rows or block) and table.equal(result, after)
@@ -264,7 +266,7 @@ def _is_inverse(first: Node, second: Node) -> bool:
     table = FactorTable()
     before = table.new_tensor(as_sizes(x.meta["val"].shape))
     ndim = len(before.dims)
-    cut = table.split_leading(before.dims[scatter % ndim], n)
+    cut = table.split_leading(before.dims[scatter % ndim], n)  # the factors that count the n blocks, and the others
     if cut is None:
         return False
     factors = ExchangedFactors(cut[0], (table.new_factor(n),))
@@ -290,7 +292,10 @@ def undone_exchange(node: Node) -> Node | None:
 
 
 def aliases_input(node: Node) -> bool:
-    """Return True if the node shares storage with an input of the graph, and so must not be a new output."""
+    """Return True if the node shares storage with an input of the graph.
+
+    Such a node must not become an output in place of a node with memory of its own, to which callers may write.
+    """
     while is_view(node):
         node = node.all_input_nodes[0]
     return node.op in ("placeholder", "get_attr")

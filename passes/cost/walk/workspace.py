@@ -34,18 +34,22 @@ QUERY_BLOCKS, KEY_BLOCK = ((768, 256), (192, 64), (0, 32)), 512
 def conversion_bytes(target: Any, operands: Sequence[torch.Tensor], result: torch.Tensor) -> int:
     """Return the bytes of the copies that an elementwise op on a CPU makes of operands in the result's dtype.
 
-    PyTorch converts operands of other dtypes, such as a dropout mask, before it computes.
+    PyTorch converts operands of other dtypes, such as a dropout mask, before it computes. Operands without dims, such
+    as a scale, have a negligible size.
     """
     if result.device.type != "cpu":
         return 0
-    if target in DROPOUT_CALLS:
+    if target in DROPOUT_CALLS:  # it multiplies by the mask (bool), which is converted to the dtype of the result
         return current_bytes(result)
     converted = [x for x in operands if x.dtype != result.dtype and x.dim()] if target in ARITHMETIC_OPS else []
     return sum(size_hint(x.numel()) * result.element_size() for x in converted)
 
 
 def op_workspace(target: Any, operands: Sequence[torch.Tensor]) -> int:
-    """Return the bytes that an attention op allocates for its run, besides operands and results."""
+    """Return the bytes that an attention op allocates for its run, besides operands and results.
+
+    On a GPU only backwards in half types allocate much: flash attention and cuDNN support no other dtypes.
+    """
     if operands[0].device.type == "cpu":
         return _cpu_workspace(target, operands) if target in CPU_FLASH_OPS else 0
     return _gpu_workspace(target, operands) if target in GPU_BACKWARDS and operands[0].dtype in HALF else 0

@@ -1,10 +1,10 @@
 """Rules of sliding windows: convolutions, pooling, pads, shifts, rolls and unfold.
 
-A rule names the dims of the operands and results of a call. A dim with the same name in both passes: it may be sharded.
-A dim of kind "whole" is gathered before the call. The batch passes. A row of a result reads a window of rows of the
-operand. A dim along which known windows slide has the kind "halo" (`sharding/window_rules.py`): it may be sharded, and
-a rank receives the rows of its neighbors that it reads. If windows are unknown, or slide over several dims, their dims
-are gathered.
+A rule names the dims of the operands and results of a call. A dim with the same name in operand and result may be
+sharded, such as the batch. A dim of kind "whole" is gathered before the call. A row of a result reads a window of rows
+of the operand. A dim along which known windows slide has the kind "halo" (`sharding/window_rules.py`): it may be
+sharded, and a rank receives the rows of its neighbors that it reads. If windows are unknown, or slide over several
+dims, their dims are gathered.
 
 An sp:: window op with a frame already runs on shards; the frame describes how its rows are distributed over the ranks.
 A rule function returns the rule of a call, or None: the call then runs on gathered operands.
@@ -101,7 +101,7 @@ def _framed_window_rule(call: OpCall, rule: BoundRule) -> BoundRule:
     Propagation then does not choose placements: x is sharded as in `frame`, and the result as in `result`, if it has
     another frame. Weights and biases are replicated, and their gradients are partial (each rank has a summand).
     """
-    (dim,) = sliding_calls(call)  # the keys are dims
+    (dim,) = sliding_calls(call)  # a dict whose only key is the dim of x along which windows slide
     sharded_factor = rule.operands[0][dim]
 
     def placement_of(names: Dims, frame_argument: str) -> Placement:

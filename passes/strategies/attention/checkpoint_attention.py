@@ -33,6 +33,7 @@ class SaveAttentionOutputs(Pass):
         Regions with a selective policy of the user are unchanged. So are all regions if the results, together with all
         other values, would exceed the memory of the device, and no values may be offloaded.
         """
+        # torch's checkpoint records its region in the nodes as "ac_graph_id".
         found = [node for node in all_attention_nodes(gm) if "ac_graph_id" in node.meta and not has_policy(node)]
         if not found:
             return 0

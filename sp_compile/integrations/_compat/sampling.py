@@ -32,12 +32,13 @@ class SampleSharer:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Create the Trainer, and continue with the random state of the first rank of the sequence."""
+        # TRL shards a reference model by `prepare_fsdp`, which would not compile it.
         with _replace_globals(type(self), "__init__", {"prepare_fsdp": _prepare_reference}):
             super().__init__(*args, **kwargs)
         self._share(None)
 
     def count_generations(self) -> None:
-        """Set the number of completions of a step to that of the replicas, which TRL computes from the processes.
+        """Set the number of completions of a step, as TRL does, but for the number of replicas, not of processes.
 
         Returns:
             None.
@@ -73,7 +74,7 @@ class SampleSharer:
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's method on each rank, and return the completions of the first rank of the sequence."""
-        # vLLM's client calls collectives of all processes.
+        # Count processes here, not replicas: vLLM's client calls collectives of all processes.
         with mock.patch.object(self.accelerator, "_counts_replicas", False):
             return self._share(super()._generate_single_turn(*args, **kwargs))  # type: ignore[misc]
 

@@ -28,7 +28,7 @@ def own_address(store_host: str) -> str:
         OSError: GLOO_SOCKET_IFNAME is no interface with an address.
     """
     interface = os.environ.get(INTERFACE_VARIABLE, "").split(",")[0].strip()
-    if interface and sys.platform == "linux":
+    if interface and sys.platform == "linux":  # `_interface_address` uses a system call of Linux
         return _interface_address(interface)
     if store_host:
         source = _source_address(store_host)
@@ -36,6 +36,7 @@ def own_address(store_host: str) -> str:
         # store's host is a loopback address itself: all ranks are on this host then.
         if source and (not _is_loopback(source) or store_host == "localhost" or _is_loopback(store_host)):
             return source
+        # The address from which this host reaches addresses outside of its network (OUTSIDE is one), if it can.
         return _source_address(OUTSIDE) or source or LOOPBACK
     return _hostname_address() or LOOPBACK
 
@@ -59,6 +60,7 @@ def _interface_address(name: str) -> str:
 def _source_address(host: str) -> str:
     """Return the address of this host from which it reaches another host, or ""; nothing is sent."""
     with suppress(OSError):
+        # To connect a UDP socket only selects a route. The port, 9, has no meaning.
         for family, kind, protocol, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, kind, protocol) as sock:
                 sock.connect(address)
