@@ -85,6 +85,7 @@ def is_decoding_step(arguments: Mapping[str, Any]) -> bool:
     values = dict(_named_values(arguments))
     if not any(_cached_length(value) > 0 for value in values.values()):
         return False
+    # Queries are an argument such as `input_ids`, or else the first positional tensor: those are named "0", "1", ...
     named = [values[name] for name in QUERY_ARGUMENTS if isinstance(values.get(name), torch.Tensor)]
     by_position = [value for name, value in values.items() if name.isdigit() and isinstance(value, torch.Tensor)]
     queries = [*named, *by_position][:1]
@@ -148,7 +149,8 @@ def _wrap_generate(owner: type, name: str) -> None:
         if torch.compiler.is_compiling() or not any(module in _models for module in modules):
             return generate(self, *args, **kwargs)
         if name == "generate" and not kwargs.get("synced_gpus") and gathers_weights(modules):
-            # All ranks gather weights in each step, so none may stop before the others. Trainers pass False.
+            # All ranks gather weights in each step, so none may stop before the others. This also replaces an explicit
+            # False, which trainers of transformers pass.
             kwargs["synced_gpus"] = True
         with torch.compiler.set_stance("force_eager"):
             return generate(self, *args, **kwargs)

@@ -43,8 +43,9 @@ class PartAccumulator:
 
     def add(self, part: Tensor, rows: tuple[int, int]) -> None:
         """Write or add ``part`` (B, H, length, D) to the rows (offset, length)."""
-        ranges = self._written.add(rows)
+        ranges = self._written.add(rows)  # (offset, length, is_new): new rows have no part yet
         has_all_rows = self._total is None and rows == (0, self._like.shape[2])
+        # `_empty` is a meta tensor with the dtype and the strides of the result.
         if has_all_rows and part.dtype == self._empty.dtype and part.stride() == self._empty.stride():
             self._total = part
             return

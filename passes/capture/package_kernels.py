@@ -149,12 +149,13 @@ def _run_original(kernel: str, function: Callable[..., Any], traced: Callable[..
     Args:
         kernel: The name of the kernel.
         function: The original function.
-        traced: The function in plain torch that it wraps, which does not separate documents; None without one.
+        traced: For a wrapper of transformers, its function in plain torch, which Dynamo can trace, but which ignores
+            arguments that separate documents (`DOCUMENTS`). None for the function of a package.
     """
     run_between_graphs = torch_compat.run_eagerly(function)
 
     def run(reason: str, args: Any, kwargs: Any) -> Any:
-        """Trace the function in plain torch, or run the original one between two graphs."""
+        """Trace the function in plain torch, or run the original one between two graphs; `reason` is for a warning."""
         if traced is not None and all(kwargs.get(name) is None for name in DOCUMENTS):
             return traced(*args, **kwargs)
         _warn_unsplit(kernel, reason)

@@ -92,7 +92,7 @@ def _winning_reason(c: Candidate, candidates: Sequence[Candidate], requested: bo
 
     `requested` is True if an option or the mesh names the strategy.
     """
-    if not c.fits:
+    if not c.fits:  # no candidate fits in memory; `legal` says by how much it does not
         return f"chosen: needs the least memory, {c.legal}"
     has_legal = any(other.legal is None for other in candidates)
     if requested or not has_legal or c != choose_attention(candidates):  # not the choice of the cost model

@@ -355,7 +355,8 @@ class _OffloadSchedule:
     """The schedule of copies: when each node of both partitions runs, and how long a copy takes.
 
     Times are seconds of products and attentions since the start of the partition; other ops take none. The number of a
-    node is its position in the list of all nodes of the forward, then of the backward.
+    node is its position in the list of all nodes of the forward, then of the backward (`order`). `forward[x]` is the
+    time at which node x of the forward starts; `forward_times` lists these times in order; likewise for the backward.
     """
 
     def __init__(self, saved: _SavedValues, forward: Graph, backward: Graph, machine: Machine) -> None:
@@ -379,7 +380,8 @@ class _OffloadSchedule:
         last_of_storage = dict[int, int]()
         for node in self.forward:
             if node.op != "output":
-                last_of_storage |= dict.fromkeys(storage_bytes([node, *node.all_input_nodes]), self.order[node])
+                storages = storage_bytes([node, *node.all_input_nodes])  # of its results and operands, as keys
+                last_of_storage |= dict.fromkeys(storages, self.order[node])  # later nodes replace earlier ones
         self.last_use = {x: last_of_storage[storage_of(x.meta["val"])] for x in saved.storages}
 
     def freed_byte_seconds(self, x: Node) -> float:

@@ -219,7 +219,7 @@ def _match_score_product(product: ProductMatch, x: Node) -> ScoreChain | None:
 def _match_permutation(x: Node, keys_dim: int) -> ScoreChain | None:
     """Match scores that x permutes, or whose leading dims it reshapes; `keys_dim` is the dim of keys in x."""
     source, permuted = OpCall(x).operands[0], permutation_of(x)
-    added_dims = len(node_shape(x)) - len(node_shape(source))
+    added_dims = len(node_shape(x)) - len(node_shape(source))  # a reshape of leading dims shifts the others by these
     source_dim = permuted[keys_dim] if permuted is not None else keys_dim - added_dims  # the dim of keys in the source
     inner = match_scores(source, source_dim, x) if source_dim >= 0 else None
     if inner is None:
@@ -425,6 +425,7 @@ def scores_refusal(x: Node) -> str:
         operands = [n for n in node.all_input_nodes if is_tensor(n) and n.op == "call_function"]
         # The operand that is computed from a product; others are factors, biases and masks.
         scores = [n for n in operands if _is_product(n) or _reaches_product(n, lambda n: n.all_input_nodes)]
+        # Follow ops that only move elements: views and permutes are not pointwise; copies and casts have a move_source.
         is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) and move_source(node) is None
         if not scores or (is_pointwise and node.target not in SCORE_OPS):
             return f"{node.name} ({node.target}) is between the product and the softmax"

@@ -180,7 +180,8 @@ class ScanBuilder(BatchedOps):
         Returns:
             The state of every step, (..., steps, K, V).
         """
-        like, steps, ops = affine.state.node, len(affine.state.nodes), _FoldingArithmetic(self, affine.state.node)
+        like, ops = affine.state.node, _FoldingArithmetic(self, affine.state.node)
+        steps = len(affine.state.nodes)  # the state is a column of one node per step; `node` is one of them
         *batch, rows, columns = node_shape(like)
         if not _is_equal_in_rows(affine.a):
             raise NotALoop("a state whose factor differs between the columns that a matrix multiplies")
@@ -199,7 +200,8 @@ class ScanBuilder(BatchedOps):
     def _emit_cumulative(self, op: str, x: Node, time: int, reverse: bool, like: Node) -> Node:
         """Emit the cumulative sum or product (`op`) of x along the dim `time`, from the last step on if `reverse`."""
         if reverse:
-            return self.compute(torch.ops.sp.scan.default, (x, None, time, op, False, True), like)
+            segments, exclusive = None, False
+            return self.compute(torch.ops.sp.scan.default, (x, segments, time, op, exclusive, reverse), like)
         target = {"sum": aten.cumsum.default, "prod": aten.cumprod.default}[op]
         return self.compute(target, (x, time), like, {"dtype": x.meta["val"].dtype})
 

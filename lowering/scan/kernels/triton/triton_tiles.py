@@ -93,16 +93,16 @@ def _leaf_states(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _start_flags(  # type: ignore[no-untyped-def]
-    starts, time, line, exists, inside, inner, per_outer, per_time, per_inner,
+    starts, time, line, in_line, inside, inner, per_outer, per_time, per_inner,
     SHARED: tl.constexpr, STEPS: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """Return 1 for elements at which a segment begins, else 0, int32 (STEPS, LINES).
 
-    If SHARED, all lines have the same starts, which are read once per place; `exists` masks places, (STEPS, 1).
-    Otherwise those of each element are read; `inside` masks elements, (STEPS, LINES).
+    If SHARED, all lines have the same starts, which are read once per place; `in_line` masks the places before the end
+    of a line, (STEPS, 1). Otherwise those of each element are read; `inside` masks elements, (STEPS, LINES).
     """
     if SHARED:
-        flag = tl.load(starts + time, mask=exists, other=0)
+        flag = tl.load(starts + time, mask=in_line, other=0)
     else:
         address = line // inner * per_outer + time * per_time + line % inner * per_inner
         flag = tl.load(starts + address, mask=inside, other=0)
@@ -290,10 +290,11 @@ class Sweep:
         return 0 if self.op == "linear" else self.neutral
 
     def totals(self) -> Sweep:
-        """Return the sweep whose last state is the total of x.
+        """Return the sweep whose last state combines all elements of x.
 
-        It has no shift: the last state of a shifted scan lacks the last element. A lagged recurrence keeps the shift,
-        since it combines each summand with the factor one place earlier; `append_last_state` adds the last factor.
+        A shifted scan combines at each place the elements before it, so that its last state lacks the last element:
+        the shift is removed. A lagged recurrence, s_i = a_i * (s_(i-1) + b_i), keeps it, since it combines each summand
+        b with the factor a one place earlier; `append_last_state` adds the last factor.
         """
         return replace(self, shift=self.shift and self.op == "linear")
 
