@@ -44,7 +44,7 @@ def runs_eagerly(code: CodeType, arguments: Mapping[str, Any], caller: FrameType
         True for a decoding step, and for all calls inside of `generate()`.
     """
     module = arguments.get("self")
-    if isinstance(module, torch.nn.Module):
+    if isinstance(module, torch.nn.Module):  # a model of this backend: let its `generate()` run eagerly from now on
         _models[module] = True
         _wrap_own_generation(type(module))
     wrap_generation()
@@ -125,7 +125,10 @@ def wrap_generation() -> None:
 
 
 def _wrap_own_generation(model_class: type[torch.nn.Module]) -> None:
-    """Replace the `generate` methods that a model of transformers defines itself, as Whisper does."""
+    """Replace the `generate` methods that a model of transformers defines itself, as Whisper does, or inherits.
+
+    They are replaced by ones that run eagerly (`_wrap_generate`).
+    """
     module = sys.modules.get(GENERATION_MODULE)
     if module is not None and issubclass(model_class, module.GenerationMixin):
         for owner in model_class.__mro__:

@@ -84,6 +84,7 @@ def wrapped_kernel(function: FunctionType) -> str | None:
     """Return the name of the kernel for which transformers wraps a function, or None for other functions.
 
     A wrapper is a closure over `func_name`, the name of the kernel, and `implementation`, the function that it calls.
+    One whose function in plain torch computes nothing (`WITHOUT_FALLBACK`) does not count.
     """
     if not (function.__module__ or "").startswith(MODELS) or "implementation" not in function.__code__.co_freevars:
         return None
@@ -111,6 +112,7 @@ def _replace(kernel: str, function: FunctionType, is_wrapper: bool) -> None:
         register_kernel(kernel, function, "cuda")
     traced = inspect.unwrap(function) if is_wrapper else None  # the function in plain torch, before it was wrapped
     original, signature = _run_original(kernel, function, traced), inspect.signature(called)
+    # `drops_unknown`: a wrapper ignores arguments that the function it calls does not have.
     torch_compat.trace_in_place_of(function, make_stand_in(kernel, signature, original, drops_unknown=is_wrapper))
 
 

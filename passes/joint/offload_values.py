@@ -333,6 +333,7 @@ class _SavedValues:
             views = values_of_storage.get(storage, [])
             if views and _can_offload(node) and all(_can_rebuild(view, node, known) for view in views):
                 storages[node] = _SavedStorage(nbytes_of(node.meta["val"]), values_of_storage.pop(storage))
+        # MIN_OFFLOAD_BYTES is a fraction of all saved bytes.
         large = {n: storage for n, storage in storages.items() if storage.nbytes > MIN_OFFLOAD_BYTES * total}
         return _SavedValues(inputs, total, large)
 
@@ -470,7 +471,8 @@ def _can_rebuild(node: Node, full: Node, known: Set[Size]) -> bool:
         return True
     expressions = [size for size in _storage_layout(x) if isinstance(size, sympy.Expr)]
     symbols = {symbol for expression in expressions for symbol in expression.free_symbols}
-    return x.dtype == y.dtype and is_same_size(as_size(y.storage_offset()), 0) and symbols <= known
+    starts_at_zero = is_same_size(as_size(y.storage_offset()), 0)  # as its copy does, so that offsets of views remain
+    return x.dtype == y.dtype and starts_at_zero and symbols <= known
 
 
 def _can_offload(node: Node) -> bool:
@@ -480,6 +482,7 @@ def _can_offload(node: Node) -> bool:
     """
     x = node.meta["val"]
     nbytes, bytes_of_storage = size_product(as_sizes(x.shape)) * x.element_size(), x.untyped_storage().nbytes()
+    # torch's size of a storage has terms Max(1, size), which `nonempty_size` replaces by the size.
     fills_storage = is_same_size(nbytes, nonempty_size(as_size(bytes_of_storage)))
     return fills_storage and node.op == "call_function" and not is_collective(node)
 

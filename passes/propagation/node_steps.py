@@ -93,7 +93,7 @@ def place_as_written(call: OpCall, rule: BoundRule, have: Sequence[Placement]) -
     assert rule.result_placements is not None
     demands = []
     for i, (placement, want) in enumerate(zip(have, rule.operand_placements)):
-        if not isinstance(placement, Shard):
+        if not isinstance(placement, Shard):  # of a replicated operand, a rank has the rows that the rule states
             continue
         is_placed = isinstance(want, Shard) and placement.dim == want.dim and placement.has_same_positions(want)
         if not is_placed:
@@ -290,7 +290,7 @@ def _place_window(call: OpCall, rule: BoundRule, have: Sequence[Placement], base
     """Return the step of an op with sliding windows over a sharded dim of its first operand, such as a convolution.
 
     If its windows can be placed, it runs on shards, with a "halo" demand for the rows of neighbors that they read.
-    Otherwise the demand is to gather the operand. Other operands (weights) are replicated.
+    Otherwise `wants` is None, and the "halo" demand is discharged by a gather. Other operands (weights) are replicated.
 
     Args:
         call: The call of the node.

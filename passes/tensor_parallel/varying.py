@@ -306,4 +306,4 @@ def is_move_op(node: Node) -> bool:
     call, rule = lookup_rule(node) or (None, None)
     if call is None or rule is None:
         return False
-    return len(call.operands) == 1 and rule.lazy and not rule.spans
+    return len(call.operands) == 1 and rule.lazy and not rule.spans  # lazy: moves data only; spans: the pieces of a cut

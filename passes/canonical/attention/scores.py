@@ -84,7 +84,10 @@ class ScoreOperand:
         return tuple(full_shape[d] for d in self.order)
 
     def materialize(self, editor: GraphEditor, like: Node) -> Node:
-        """Emit the tensor with its dims in the order (leading dims, queries, keys); the first ones may be missing."""
+        """Emit the tensor with its dims in the order (leading dims, queries, keys); the first ones may be missing.
+
+        It is reshaped to the dims `leading`, which only operands in this order have (`regroup`), or else permuted.
+        """
         x = editor.reshape(self.node, self.shape, like) if self.leading else self.node
         if is_identity(self.order):
             return x
@@ -185,7 +188,7 @@ def match_scores(x: Any, keys_dim: int, *users: Node) -> ScoreChain | None:
     if call is None:
         return None
     inner, steps = None, steps_between(x, value_origin(x)) or [x]  # x, or several ops that cancel
-    if any(set(a.users) != {b} for a, b in pairwise(steps)):
+    if any(set(a.users) != {b} for a, b in pairwise(steps)):  # another op reads the scores between the steps
         return None
     if steps != [x] or is_cast_op(x) or is_neutral_op(x):  # the scores do not change
         inner = match_scores(OpCall(steps[0]).operands[0], keys_dim, steps[0])
@@ -205,7 +208,7 @@ def match_scores(x: Any, keys_dim: int, *users: Node) -> ScoreChain | None:
 def _match_score_product(product: ProductMatch, x: Node) -> ScoreChain | None:
     """Return the chain that consists of the product x, with the term that x itself adds (baddbmm) as a bias.
 
-    Returns None if that term has another dtype.
+    Returns None if that term has another dtype than x, to which the op casts it.
     """
     scores, addend = ScoreChain(product, product.scale, (x,), product.order), product_addend(x)
     if addend is None:
@@ -288,7 +291,7 @@ def _match_scale(call: OpCall, x: Node, keys_dim: int) -> ScoreChain | None:
             return replace(inner, score=inner.score / exact_number if divides else inner.score * exact_number)
         if inner.score == SCORE and number is not None and number > 0:  # a negative one would change the sign of -inf
             return replace(inner, scale=inner.scale / number if divides else inner.scale * number)
-        if not is_tensor(factor) or inner.fills:
+        if not is_tensor(factor) or inner.fills:  # a tensor may have negative numbers or 0, which change fills
             continue
         operand = ScoreOperand(factor, inner.order)
         is_per_head = set(operand.shape[-2:]) <= {1}  # one number for all (queries, keys)
@@ -316,6 +319,7 @@ def _match_bias(call: OpCall, x: Node, keys_dim: int) -> ScoreChain | None:
     factor = -1.0 if is_difference else 1.0
     for scores, bias in [(a, b)] if is_difference else [(a, b), (b, a)]:
         inner = match_scores(scores, keys_dim, x)
+        # A bias that the op casts to the dtype of the result is not matched.
         if inner is not None and bias.meta["val"].dtype == x.meta["val"].dtype:
             return _add_operand(inner, x, bias, biases=((ScoreOperand(bias, inner.order), factor),))
     return None

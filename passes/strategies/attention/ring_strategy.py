@@ -65,6 +65,7 @@ class RingAttention(ShardedAttention):
         call, n = OpCall(node), self.job.ranks.n
         query, key = (sequence_shard(self.plan, call, i) for i in range(2))
         predicate = mask_predicate(call)
+        # `_balance`: the op moves rows to zigzag order, in which each rank has early and late ones.
         if not predicate or query is None or key is None or self._balance(node):
             return n
         rows = query.frame.local_length(n)

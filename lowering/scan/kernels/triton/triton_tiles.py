@@ -187,8 +187,9 @@ def neutral(  # type: ignore[no-untyped-def]
 def load_state(values, indices, address, mask, p, q, LEAF: tl.constexpr):  # type: ignore[no-untyped-def]
     """Load states (p, q) from the results of a scan; outside the mask, return the given neutral p.
 
-    The state of a result of logsumexp has it as the maximum, and 1 as the sum. Of a recurrence only h is loaded: the
-    product of the factors before is not needed. A neutral p (the maximum -inf) has no effect with any q.
+    A result y of logsumexp is loaded as the state with the maximum y and the sum 1, as y = y + log(1). Of a recurrence
+    only h is loaded: the product of the factors before is not needed. A neutral p (the maximum -inf) has no effect with
+    any q.
     """
     p = tl.where(mask, tl.load(values + address, mask=mask, other=0), p)
     if LEAF == "exponentials":
@@ -335,6 +336,7 @@ class Sweep:
         Elements that are left, as for short lengths, are used for more lines.
         """
         run_elements = RUN_BYTES // self.x.element_size()
+        # Lines that are neighbors in memory, enough for one run but at least 16; all sizes are powers of 2, for Triton.
         lines = min(triton.next_power_of_2(self.x.shape[2]), max(run_elements, 16), elements)
         steps = min(triton.next_power_of_2(self.length), elements // lines)
         lines = max(lines, min(triton.next_power_of_2(self.lines), elements // steps))
