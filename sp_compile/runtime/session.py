@@ -138,7 +138,7 @@ class CompileSession(RankQueries):
         if not self.groups:
             return
         options = str({name: getattr(self.options, name) for name in JOINT_OPTIONS})
-        own_digests = input_digests(gm, inputs, options)
+        own_digests = input_digests(gm, inputs, options)  # of the options, too, which `check_options` compares
         for ranks in self.groups:
             all_digests = self._protocol.exchange(ranks, "inputs", own_digests)
             check_options(all_digests)

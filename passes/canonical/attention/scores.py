@@ -281,7 +281,8 @@ def _match_scale(call: OpCall, x: Node, keys_dim: int) -> ScoreChain | None:
     pairs = [(call["self"], call["other"]), (call["other"], call["self"])]
     for scores, factor in pairs[:1] if divides else pairs:
         inner = match_scores(scores, keys_dim, x) if is_tensor(scores) else None
-        # A factor scales biases and finite fills, too, which a scale of the product would not.
+        # A factor scales biases and finite fills, too, which a scale of the product would not. The last element of an
+        # entry of `fills` is the number.
         if inner is None or inner.biases or any(math.isfinite(fill) for *_, fill in inner.fills):
             continue
         number = scalar_value(factor, dtype)  # None for a tensor of unknown values
