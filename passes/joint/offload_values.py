@@ -106,7 +106,7 @@ class OffloadValues(Pass):
         if math.isinf(self.machine.memory):
             return {}
         is_sharded = bool(context.memory) and context.options.state == "sharded"
-        # The bytes of a model that FSDP shards; None if every device stores all parameters.
+        # The bytes of a model that FSDP shards. None if every device stores all parameters: they are counted below.
         state = context.memory[-1].state if is_sharded else None
         graph_step = GraphStep.of(forward, backward, context.options.uses_inductor, context.input_bytes)
         step, n = StepMemory(state or ModelBytes(0, 0, 0, 0), graphs=[graph_step]), context.ranks.n
@@ -265,7 +265,7 @@ class OffloadValues(Pass):
             for value in saved.storages[x].values:
                 backward_input = saved.inputs[value]
                 backward_input.meta = {**backward_input.meta, "val": host_copy.meta["val"]}
-                backward_input.meta.pop("tensor_meta", None)
+                backward_input.meta.pop("tensor_meta", None)  # describes the value on the device
         return max(0.0, -min(begins.values(), default=0.0))
 
     def _rebuild_views(self, saved: _SavedValues, x: Node, device_copy: Node) -> None:

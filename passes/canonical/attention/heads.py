@@ -41,7 +41,7 @@ class GroupKeyHeads(CanonicalPass):
             operands = node.all_input_nodes
             if self._group(node):
                 changes += 1
-                self.drop(*operands)
+                self.drop(*operands)  # erase the repetitions, which have no users any more
         return changes
 
     def _group(self, node: Node) -> bool:
