@@ -44,7 +44,7 @@ def runs_eagerly(code: CodeType, arguments: Mapping[str, Any], caller: FrameType
         True for a decoding step, and for all calls inside of `generate()`.
     """
     module = arguments.get("self")
-    if isinstance(module, torch.nn.Module):
+    if isinstance(module, torch.nn.Module):  # a model of this backend: let its `generate()` run eagerly from now on
         _models[module] = True
         _wrap_own_generation(type(module))
     wrap_generation()
@@ -85,6 +85,7 @@ def is_decoding_step(arguments: Mapping[str, Any]) -> bool:
     values = dict(_named_values(arguments))
     if not any(_cached_length(value) > 0 for value in values.values()):
         return False
+    # Queries are an argument such as `input_ids`, or else the first positional tensor: those are named "0", "1", ...
     named = [values[name] for name in QUERY_ARGUMENTS if isinstance(values.get(name), torch.Tensor)]
     by_position = [value for name, value in values.items() if name.isdigit() and isinstance(value, torch.Tensor)]
     queries = [*named, *by_position][:1]
@@ -124,7 +125,10 @@ def wrap_generation() -> None:
 
 
 def _wrap_own_generation(model_class: type[torch.nn.Module]) -> None:
-    """Replace the `generate` methods that a model of transformers defines itself, as Whisper does."""
+    """Replace the `generate` methods that a model of transformers defines itself, as Whisper does, or inherits.
+
+    They are replaced by ones that run eagerly (`_wrap_generate`).
+    """
     module = sys.modules.get(GENERATION_MODULE)
     if module is not None and issubclass(model_class, module.GenerationMixin):
         for owner in model_class.__mro__:
@@ -148,7 +152,8 @@ def _wrap_generate(owner: type, name: str) -> None:
         if torch.compiler.is_compiling() or not any(module in _models for module in modules):
             return generate(self, *args, **kwargs)
         if name == "generate" and not kwargs.get("synced_gpus") and gathers_weights(modules):
-            # All ranks gather weights in each step, so none may stop before the others. Trainers pass False.
+            # All ranks gather weights in each step, so none may stop before the others. This also replaces an explicit
+            # False, which trainers of transformers pass.
             kwargs["synced_gpus"] = True
         with torch.compiler.set_stance("force_eager"):
             return generate(self, *args, **kwargs)

@@ -43,8 +43,9 @@ class PartAccumulator:
 
     def add(self, part: Tensor, rows: tuple[int, int]) -> None:
         """Write or add ``part`` (B, H, length, D) to the rows (offset, length)."""
-        ranges = self._written.add(rows)
+        ranges = self._written.add(rows)  # (offset, length, is_new): new rows have no part yet
         has_all_rows = self._total is None and rows == (0, self._like.shape[2])
+        # `_empty` is a meta tensor with the dtype and the strides of the result.
         if has_all_rows and part.dtype == self._empty.dtype and part.stride() == self._empty.stride():
             self._total = part
             return
@@ -80,7 +81,7 @@ def _parts_workspace(
     _, (_, narrow, *_) = LocalArgs.of(arguments)
     if not narrow:
         return backward_workspace(workspace, grad, q, k, v, out, lse, *arguments)
-    # A kernel's gradients are the results.
+    # If narrow, the gradients that a kernel returns are the results: no copies of them in a wider dtype are counted.
     return workspace + cpu_copy_bytes(q, k, v) + operand_bytes(lse)
 
 
@@ -118,7 +119,7 @@ def attend_backward_parts(
         *arguments: The fields of ``LocalArgs``, then:
             mask_grad: Whether the mask or the tables need a gradient.
             narrow: Whether dq, dk and dv have the dtype of q; else float32 for half types.
-            after: As for ``attend``.
+            after: Not read: values that must be computed before this call.
 
     Returns:
         dq, dk and dv with the shapes of q, k and v; dk and dv are contiguous, dq has heads after rows in memory. q_rows
@@ -142,13 +143,14 @@ def add_rows_into(total: Tensor, parts: list[Tensor], rows: Tensor) -> None:
     """Add some rows of a part to a sum in place.
 
     Args:
-        total: (B, H, S, D), or the sum of both parts as ``split_keys_values`` splits it; float32 or float64.
+        total: (B, H, S, D); for two parts, one tensor that ``split_keys_values`` splits in two; float32 or float64.
         parts: One part, or those of keys and values, (B, H, S, D) and (B, H, S, E) each; any floating dtype.
         rows: Flags of the rows that are added, bool (S,) on the host.
 
     Bytes: none.
     """
     totals = [total] if len(parts) == 1 else split_keys_values(total, *parts)
+    # The indices at which flags change: [0, 1, 1, 0, 1] has [1, 3, 4, 5], of the ranges 1 to 3 and 4 to 5 (exclusive).
     edges = np.flatnonzero(np.diff(rows.numpy().astype(np.int8), prepend=0, append=0)).tolist()
     for start, stop in zip(edges[::2], edges[1::2]):
         for x, part in zip(totals, parts):

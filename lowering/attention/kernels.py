@@ -44,6 +44,7 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Ten
     are copied first if that is faster (`_copy_rows`).
     """
     mask, width = args.additive_mask(q.dtype), max(q.shape[-1], v.shape[-1])
+    # 0.0: no dropout, here and in the backward.
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
         *_copy_rows(*pad_last_dim(width, q, k, v)), 0.0, args.causal, attn_mask=mask, scale=args.scale
     )
@@ -80,7 +81,8 @@ def _fused_width(x: Tensor) -> int:
 def _fused_forward(q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
     """Run flex_attention on all queries and keys of a call; return out (B, Hq, Q, E) and lse (B, Hq, Q).
 
-    ``args.pairs`` has the texts of the mask and the score function, which it compiles.
+    ``args.pairs`` has the texts of the mask and the score function, which it compiles. Head dims below 16, the minimum
+    of its kernels, are padded.
     """
     assert args.pairs is not None
     query, key = pad_last_dim(_fused_width(q), q, k)

@@ -175,6 +175,7 @@ def _hash_bits(bits: torch.Tensor, first: int) -> torch.Tensor:
         bits: (n,) int64.
         first: Index of the first element.
     """
+    # Indices count from 1: with index 0, a first element whose bits are all 0 would have the hash 0.
     index = torch.arange(first + 1, first + 1 + bits.numel(), device=bits.device)
     return mix_bits(index.mul_(HASH_FACTORS[0]).bitwise_xor_(bits))
 

@@ -170,6 +170,7 @@ def linear_scan(
     a, b = a.to(dtype), b.to(dtype)
     if is_known(a.shape[exchange.dim] == 0):
         return a * b  # empty, but with the gradients of both operands
+    # The factor 1 and the summand 0 of a padded row keep the state.
     a, b = shards.fill_padding(a, exchange.dim, 1), shards.fill_padding(b, exchange.dim, 0)
     spec = RecurrenceSpec(lagged=False, exchange=exchange, dtype=dtype, accumulate=accumulate)
     h, _, _ = autograd.recurrence_with_grad(to_chunks(a, exchange), to_chunks(b, exchange), initial, spec)

@@ -22,7 +22,7 @@ def _add_kernel(bits, out, n, BLOCK: tl.constexpr, STEPS: tl.constexpr):  # type
         index = first + step * BLOCK + tl.arange(0, BLOCK)
         inside = index < n
         word = tl.load(bits + index, mask=inside, other=0).to(tl.int64).to(tl.uint64, bitcast=True)
-        # The mixing steps of SplitMix64.
+        # `_hash_bits` and `mix_bits` of `checksums.py`: index + 1 times a factor, and the mixing steps of SplitMix64.
         hashed = ((index + 1).to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15) ^ word
         hashed = (hashed ^ (hashed >> 30)) * 0xBF58476D1CE4E5B9
         hashed = (hashed ^ (hashed >> 27)) * 0x94D049BB133111EB

@@ -67,7 +67,8 @@ class DeferOutputs(Pass):
                 continue
             graph, operands = _extract_graph(gm, recomputed, node)
             sources = tuple(_return_operand(x, leaves, context.trains) for x in operands)
-            # The program must still return a value at the output's number: one of the operands, which is also sharded.
+            # The program must still return a value at the output's number: an operand that is an extra output, such as
+            # hidden, which is sharded as the output was.
             operand_output = next(leaves[source.position] for source in sources if not source.is_argument)
             deferred_graph = DeferredGraph(graph, node.meta["val"], sources)
             for i in node_numbers:
@@ -88,6 +89,7 @@ def _return_operand(x: Node, leaves: list[Any], trains: bool) -> DeferredOperand
     gradient token is appended, too.
     """
     grad_token = None
+    # An argument that needs a gradient is not read directly, but as the result of an op such as sp::reduce_grad.
     if trains and x.op == "call_function" and _needs_gradient(x):
         grad_token = len(leaves)
         leaves.append(insert_tap(x))  # the token of sp::tap, which adds the gradient that the deferred graph computes

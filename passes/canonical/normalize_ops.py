@@ -74,7 +74,7 @@ class NormalizeOps(CanonicalPass):
             if form is not None:
                 operands = node.all_input_nodes
                 node.target, node.args, node.kwargs = form.target, form.args, form.kwargs or {}
-                self.drop(*operands)
+                self.drop(*operands)  # erase those that have no users any more
                 changes += 1
         return changes
 

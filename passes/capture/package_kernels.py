@@ -84,6 +84,7 @@ def wrapped_kernel(function: FunctionType) -> str | None:
     """Return the name of the kernel for which transformers wraps a function, or None for other functions.
 
     A wrapper is a closure over `func_name`, the name of the kernel, and `implementation`, the function that it calls.
+    One whose function in plain torch computes nothing (`WITHOUT_FALLBACK`) does not count.
     """
     if not (function.__module__ or "").startswith(MODELS) or "implementation" not in function.__code__.co_freevars:
         return None
@@ -111,6 +112,7 @@ def _replace(kernel: str, function: FunctionType, is_wrapper: bool) -> None:
         register_kernel(kernel, function, "cuda")
     traced = inspect.unwrap(function) if is_wrapper else None  # the function in plain torch, before it was wrapped
     original, signature = _run_original(kernel, function, traced), inspect.signature(called)
+    # `drops_unknown`: a wrapper ignores arguments that the function it calls does not have.
     torch_compat.trace_in_place_of(function, make_stand_in(kernel, signature, original, drops_unknown=is_wrapper))
 
 
@@ -149,12 +151,13 @@ def _run_original(kernel: str, function: Callable[..., Any], traced: Callable[..
     Args:
         kernel: The name of the kernel.
         function: The original function.
-        traced: The function in plain torch that it wraps, which does not separate documents; None without one.
+        traced: For a wrapper of transformers, its function in plain torch, which Dynamo can trace, but which ignores
+            arguments that separate documents (`DOCUMENTS`). None for the function of a package.
     """
     run_between_graphs = torch_compat.run_eagerly(function)
 
     def run(reason: str, args: Any, kwargs: Any) -> Any:
-        """Trace the function in plain torch, or run the original one between two graphs."""
+        """Trace the function in plain torch, or run the original one between two graphs; `reason` is for a warning."""
         if traced is not None and all(kwargs.get(name) is None for name in DOCUMENTS):
             return traced(*args, **kwargs)
         _warn_unsplit(kernel, reason)

@@ -92,10 +92,11 @@ def _winning_reason(c: Candidate, candidates: Sequence[Candidate], requested: bo
 
     `requested` is True if an option or the mesh names the strategy.
     """
-    if not c.fits:
+    if not c.fits:  # chosen although no allowed candidate fits in memory; `legal` has the bytes needed and free
         return f"chosen: needs the least memory, {c.legal}"
     has_legal = any(other.legal is None for other in candidates)
-    if requested or not has_legal or c != choose_attention(candidates):  # not the choice of the cost model
+    # Not the choice of the cost model (`choose_attention`), which raises an error without a legal candidate.
+    if requested or not has_legal or c != choose_attention(candidates):
         return "chosen: requested"
     best = fastest_candidate(candidates)
     if c == best:

@@ -66,7 +66,7 @@ def nonempty_size(value: Size) -> Size:
         return value
 
     def simplify(*operands: sympy.Expr) -> sympy.Expr:
-        """Return Max of the operands, or the other operand of Max(1, size)."""
+        """Return Max of the operands, or the other operand of Max(1, size), which is at least 1 if no dim is empty."""
         if len(operands) == 2 and 1 in operands:
             return operands[0] * operands[1]  # 1 * size
         return Max(*operands)
@@ -217,7 +217,7 @@ class SizeBuilder:
         raise CaptureError("SP219", f"{type(expr).__name__} is not supported in the size {expr}{known}.")
 
     def _fold(self, op: Any, terms: Any) -> Node:
-        """Append the nodes that combine the terms by a binary operator."""
+        """Append the nodes that combine two or more terms by a binary operator: a + b + c as add(add(a, b), c)."""
         total = self(as_size(terms[0]))
         for term in terms[1:]:
             total = self._emit(op, (total, self(as_size(term))))

@@ -106,7 +106,7 @@ class OffloadValues(Pass):
         if math.isinf(self.machine.memory):
             return {}
         is_sharded = bool(context.memory) and context.options.state == "sharded"
-        # The bytes of a model that FSDP shards; None if every device stores all parameters.
+        # The bytes of a model that FSDP shards. None if every device stores all parameters: they are counted below.
         state = context.memory[-1].state if is_sharded else None
         graph_step = GraphStep.of(forward, backward, context.options.uses_inductor, context.input_bytes)
         step, n = StepMemory(state or ModelBytes(0, 0, 0, 0), graphs=[graph_step]), context.ranks.n
@@ -265,7 +265,7 @@ class OffloadValues(Pass):
             for value in saved.storages[x].values:
                 backward_input = saved.inputs[value]
                 backward_input.meta = {**backward_input.meta, "val": host_copy.meta["val"]}
-                backward_input.meta.pop("tensor_meta", None)
+                backward_input.meta.pop("tensor_meta", None)  # describes the value on the device
         return max(0.0, -min(begins.values(), default=0.0))
 
     def _rebuild_views(self, saved: _SavedValues, x: Node, device_copy: Node) -> None:
@@ -333,6 +333,7 @@ class _SavedValues:
             views = values_of_storage.get(storage, [])
             if views and _can_offload(node) and all(_can_rebuild(view, node, known) for view in views):
                 storages[node] = _SavedStorage(nbytes_of(node.meta["val"]), values_of_storage.pop(storage))
+        # MIN_OFFLOAD_BYTES is a fraction of all saved bytes.
         large = {n: storage for n, storage in storages.items() if storage.nbytes > MIN_OFFLOAD_BYTES * total}
         return _SavedValues(inputs, total, large)
 
@@ -355,7 +356,8 @@ class _OffloadSchedule:
     """The schedule of copies: when each node of both partitions runs, and how long a copy takes.
 
     Times are seconds of products and attentions since the start of the partition; other ops take none. The number of a
-    node is its position in the list of all nodes of the forward, then of the backward.
+    node is its position in the list of all nodes of the forward, then of the backward (`order`). `forward[x]` is the
+    time at which node x of the forward starts; `forward_times` lists these times in order; likewise for the backward.
     """
 
     def __init__(self, saved: _SavedValues, forward: Graph, backward: Graph, machine: Machine) -> None:
@@ -379,7 +381,8 @@ class _OffloadSchedule:
         last_of_storage = dict[int, int]()
         for node in self.forward:
             if node.op != "output":
-                last_of_storage |= dict.fromkeys(storage_bytes([node, *node.all_input_nodes]), self.order[node])
+                storages = storage_bytes([node, *node.all_input_nodes])  # of its results and operands, as keys
+                last_of_storage |= dict.fromkeys(storages, self.order[node])  # later nodes replace earlier ones
         self.last_use = {x: last_of_storage[storage_of(x.meta["val"])] for x in saved.storages}
 
     def freed_byte_seconds(self, x: Node) -> float:
@@ -468,7 +471,8 @@ def _can_rebuild(node: Node, full: Node, known: Set[Size]) -> bool:
         return True
     expressions = [size for size in _storage_layout(x) if isinstance(size, sympy.Expr)]
     symbols = {symbol for expression in expressions for symbol in expression.free_symbols}
-    return x.dtype == y.dtype and is_same_size(as_size(y.storage_offset()), 0) and symbols <= known
+    starts_at_zero = is_same_size(as_size(y.storage_offset()), 0)  # as its copy does, so that offsets of views remain
+    return x.dtype == y.dtype and starts_at_zero and symbols <= known
 
 
 def _can_offload(node: Node) -> bool:
@@ -478,6 +482,7 @@ def _can_offload(node: Node) -> bool:
     """
     x = node.meta["val"]
     nbytes, bytes_of_storage = size_product(as_sizes(x.shape)) * x.element_size(), x.untyped_storage().nbytes()
+    # torch's size of a storage has terms Max(1, size), which `nonempty_size` replaces by the size.
     fills_storage = is_same_size(nbytes, nonempty_size(as_size(bytes_of_storage)))
     return fills_storage and node.op == "call_function" and not is_collective(node)
 

@@ -93,7 +93,7 @@ def place_as_written(call: OpCall, rule: BoundRule, have: Sequence[Placement]) -
     assert rule.result_placements is not None
     demands = []
     for i, (placement, want) in enumerate(zip(have, rule.operand_placements)):
-        if not isinstance(placement, Shard):
+        if not isinstance(placement, Shard):  # of a replicated operand, a rank has the rows that the rule states
             continue
         is_placed = isinstance(want, Shard) and placement.dim == want.dim and placement.has_same_positions(want)
         if not is_placed:
@@ -103,7 +103,7 @@ def place_as_written(call: OpCall, rule: BoundRule, have: Sequence[Placement]) -
 
 
 def replicate_operands(node: Node, have: Sequence[Placement], kind: str, why: str, num_results: int) -> NodeStep:
-    """Return the step of a node that runs on replicated operands, with a demand to gather each sharded one.
+    """Return the step of a node that runs on replicated operands (`wants` is None), with a demand for each sharded one.
 
     Args:
         node: The node.
@@ -218,6 +218,7 @@ def through_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], n:
             return NodeStep(tuple(have), placed)
         return replicate_operands(node, have, "gathered", NO_PLACEMENT, len(rule.results))
     leading = _leading_operand(call, rule, {i: factor for i, (factor, _) in factors.items()})
+    # The factor along which the node runs sharded, and its shard in the leading operand.
     main_factor, base = factors[leading] if leading is not None else ("", None)
     # Demands, by the factor of each operand: one that the op needs in full ("gathered"); one that a scan or attention
     # exchanges; one that is not sharded as the leading operand ("align"), or that all its rows read ("pairs").
@@ -238,7 +239,7 @@ def through_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], n:
             demands.append(Demand(node, i, kind, shards[i], keeps_sharding, why))
     if base is not None:
         return shard_factor(call, rule, have, main_factor, base, n, tuple(demands))
-    # If only lenders are sharded, the op runs on shards and reads the local shape.
+    # If only lenders are sharded, the op runs on shards and reads the local shape. None: it runs on full operands.
     only_lenders = not demands and any(isinstance(have[i], Shard) for i in rule.lenders)
     return NodeStep(tuple(have) if only_lenders else None, (REPLICATE,) * len(rule.results), tuple(demands))
 
@@ -246,8 +247,8 @@ def through_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], n:
 def _reads_pairs(call: OpCall, rule: BoundRule, leading: int | None, i: int, main_factor: str, factor: str) -> bool:
     """Return True if an op combines each row of the leading operand with each row of another: q @ k.T, weights @ v.
 
-    A value of all pairs of rows, scores or weights, remains sharded along the rows of the leading operand. It must be
-    at least as large as the other operand, which is gathered.
+    A value of all pairs of rows, scores or weights, remains sharded along the rows of the leading operand, and the
+    other operand is gathered. This saves nothing if the value is smaller than that operand: then the result is False.
 
     Args:
         call: The call of the op.
@@ -261,7 +262,7 @@ def _reads_pairs(call: OpCall, rule: BoundRule, leading: int | None, i: int, mai
         return False
     values = [*zip(rule.results, call.result_shapes()), (rule.operands[leading], call.shape(leading))]
     shapes_of_pairs = [shape for dims, shape in values if {main_factor, factor} <= set(flatten_dims(dims))]
-    gathered_elements = assume_large(size_product(call.shape(i)))
+    gathered_elements = assume_large(size_product(call.shape(i)))  # symbolic sizes count as large numbers
     return any(assume_large(size_product(shape)) >= gathered_elements for shape in shapes_of_pairs)
 
 
@@ -289,7 +290,7 @@ def _place_window(call: OpCall, rule: BoundRule, have: Sequence[Placement], base
     """Return the step of an op with sliding windows over a sharded dim of its first operand, such as a convolution.
 
     If its windows can be placed, it runs on shards, with a "halo" demand for the rows of neighbors that they read.
-    Otherwise the demand is to gather the operand. Other operands (weights) are replicated.
+    Otherwise `wants` is None, and the "halo" demand is discharged by a gather. Other operands (weights) are replicated.
 
     Args:
         call: The call of the node.

@@ -105,7 +105,7 @@ class RepeatPasses(Passes):
         """
         changes = rounds = 0
         while demands := job.plan(gm).demands:
-            if rounds == MAX_REWRITE_ROUNDS:
+            if rounds == MAX_REWRITE_ROUNDS:  # a demand that no part claims is still there after every round
                 cause = f"{describe_node(demands[0].node)} has a demand ({demands[0].kind}) that no strategy claims"
                 raise SpError("SP912", f"{cause}: {demands[0].why}.")
             changes += super().apply(gm, job)

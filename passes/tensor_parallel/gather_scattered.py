@@ -31,7 +31,7 @@ class GatherScattered(GatherOperands):
     job: ScatterContext
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        """Gather the sharded operands of the demands."""
+        """Gather the sharded operands of the demands; other operands have all rows, on every rank, already."""
         for demand in demands:
             source = demanded_operand(node, demand.operand)
             if isinstance(self.plan.of(source), Shard):
@@ -57,7 +57,7 @@ class GatherScattered(GatherOperands):
         return gathered[source]
 
     def _emit_gather(self, source: Node) -> Node:
-        """Emit an all_gather of a sharded value, and a contiguous clone if it would concatenate an inner dim."""
+        """Emit an all_gather of a sharded value, and a contiguous clone if its result would not be contiguous."""
         have = self.plan.of(source)
         assert isinstance(have, Shard)
         args = (source, have.dim, self.sizes.list(have.frame_arg()), self.job.ranks.n, self.job.ranks.group)

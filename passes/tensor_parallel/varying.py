@@ -68,7 +68,10 @@ class ScatterContext(PassContext):
 
     @cache_lookups()
     def analyze(self, gm: GraphModule) -> tuple[Axes, PlacementPlan]:
-        """Return the axes and the placement of every value; only the results of reduce_scatters start shards."""
+        """Return the axes and the placement of every value; only the results of reduce_scatters start shards.
+
+        Inputs are replicated or varying, so that none of their dims is sharded as a sequence (`starts_sequences`).
+        """
         axes = name_axes(gm)
         inputs = dict.fromkeys(self.varying, VARYING)
         plan = propagate(gm, axes, self.ranks.n, inputs, starts_sequences=False, declines=decline_product)
@@ -208,7 +211,8 @@ def varying_inputs(gm: GraphModule, axes: Axes, summed: Sequence[Node], facts: I
     """
     inputs = {n.name: n for n in gm.graph.nodes if n.op in ("placeholder", "get_attr") and is_tensor(n)}
     known = {inputs[name] for name in facts.differing if name in inputs}
-    # The dims of tokens are all dims of the sums but the last, the features.
+    # The dims of tokens are all dims of the sums but the last, the features. `axes` stores a dim as a tuple of atoms,
+    # its factors, and `find` returns the same name for all dims with the same rows.
     token_axes = {axes.find(atom.name) for node in summed for dim in axes.dims[node, 0][:-1] for atom in dim}
     weights = set(_weight_inputs(gm, axes, token_axes))
     sharded = known | {weight for weight in weights if not _remains_equal(weight, facts)}
@@ -302,4 +306,4 @@ def is_move_op(node: Node) -> bool:
     call, rule = lookup_rule(node) or (None, None)
     if call is None or rule is None:
         return False
-    return len(call.operands) == 1 and rule.lazy and not rule.spans
+    return len(call.operands) == 1 and rule.lazy and not rule.spans  # lazy: moves data only; spans: the pieces of a cut

@@ -343,7 +343,7 @@ def _call_attention(
         options = replace(options, attn_mask=autocast(mask)[0])
     q, k, v = autocast(q, k, v)
     call = AttentionCall("attention", options.check, method, q, k, v, ranks, options, width, kv_grads)
-    device = q.device.type
+    device = q.device.type  # torch.is_autocast_enabled does not accept "meta"
     if device == "meta" or not torch.is_autocast_enabled(device):
         return call.run()
     with torch.autocast(device, enabled=False):  # the operands are cast already

@@ -278,7 +278,8 @@ def affine_scan(
     >>> affine_scan(torch.tensor([[[0.5]], [[0.5]], [[0.5]]]), torch.ones(3, 1, 1)).flatten()
     tensor([1.0000, 1.5000, 1.7500])
     """
-    exchange = "auto" if group is None else "gather"  # the only exchange of this operator
+    # With a group, the only exchange of this operator; without one, `shards_of` accepts the default only.
+    exchange = "auto" if group is None else "gather"
     shards = shards_of(group, layout, length, exchange)
     return AffineCall(
         "affine_scan", check, ROWS_FROM_END, reverse, accumulate_dtype, shards, m, b, initial, exclusive

@@ -138,7 +138,7 @@ class CompileSession(RankQueries):
         if not self.groups:
             return
         options = str({name: getattr(self.options, name) for name in JOINT_OPTIONS})
-        own_digests = input_digests(gm, inputs, options)
+        own_digests = input_digests(gm, inputs, options)  # of the options, too, which `check_options` compares
         for ranks in self.groups:
             all_digests = self._protocol.exchange(ranks, "inputs", own_digests)
             check_options(all_digests)
@@ -279,7 +279,7 @@ class CompileSession(RankQueries):
 
         Raises:
             RankMismatchError: There is an error, and that exchange will not take place: some ranks of a group have not
-                started to compile, or the group has stopped.
+                started to compile, or the group has stopped, since one of its exchanges failed.
         """
         if not self.groups:
             return error
@@ -290,7 +290,8 @@ class CompileSession(RankQueries):
         if meets_at_call or error is None:
             return error
         if self._protocol.opened:  # ranks of groups that have not stopped wait for this rank at the call
-            # As a new notice replaces the last one, it repeats the group whose exchange is broken (`within`).
+            # They read the notice that this rank publishes. A new notice replaces the last one, so it repeats the group
+            # whose exchange is broken (`within`).
             publish_stop(str(error).replace("\n", " "), subject=program_subject(gm), within=broken_context())
         sp_error = wrap_error(error)
         assert sp_error is not None

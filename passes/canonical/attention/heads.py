@@ -41,7 +41,7 @@ class GroupKeyHeads(CanonicalPass):
             operands = node.all_input_nodes
             if self._group(node):
                 changes += 1
-                self.drop(*operands)
+                self.drop(*operands)  # erase the repetitions, which have no users any more
         return changes
 
     def _group(self, node: Node) -> bool:
@@ -91,7 +91,8 @@ class GroupKeyHeads(CanonicalPass):
         result_shape = node_shape(node)
         if x.meta["val"].ndim != expanded.meta["val"].ndim or len(repeated_dims) != 1 or len(result_shape) != 4:
             return None
-        # After the permute the shape must be (dims of batch and heads of x, r, S, D); `repeats_dim` is that of r.
+        # After the permute, if there is one, the shape must be (dims of batch and heads of x, r, S, D). `repeats_dim`
+        # is the place of the expanded dim, r. Without a permute (order is None) the dims keep their places.
         batch, heads, length, width = result_shape
         shape, repeats_dim = node_shape(permuted), (order or range(5)).index(repeated_dims[0])
         num_heads = exact_quotient(size_product(shape[:repeats_dim]), batch)

@@ -84,7 +84,10 @@ class ScoreOperand:
         return tuple(full_shape[d] for d in self.order)
 
     def materialize(self, editor: GraphEditor, like: Node) -> Node:
-        """Emit the tensor with its dims in the order (leading dims, queries, keys); the first ones may be missing."""
+        """Emit the tensor with its dims in the order (leading dims, queries, keys); the first ones may be missing.
+
+        It is reshaped to the dims `leading`, which only operands in this order have (`regroup`), or else permuted.
+        """
         x = editor.reshape(self.node, self.shape, like) if self.leading else self.node
         if is_identity(self.order):
             return x
@@ -185,7 +188,7 @@ def match_scores(x: Any, keys_dim: int, *users: Node) -> ScoreChain | None:
     if call is None:
         return None
     inner, steps = None, steps_between(x, value_origin(x)) or [x]  # x, or several ops that cancel
-    if any(set(a.users) != {b} for a, b in pairwise(steps)):
+    if any(set(a.users) != {b} for a, b in pairwise(steps)):  # another op reads the scores between the steps
         return None
     if steps != [x] or is_cast_op(x) or is_neutral_op(x):  # the scores do not change
         inner = match_scores(OpCall(steps[0]).operands[0], keys_dim, steps[0])
@@ -205,7 +208,7 @@ def match_scores(x: Any, keys_dim: int, *users: Node) -> ScoreChain | None:
 def _match_score_product(product: ProductMatch, x: Node) -> ScoreChain | None:
     """Return the chain that consists of the product x, with the term that x itself adds (baddbmm) as a bias.
 
-    Returns None if that term has another dtype.
+    Returns None if that term has another dtype than x, to which the op casts it.
     """
     scores, addend = ScoreChain(product, product.scale, (x,), product.order), product_addend(x)
     if addend is None:
@@ -219,7 +222,7 @@ def _match_score_product(product: ProductMatch, x: Node) -> ScoreChain | None:
 def _match_permutation(x: Node, keys_dim: int) -> ScoreChain | None:
     """Match scores that x permutes, or whose leading dims it reshapes; `keys_dim` is the dim of keys in x."""
     source, permuted = OpCall(x).operands[0], permutation_of(x)
-    added_dims = len(node_shape(x)) - len(node_shape(source))
+    added_dims = len(node_shape(x)) - len(node_shape(source))  # a reshape of leading dims shifts the others by these
     source_dim = permuted[keys_dim] if permuted is not None else keys_dim - added_dims  # the dim of keys in the source
     inner = match_scores(source, source_dim, x) if source_dim >= 0 else None
     if inner is None:
@@ -278,7 +281,8 @@ def _match_scale(call: OpCall, x: Node, keys_dim: int) -> ScoreChain | None:
     pairs = [(call["self"], call["other"]), (call["other"], call["self"])]
     for scores, factor in pairs[:1] if divides else pairs:
         inner = match_scores(scores, keys_dim, x) if is_tensor(scores) else None
-        # A factor scales biases and finite fills, too, which a scale of the product would not.
+        # A factor scales biases and finite fills, too, which a scale of the product would not. The last element of an
+        # entry of `fills` is the number.
         if inner is None or inner.biases or any(math.isfinite(fill) for *_, fill in inner.fills):
             continue
         number = scalar_value(factor, dtype)  # None for a tensor of unknown values
@@ -288,7 +292,7 @@ def _match_scale(call: OpCall, x: Node, keys_dim: int) -> ScoreChain | None:
             return replace(inner, score=inner.score / exact_number if divides else inner.score * exact_number)
         if inner.score == SCORE and number is not None and number > 0:  # a negative one would change the sign of -inf
             return replace(inner, scale=inner.scale / number if divides else inner.scale * number)
-        if not is_tensor(factor) or inner.fills:
+        if not is_tensor(factor) or inner.fills:  # a tensor may have negative numbers or 0, which change fills
             continue
         operand = ScoreOperand(factor, inner.order)
         is_per_head = set(operand.shape[-2:]) <= {1}  # one number for all (queries, keys)
@@ -316,6 +320,7 @@ def _match_bias(call: OpCall, x: Node, keys_dim: int) -> ScoreChain | None:
     factor = -1.0 if is_difference else 1.0
     for scores, bias in [(a, b)] if is_difference else [(a, b), (b, a)]:
         inner = match_scores(scores, keys_dim, x)
+        # A bias that the op casts to the dtype of the result is not matched.
         if inner is not None and bias.meta["val"].dtype == x.meta["val"].dtype:
             return _add_operand(inner, x, bias, biases=((ScoreOperand(bias, inner.order), factor),))
     return None
@@ -425,6 +430,7 @@ def scores_refusal(x: Node) -> str:
         operands = [n for n in node.all_input_nodes if is_tensor(n) and n.op == "call_function"]
         # The operand that is computed from a product; others are factors, biases and masks.
         scores = [n for n in operands if _is_product(n) or _reaches_product(n, lambda n: n.all_input_nodes)]
+        # Follow ops that only move elements: views and permutes are not pointwise; copies and casts have a move_source.
         is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) and move_source(node) is None
         if not scores or (is_pointwise and node.target not in SCORE_OPS):
             return f"{node.name} ({node.target}) is between the product and the softmax"

@@ -85,11 +85,12 @@ class ScanBuilder(BatchedOps):
         if is_copy(node):
             return affine_leaves[0]
         rule = _AFFINE_RULES.get(getattr(node.target, "overloadpacket", None))
+        # A leaf that is a node but no tensor is a symbolic number, which the rules do not support.
         if rule is None or any(isinstance(x, Node) and not is_tensor(x) for x in leaves):
             return None
         # The arguments by name, as the rules read them: defaults, then those of the call.
         arguments = OpCall(node).args | dict(zip(leaf_names(node), leaves))
-        coefficients = rule(_FoldingArithmetic(self, node), arguments)
+        coefficients = rule(_FoldingArithmetic(self, node), arguments)  # (a, b, m)
         return None if coefficients is None else AffineValue(state, *coefficients, node_shape(node), lag)
 
     def _multiply_matrix(self, node: Node, leaves: list[Value]) -> AffineValue | None:
@@ -142,7 +143,8 @@ class ScanBuilder(BatchedOps):
         """
         like, a, b = affine.state.node, affine.a, affine.b
         value, shape = like.meta["val"], node_shape(like)
-        # The steps have the dim that they have in a coefficient, which need not be permuted then.
+        # Select the dim of the steps in the result: that of b, or else of a, if it has all dims of the state. That
+        # coefficient is then read as it is, without a permutation.
         times = [x.time for x in (b, a) if isinstance(x, BatchedValue) and x.ndim == value.ndim]
         time = times[0] if times else 0
         stacked_shape = (*shape[:time], len(affine.state.nodes), *shape[time:])
@@ -180,7 +182,8 @@ class ScanBuilder(BatchedOps):
         Returns:
             The state of every step, (..., steps, K, V).
         """
-        like, steps, ops = affine.state.node, len(affine.state.nodes), _FoldingArithmetic(self, affine.state.node)
+        like, ops = affine.state.node, _FoldingArithmetic(self, affine.state.node)
+        steps = len(affine.state.nodes)  # the state is a column of one node per step; `node` is one of them
         *batch, rows, columns = node_shape(like)
         if not _is_equal_in_rows(affine.a):
             raise NotALoop("a state whose factor differs between the columns that a matrix multiplies")
@@ -199,7 +202,8 @@ class ScanBuilder(BatchedOps):
     def _emit_cumulative(self, op: str, x: Node, time: int, reverse: bool, like: Node) -> Node:
         """Emit the cumulative sum or product (`op`) of x along the dim `time`, from the last step on if `reverse`."""
         if reverse:
-            return self.compute(torch.ops.sp.scan.default, (x, None, time, op, False, True), like)
+            segments, exclusive = None, False
+            return self.compute(torch.ops.sp.scan.default, (x, segments, time, op, exclusive, reverse), like)
         target = {"sum": aten.cumsum.default, "prod": aten.cumprod.default}[op]
         return self.compute(target, (x, time), like, {"dtype": x.meta["val"].dtype})
 

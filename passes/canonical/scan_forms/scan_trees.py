@@ -81,7 +81,8 @@ class MarkScanTrees(CanonicalPass):
         # Slices of the result, such as the one that drops the padding row of an odd length.
         inside |= {user for user in join.users if is_tensor(user) and match_piece(user) is not None}
         for node in inside:
-            # `scanned` makes the dim of its operand a sequence. Each leaf has one slice of its odd rows.
+            # Propagation gathers the operands of a node with `no_rule`, which is the reason. `scanned` makes the dim of
+            # operand 0 a sequence. Each leaf has one slice of its odd rows.
             starts_here = node in leaf_slices and _is_odd_rows(node)
             set_node_info(node, no_rule=NO_SCAN_REASON, scanned=(0, dim) if starts_here else None)
 
@@ -102,12 +103,13 @@ def outermost_trees(graph: Graph) -> list[tuple[Node, SlicePiece]]:
 def _is_inner(first_row: SlicePiece, first_rows: Iterable[SlicePiece]) -> bool:
     """Return True if a level of a tree is the inner level of another one.
 
-    Its leaf (the value that it scans) then has half of the rows, and is computed from the odd rows of that level's
-    leaf, as the pairs combine(x[0::2], x[1::2]).
+    A level is given by x[:1], the slice of the first row of its leaf x, the value that it scans. The leaf of an inner
+    level has half of the rows of the outer level's leaf, and is computed from the odd rows of that leaf, as the pairs
+    combine(x[0::2], x[1::2]).
 
     Args:
-        first_row: The slice of the first row of its leaf.
-        first_rows: The same of all levels of the graph.
+        first_row: The slice for the level in question.
+        first_rows: The slices for all levels of the graph.
     """
     leaf, dim = first_row.source, first_row.dim
     num_rows = node_shape(leaf)[dim]
@@ -149,7 +151,7 @@ def match_interleaving(node: Node) -> SlicePiece | None:
 
 
 def _leaf_slices(leaf: Node, dim: int) -> Iterator[Node]:
-    """Yield the users of a leaf that slice it, or a copy of it, along the dim and keep the dim."""
+    """Yield the users of a leaf that slice it along the dim and keep the dim, as x[1::2] does and x[0] does not."""
     for user in leaf.users:
         piece = match_piece(user)
         is_slice = piece is not None and piece.dim == dim and piece.keeps_dim

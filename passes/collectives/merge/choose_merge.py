@@ -90,7 +90,7 @@ class MergeChooser:
             tied = [option for option in options if option.time <= fastest * MERGE_TIE]
             options = tied or [unmerged_option(options)]  # none is tied if the times are nan
         elif self.policy == "intra_node":
-            options = [option for option in options if self._merges_in_nodes(option)]
+            options = [option for option in options if self._merges_in_nodes(option)]  # the unmerged one remains
         return min(options, key=lambda option: (len(option.communicators), option.time))
 
     def _merges_in_nodes(self, option: MergeOption) -> bool:
@@ -101,7 +101,7 @@ class MergeChooser:
     def unmerged_reason(self, chain: CollectiveChain, options: list[MergeOption]) -> str:
         """Return the reason, for the report, for which `best` merges none of the collectives of a chain.
 
-        If no option merges any, it is the reason why the last two of them cannot be merged.
+        If no option merges any, the reason is given for two of them, the last ones: why these cannot be merged.
 
         Args:
             chain: The chain of collectives.
@@ -176,7 +176,7 @@ class MergeChooser:
         """Return the bytes that a block reduces, or gathers or scatters in total; nan if sizes are unknown."""
         first, result = chain.links[block[0]], static_value(chain.links[block[-1]].node)
         full = static_value(first.source) if first.kind == "reduce_scatter" else result
-        try:  # in the call that is being compiled
+        try:  # symbolic sizes have the values of the call that is being compiled
             return math.prod(map(size_hint, full.shape)) * result.dtype.itemsize
         except GuardOnDataDependentSymNode:  # a size that depends on data
             return math.nan

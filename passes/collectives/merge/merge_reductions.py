@@ -100,6 +100,7 @@ class MergeReductions(CollectivePass):
         for node in gm.graph.nodes:
             if node.target in COLLECTIVES:
                 static_value(node)  # raises for a graph without shapes
+        # `unjoined`: (collective, reason) for each that follows one of its kind, but cannot be in one chain with it
         chains, unjoined = find_chains(gm.graph)
         refusals = [self._chain_refusal(chain) for chain in chains]  # before any change, as this may raise
         for node, reason in unjoined:

@@ -72,7 +72,7 @@ class FusePermutes(Pass):
 
     def _rewrite(self, exchange: AllToAllMatch, match: PermuteMatch) -> None:
         """Replace the chain of a match, an all-to-all and the moves around it, by one exchange."""
-        x, y = match.x, match.y
+        x, y = match.x, match.y  # the value before the moves and the all-to-all, and that after them
         with self.graph.inserting_before(exchange.node):
             args = (x, match.scatter_dim, match.gather_dim, exchange.n, exchange.group)
             fused = self.compute(PERMUTE, args, y)

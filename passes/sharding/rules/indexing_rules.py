@@ -35,6 +35,7 @@ def _histc_rule(call: OpCall) -> BoundRule | None:
     if call.ndim() != 1 or low == high or not isinstance(high, int | float):
         return None
     # For large floats, high + 1 would be rounded to high, which the last bin counts: from 2**24 on in float32.
+    # `pad` is (index of the operand, value).
     beyond = 2 * max(high, 1) if call.operands[0].meta["val"].is_floating_point() else high + 1
     return bind_rule(call, "k -> bins", sum="k", pad=(0, beyond))
 
@@ -148,7 +149,7 @@ def _masked_put_rule(call: OpCall) -> BoundRule | None:
     """Return the rule of x[mask] = values, in which all dims pass: each rank writes to its own rows.
 
     All masked positions must get the same values. The result is None if `values` has one entry for each of them, as a
-    rank does not know where its entries begin; also for further indices.
+    rank does not know where its entries begin; also for further indices, or a mask of later dims, as in x[:, mask].
     """
     dims, value_shape = factor_names(call.ndim()), call.shape("values")
     if len(call.operands) != 3 or call["indices"][0] is not call.operands[1]:

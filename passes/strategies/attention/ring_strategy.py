@@ -65,6 +65,7 @@ class RingAttention(ShardedAttention):
         call, n = OpCall(node), self.job.ranks.n
         query, key = (sequence_shard(self.plan, call, i) for i in range(2))
         predicate = mask_predicate(call)
+        # `_balance`: the op moves rows to zigzag order, in which each rank has early and late ones.
         if not predicate or query is None or key is None or self._balance(node):
             return n
         rows = query.frame.local_length(n)
@@ -96,7 +97,8 @@ def max_hops(predicate: str, n: int, rows: int) -> int:
     def may_hold(condition: str, rank: int, hops: int) -> bool:
         """Return True if a condition may hold for queries of a rank and the keys that arrive after some hops."""
         keys = _rank_rows((rank - hops) % n, rows)
-        return evaluate_over(condition, {**unknown, "q": _rank_rows(rank, rows), "k": keys}) is not False
+        verdict = evaluate_over(condition, {**unknown, "q": _rank_rows(rank, rows), "k": keys})
+        return verdict is not False  # None: it holds for some of the positions, or cannot be decided
 
     for hops in reversed(range(n)):
         # The ranks r >= hops, of which n - 1 is an example, and the ranks r < hops, of which 0 is one.
@@ -159,7 +161,8 @@ def ring_candidate(shape: AttentionShape, machine: Machine, layout: str, ulysses
     memory: float = 2 * kv_bytes + shape.head_bytes.results * (1 + shape.widening)
     if shape.training:
         workspace = shape.workspace(ulysses, ulysses * shape.kv_rows)
-        # The same of the gradient of queries; and the sum of the gradients of keys, its shift, and those of a step.
+        # In the backward: current and next keys; the accumulator of the gradient of queries, and its increment; three
+        # times gradients of keys: their sum, the one that a shift moves, and those of a step.
         memory = max(memory, 2 * kv_bytes + 2 * shape.gradient_bytes + 3 * grad_bytes + workspace)
     last_hop = 1 if hops else 0  # from the last rank to the owner; none if no rank needs keys of another one
     travel_step = machine.together(compute_backward, hop_seconds + grad_hop_seconds) + machine.copy(3 * grad_bytes)
@@ -169,6 +172,7 @@ def ring_candidate(shape: AttentionShape, machine: Machine, layout: str, ulysses
     scatter += machine.seconds("all_gather", grad_bytes, places, ulysses)
     scatter_memory = memory + 2 * places * grad_bytes  # the gradients of all keys, and a packed copy of them
     is_travel_faster = forward + backward + travel <= TIE_RATIO * (forward + backward + scatter)
+    # `rounds`: the number of collectives of the forward, and of the backward.
     if is_travel_faster or scatter_memory > machine.memory:
         rounds = (hops, 2 * hops + last_hop)
         return Candidate("ring", ulysses, places, layout, forward, backward + travel, memory, rounds, "travel")
@@ -195,11 +199,13 @@ def ring_sends(call: OpCall, n: int, ulysses: int, hops: int) -> tuple[Size, Siz
     """
     heads, places = head_bytes(call), n // ulysses
     exchange = collective_bytes("all_to_all", heads.exchange_bytes(ulysses), ulysses)
-    relayout = relayout_bytes(call, heads.exchange_bytes(1), n)  # rows to zigzag order and back, if requested
-    key_bytes = heads.repeat_keys(ulysses)
+    # Rows to zigzag order and back, if requested; before the exchange, and so without repeated heads of keys.
+    relayout = relayout_bytes(call, heads.exchange_bytes(1), n)
+    key_bytes = heads.repeat_keys(ulysses)  # keys and values, with heads repeated until `ulysses` divides their number
     forward = exchange + relayout + hops * collective_bytes("shift", key_bytes, places)
     # Gradients of keys travel with the keys and one hop further, or are reduce-scattered: a rank then sends those of
-    # all places but its own. `widening` is the size of a gradient's element, in multiples of a key's.
+    # all places but its own. `widening` is the size of a gradient's element, in multiples of a key's. The backward
+    # exchanges gradients where the forward exchanges values, and sends keys around again: it sends `forward`, too.
     grad_sends = hops + 1 if call["grads"] == "travel" and hops else places - 1
     return forward, forward + grad_sends * heads.widening * key_bytes
 

@@ -93,16 +93,16 @@ def _leaf_states(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _start_flags(  # type: ignore[no-untyped-def]
-    starts, time, line, exists, inside, inner, per_outer, per_time, per_inner,
+    starts, time, line, in_line, inside, inner, per_outer, per_time, per_inner,
     SHARED: tl.constexpr, STEPS: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """Return 1 for elements at which a segment begins, else 0, int32 (STEPS, LINES).
 
-    If SHARED, all lines have the same starts, which are read once per place; `exists` masks places, (STEPS, 1).
-    Otherwise those of each element are read; `inside` masks elements, (STEPS, LINES).
+    If SHARED, all lines have the same starts, which are read once per place; `in_line` masks the places before the end
+    of a line, (STEPS, 1). Otherwise those of each element are read; `inside` masks elements, (STEPS, LINES).
     """
     if SHARED:
-        flag = tl.load(starts + time, mask=exists, other=0)
+        flag = tl.load(starts + time, mask=in_line, other=0)
     else:
         address = line // inner * per_outer + time * per_time + line % inner * per_inner
         flag = tl.load(starts + address, mask=inside, other=0)
@@ -187,8 +187,9 @@ def neutral(  # type: ignore[no-untyped-def]
 def load_state(values, indices, address, mask, p, q, LEAF: tl.constexpr):  # type: ignore[no-untyped-def]
     """Load states (p, q) from the results of a scan; outside the mask, return the given neutral p.
 
-    The state of a result of logsumexp has it as the maximum, and 1 as the sum. Of a recurrence only h is loaded: the
-    product of the factors before is not needed. A neutral p (the maximum -inf) has no effect with any q.
+    A result y of logsumexp is loaded as the state with the maximum y and the sum 1, as y = y + log(1). Of a recurrence
+    only h is loaded: the product of the factors before is not needed. A neutral p (the maximum -inf) has no effect with
+    any q.
     """
     p = tl.where(mask, tl.load(values + address, mask=mask, other=0), p)
     if LEAF == "exponentials":
@@ -290,10 +291,11 @@ class Sweep:
         return 0 if self.op == "linear" else self.neutral
 
     def totals(self) -> Sweep:
-        """Return the sweep whose last state is the total of x.
+        """Return the sweep whose last state combines all elements of x.
 
-        It has no shift: the last state of a shifted scan lacks the last element. A lagged recurrence keeps the shift,
-        since it combines each summand with the factor one place earlier; `append_last_state` adds the last factor.
+        A shifted scan combines at each place the elements before it, so that its last state lacks the last element:
+        the shift is removed. A lagged recurrence, s_i = a_i * (s_(i-1) + b_i), keeps it, since it combines each summand
+        b with the factor a one place earlier; `append_last_state` adds the last factor.
         """
         return replace(self, shift=self.shift and self.op == "linear")
 
@@ -334,6 +336,7 @@ class Sweep:
         Elements that are left, as for short lengths, are used for more lines.
         """
         run_elements = RUN_BYTES // self.x.element_size()
+        # Lines that are neighbors in memory, enough for one run but at least 16; all sizes are powers of 2, for Triton.
         lines = min(triton.next_power_of_2(self.x.shape[2]), max(run_elements, 16), elements)
         steps = min(triton.next_power_of_2(self.length), elements // lines)
         lines = max(lines, min(triton.next_power_of_2(self.lines), elements // steps))
