@@ -68,8 +68,10 @@ class DeferOutputs(Pass):
             graph, operands = _extract_graph(gm, recomputed, node)
             sources = tuple(_return_operand(x, leaves, context.trains) for x in operands)
             # The program must still return a value at the output's number: an operand that is an extra output, such as
-            # hidden, which is sharded as the output was.
-            operand_output = next(leaves[source.position] for source in sources if not source.is_argument)
+            # hidden, which is sharded as the output was. If all operands are arguments, as a shard of hidden that the
+            # caller passes to the head, the first one is returned as well.
+            returned = [leaves[source.position] for source in sources if not source.is_argument]
+            operand_output = returned[0] if returned else insert_detach(operands[0])
             deferred_graph = DeferredGraph(graph, node.meta["val"], sources)
             for i in node_numbers:
                 leaves[i], deferred[i] = operand_output, deferred_graph
@@ -89,8 +91,7 @@ def _return_operand(x: Node, leaves: list[Any], trains: bool) -> DeferredOperand
     gradient token is appended, too.
     """
     grad_token = None
-    # An argument that needs a gradient is not read directly, but as the result of an op such as sp::reduce_grad.
-    if trains and x.op == "call_function" and _needs_gradient(x):
+    if trains and _needs_gradient(x):
         grad_token = len(leaves)
         leaves.append(insert_tap(x))  # the token of sp::tap, which adds the gradient that the deferred graph computes
     argument = _argument_number(x)

@@ -128,3 +128,38 @@ def test_each_product_is_made_in_its_autocast() -> None:
     assert logits.dtype == whole.dtype == torch.bfloat16
     torch.testing.assert_close(logits.full(), whole, rtol=0, atol=0)
     torch.testing.assert_close(loss, right, rtol=1e-5, atol=0)
+
+
+class Head(nn.Module):
+    """The head and the loss only, of hidden rows that are an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, VOCAB, bias=False)
+
+    def forward(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(hidden)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+
+
+def head_on_a_rank() -> bool:
+    """Deferred logits of shards of hidden that the caller passes: all their operands are arguments."""
+    torch.manual_seed(0)
+    model, hidden, labels = Head().double(), torch.randn(2, 12, 8).double(), torch.randint(VOCAB, (2, 12))
+    alone = copy.deepcopy(model)
+    options = {**OPTIONS, "mesh": mesh(), "inputs": "local", "seq_dims": {"hidden": 1, "labels": 1}}
+    run = torch.compile(model, backend="sp", options=options)
+    part = [x.chunk(mesh().size(), 1)[mesh().get_local_rank()].clone() for x in (hidden, labels)]
+    hidden.requires_grad_(), part[0].requires_grad_()
+    (loss, logits), (right, whole) = run(*part), alone(hidden, labels)
+    assert isinstance(logits, Sharded)
+    of(loss, logits).backward(), of(right, whole).backward()
+    torch.testing.assert_close(loss, right, rtol=1e-9, atol=0)
+    torch.testing.assert_close(model.head.weight.grad, alone.head.weight.grad, rtol=1e-9, atol=1e-12)
+    of_part = hidden.grad.chunk(mesh().size(), 1)[mesh().get_local_rank()]
+    torch.testing.assert_close(part[0].grad, of_part, rtol=1e-9, atol=1e-12)
+    return True
+
+
+def test_shards_of_hidden_as_arguments(ranks: Ranks) -> None:
+    assert all(ranks.run(2, head_on_a_rank))
