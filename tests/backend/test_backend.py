@@ -75,6 +75,7 @@ def sweep(lengths: list[int]) -> tuple[list[Outcome], int, str]:
     return outcomes, calls, error_text(lambda: run(*text(20 + 2 * (rank == 1))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_lengths_share_compilations(ranks: Ranks, n: int) -> None:
     results = ranks.run(n, sweep, [12, 13, 7, 2, 40])

@@ -105,6 +105,7 @@ def in_buckets(dynamic: bool) -> tuple[list[Outcome], list[bool]]:
     return found, crossing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_values_between_ddp_buckets_stay_sharded(ranks: Ranks, dynamic: bool) -> None:
     """With torch's default of `optimize_ddp`: each piece is compiled for the rows that the one before returns."""

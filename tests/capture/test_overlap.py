@@ -98,6 +98,7 @@ def test_a_sum_over_rows_does_not_wait_for_the_end() -> None:
     assert len(after) == len(before) >= 3
 
 
+@pytest.mark.slow
 def test_a_bucket_is_a_small_share_of_all_gradients() -> None:
     """While it is filled, its gradients are in memory twice."""
     with mock.patch.object(gradients, "SMALL_BUCKET", 0):

@@ -84,6 +84,7 @@ def halves_of(model: nn.Module, seq: int, policies: bool, **options: Any) -> tup
     return found[0], found[1]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("attention", ["gather", "ring"])
 def test_a_memory_budget_recomputes_cheap_ops_first(attention: str) -> None:

@@ -210,6 +210,7 @@ def test_a_failed_check_raises_on_every_rank(ranks: Ranks) -> None:
         assert words.startswith("Expected all elements of a condition to be True.")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("n", [2, 3])
 def test_reads_at_a_mask_end_a_graph(ranks: Ranks, n: int) -> None:

@@ -71,6 +71,7 @@ LINES = {Broken: HEAD.format(26), Eager: HEAD.format(38)}
 LINES_OF_EXPLAIN = {**LINES, Chunked: FUNCTION.format(63)}
 
 
+@pytest.mark.sampled(every=1)
 @pytest.mark.parametrize("kind", [Decoder, *LINES_OF_EXPLAIN], ids=lambda kind: kind.__name__)
 def test_explain_names_the_line(kind: type[Decoder]) -> None:
     report = sp_compile.explain(kind(layers=1, dim=8), *text(34), sp=2)

@@ -64,6 +64,7 @@ def sent(report: Report) -> dict[str, float]:
     return dict(found)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=6)
 @pytest.mark.parametrize(
     ("wider", "offload", "memory", "tiles"),

@@ -104,6 +104,7 @@ def test_measured_once_and_kept(ranks: Ranks, tmp_path: Path) -> None:
     assert [r[:2] for r in ranks.run(2, measured, two(tmp_path))] == [(first, 0)] * 2
 
 
+@pytest.mark.slow
 def test_constants_of_rank_0_are_used(ranks: Ranks, tmp_path: Path) -> None:
     folders = two(tmp_path)
     _, _, (name,) = ranks.run(2, measured, folders)[0]

@@ -60,6 +60,7 @@ def watched(how: str, outputs: str, lengths: list[int]) -> tuple[list[Outcome], 
     return outcomes, *saw
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "how", "outputs", "lengths"),
     [

@@ -51,6 +51,7 @@ def test_inclusive_is_torchs(op: str, dtype: torch.dtype) -> None:
             assert as_exact_as(ours, torchs, TORCH[op](x.to(wide), dim))
 
 
+@pytest.mark.sampled(every=1)
 @cases
 def test_every_way(op: str, dtype: torch.dtype) -> None:
     """Exclusive, reverse and segmented, as the loop over elements has it."""

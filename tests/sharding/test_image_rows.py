@@ -73,6 +73,7 @@ def test_kinds_of_convolutions(name: str) -> None:
     assert not report.fallbacks, report
 
 
+@pytest.mark.sampled(every=1)
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_fewer_rows_than_ranks(rows: int) -> None:
     check(ConvFeedForward(5).double(), image_tokens(rows, 5), sp=4)
@@ -131,6 +132,7 @@ def _train_on_rows() -> object:
     return against_eager(Loss(), image_tokens(7, 5).detach(), mesh=mesh())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.sampled(every=2)
 def test_rows_on_real_ranks(ranks: Ranks, n: int) -> None:

@@ -144,6 +144,7 @@ def test_video_tokens_are_one_sequence(attention: str, n: int) -> None:
         assert [note.text for note in report.fallbacks if "not a single dim" not in note.text] == []
 
 
+@pytest.mark.sampled(every=1)
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_patches_are_computed_on_shards(n: int) -> None:
     report = check(Image(35).double(), torch.randn(2, 3, 28, 20, dtype=torch.float64), sp=n)
@@ -413,6 +414,7 @@ def _train(name: str) -> object:
     return against_eager(Loss(name), *tokens(name, 21), mesh=mesh())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("name", ["video", "joint", "chunks"])
 @pytest.mark.sampled(every=5)

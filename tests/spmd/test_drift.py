@@ -15,6 +15,7 @@ import torch.distributed as dist
 from support.ranks import Ranks as RealRanks
 from support.ranks import mesh
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from sp_compile import SpError, compare_weights
 from sp_compile.lowering.base.ranks import Ranks
@@ -314,9 +315,10 @@ def test_weights_are_compared_on_request(ranks: RealRanks, n: int) -> None:
 
 
 def compared_on_another_axis() -> str:
-    """Return the error if rank 1 names an unknown mesh axis and makes no further call."""
+    """Return the error if rank 1 names an unknown mesh axis and makes no further call, after which the group breaks."""
+    own = DeviceMesh.from_group(dist.new_group([0, 1], timeout=timedelta(seconds=2)), "cpu", mesh_dim_names=("sp",))
     try:
-        compare_weights(nn.Linear(2, 2), mesh=mesh(2), mesh_dim="sq" if dist.get_rank() else None)
+        compare_weights(nn.Linear(2, 2), mesh=own, mesh_dim="sq" if dist.get_rank() else None)
     except SpError as error:
         return str(error)
     finally:

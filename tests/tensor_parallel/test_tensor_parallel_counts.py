@@ -85,6 +85,7 @@ def test_two_exchanges_a_layer_and_direction(n: int) -> None:
     assert counted(scattered[1]) == {**each, "all_reduce": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("n", [2, 4])
 def test_no_byte_more(n: int) -> None:

@@ -150,6 +150,7 @@ ALL = "s" * 12  # forward two a layer; backward q, k and v each sum a gradient o
 PLANS = {linears: ALL, tables: "", tied: "", inside_dtensors: None, scattered_already: ""}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [p if p in (tied,) else pytest.param(p, marks=pytest.mark.slow) for p in PLANS])
 @pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_plans(ranks: Ranks, plan: Callable[[nn.Module, Any], None], n: int) -> None:

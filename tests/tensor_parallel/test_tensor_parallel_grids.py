@@ -95,6 +95,7 @@ MODES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.as_users_run("slow", case="one layer")
 @pytest.mark.parametrize("case", [c if c == "one layer" else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
 def test_under_the_sequence_passes(ranks: Ranks, case: str, as_users_run: bool) -> None:

@@ -80,6 +80,7 @@ def a_variant(name: str) -> Trained:
     return trained(VARIANTS[name][0], split(), ids(2, 7), against_one=name not in NOT_OF_ONE)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=24)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants(ranks: Ranks, name: str) -> None:

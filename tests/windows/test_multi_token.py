@@ -79,6 +79,7 @@ CONFIGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=1000)
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: " ".join(c.values()))
 @pytest.mark.parametrize("way", WAYS)

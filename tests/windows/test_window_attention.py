@@ -56,6 +56,7 @@ def _train() -> object:
     return against_eager(Loss().double(), torch.randn(2, 3, 40, 14).double(), mesh=mesh())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.sampled(every=2)
 def test_shifted_windows_on_real_ranks(ranks: Ranks, n: int) -> None:
@@ -91,6 +92,7 @@ def test_a_step_that_does_not_divide_the_rows(start: int) -> None:
     check(Subsampled(), torch.randn(2, 15, 4).double().requires_grad_(), sp=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "n"), [((36, 22), 2), ((28, 70), 4)])
 def test_values_of_other_sizes(size: tuple[int, int], n: int) -> None:
     """Attention over all pixels is gathered for these, where rows of windows are not the sequence."""

@@ -227,6 +227,7 @@ return (slice_tensor,)""",
         )
 
 
+@pytest.mark.slow
 def test_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     """attn_implementation="flash_attention_2", with its package there: no code of the model is other than it was."""
     import transformers

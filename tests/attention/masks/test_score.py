@@ -89,6 +89,7 @@ def test_other_names_of_inputs() -> None:
     assert score.rename_score(slopes, {"table0": "table1"}) == slopes
 
 
+@pytest.mark.slow
 def test_name_depends_on_code() -> None:
     """Equal functions have one name in every process; it depends on fills, numbers and inputs."""
     texts = ["tanh(s)", "2*tanh(s)", "2.5*tanh(s)", "s + head0", "s + q"]

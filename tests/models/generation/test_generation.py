@@ -76,6 +76,7 @@ def generated(make: Any, way: str) -> tuple[list[bool], int, int]:
     return right, before, count_graphs() - trained
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "way"),
     [

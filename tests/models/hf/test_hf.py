@@ -136,6 +136,7 @@ def sparse_step(attention: str, length: int) -> Outcome:
 SLOW = [(3, "sdpa"), (4, "sdpa"), (2, "eager"), (3, "eager")]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(transformers, "DeepseekV32Config"), reason="an older transformers")
 @pytest.mark.parametrize(
     ("n", "attention"), [(2, "sdpa"), *(pytest.param(n, how, marks=pytest.mark.slow) for n, how in SLOW)]
@@ -159,6 +160,7 @@ def trained(model: torch.nn.Module, whole: bool) -> torch.nn.Module:
     return Trained()
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=26)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(("sp", "attention"), [(4, "hybrid"), (1, "auto"), (2, "ring"), (3, "gather"), (4, "ulysses")])

@@ -185,6 +185,7 @@ def test_experts_of_each_token_stay_where_the_token_is(name: str) -> None:
     assert not report.fallbacks, report
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("name", ["mamba2", "minimax"])
 def test_the_rest(name: str) -> None:

@@ -37,6 +37,7 @@ def test_nothing_is_gathered(make: Callable[[], torch.nn.Module], config: dict[s
     assert report.attention
 
 
+@pytest.mark.slow
 def test_a_head_before_a_loss_with_a_warning() -> None:
     """The warning breaks the graph, and a note names its line; with a loss_type, the model is one graph in tiles."""
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 64, "bos_token_id": None, "eos_token_id": None}

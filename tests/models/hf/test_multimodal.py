@@ -186,6 +186,7 @@ def one_step(build: Build, images: bool) -> Outcome:
     return against_eager(model, kwargs=batch, mesh=worker.mesh())
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=40)
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("images", [True, False], ids=["images", "text"])

@@ -218,6 +218,7 @@ def of_a_softmax(h: list[Tensor], x: dict[str, Tensor]) -> Any:
     return [new], new.sum(-1)
 
 
+@pytest.mark.sampled(every=1)
 @pytest.mark.parametrize(
     "step",
     [of_a_square, of_a_condition, of_a_divisor, of_a_rounded_state, of_a_softmax],
@@ -230,6 +231,7 @@ def test_other_bodies_are_refused(step: Step) -> None:
     assert max(error for _, error in report.errors) < 1e-12
 
 
+@pytest.mark.slow
 def test_nodes_do_not_depend_on_the_length() -> None:
     counts = []
     for length in (16, 48):
@@ -242,6 +244,7 @@ def _train(step: Step) -> object:
     return against_eager(Loop(step, seeded=True), tokens(13).detach(), mesh=mesh(), seq_dims={"x": 1})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("step", FORMS, ids=lambda step: step.__name__)
 @pytest.mark.sampled(every=33)

@@ -106,6 +106,7 @@ def _train(program: str) -> tuple[Any, list[str]]:
     return against_eager(Layer(program), _inputs(), mesh=mesh(), seq_dims={"x": 1}), CALLS[:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.sampled(every=9)
@@ -115,6 +116,7 @@ def test_kernels_with_options_are_on_shards(ranks: Ranks, program: str, n: int) 
     assert all(len(calls) == 1 for _, calls in answers), "only the eager model calls the package"
 
 
+@pytest.mark.sampled(every=1)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_nothing_is_gathered(program: str) -> None:
     report = sp_compile.explain(Layer(program), _inputs(), sp=2, seq_dims={"x": 1})

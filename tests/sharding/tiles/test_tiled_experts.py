@@ -133,6 +133,7 @@ def test_a_tile_reads_each_row_once() -> None:
     assert max(map(math.prod, rows)) == 8 * 64, rows
 
 
+@pytest.mark.slow
 def test_heads_narrower_than_the_model() -> None:
     """The output projection of attention widens rows, and the residual that it is added to is as wide before it."""
     found = sp_compile.explain(qwen3("grouped_mm", hidden_size=64), torch.zeros(1, 8, dtype=torch.int64), sp=1, tiles=2)
