@@ -21,6 +21,7 @@ from sp_compile.lowering.base.errors import SpError
 from sp_compile.passes import PASSES, Pass, PassContext, check_pass_order, iterate_passes, register_pass
 from sp_compile.passes.base import CAPTURED_PROPERTIES, CanonicalPass, CollectivePass, order_passes, registered_passes
 from sp_compile.passes.boundary.add_tokens import LOCAL_PROPERTIES, BoundaryPasses
+from sp_compile.passes.canonical import canonicalize
 from sp_compile.passes.context import NoteKind, runs_by_pass
 from sp_compile.passes.graph.edit import copy_graph
 from sp_compile.passes.graph.node_info import clear_node_info, node_info, set_node_info
@@ -126,6 +127,12 @@ def test_every_pass_is_described() -> None:
         assert len({one.name for one in every}) == len(every)
     names = [one.name for one in iterate_passes(Pipeline)]
     assert {one.name for one in strategy_passes()} <= set(names)
+
+
+def test_every_canonical_form_is_listed() -> None:
+    modules = {one.__module__.rpartition(".")[2] for one in registered_passes(CanonicalPass)}
+    listed = set(re.findall(r"^    (?:loops/)?(\w+)  *\S.*", str(canonicalize.__doc__), re.MULTILINE))
+    assert modules <= listed, modules - listed
 
 
 @pytest.mark.usefixtures("doubled")
