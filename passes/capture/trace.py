@@ -165,7 +165,7 @@ class _TracingInterpreter(Interpreter):
         return super().call_function(target, args, kwargs)
 
     def call_method(self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a method, for the trace to record its ops; it is refused on a tensor subclass."""
+        """Run a method, for the trace to record its ops."""
         subclass = _subclass_name(args, kwargs)
         if subclass is not None:
             return _call_with_subclass(target, args, kwargs, subclass)

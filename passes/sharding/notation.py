@@ -202,14 +202,14 @@ def _check_rule(
         raise SpError("SP935", f"expected a kind for each factor that is in no result, got none for {unclassified}.")
     all_dims = [dim for dims in (*operands, *results) for dim in dims]
     single_factors = {dim for dim in all_dims if dim[:1] != "("}  # whose sizes are sizes of dims
-    unsized = (operand_factors | result_factors) - _solve_sizes(all_dims, single_factors)
+    unsized = (operand_factors | result_factors) - _solvable_factors(all_dims, single_factors)
     if unsized:
         raise SpError(
             "SP936", f"the sizes of the factors {sorted(unsized)} are not known, because they are only in groups."
         )
 
 
-def _solve_sizes(dims: Iterable[str], known: set[str]) -> set[str]:
+def _solvable_factors(dims: Iterable[str], known: set[str]) -> set[str]:
     """Return the factors whose sizes can be computed: those of `known`, and those that groups determine.
 
     The size of a group is that of a dim, so it determines its last unknown factor: with b known, "(b s)" determines s,

@@ -311,8 +311,8 @@ def _convolution_flops(call: OpCall) -> float:
     """
     # conv_transpose1d and the like have an output padding; aten.convolution has one, too, and a flag `transposed`.
     is_transposed = "output_padding" in call.args and call.get("transposed", True)
-    elements = call.shape() if is_transposed else as_sizes(call.results()[0].shape)
-    return 2.0 * assume_large(size_product(elements) * size_product(call.shape("weight")[1:]))
+    shape = call.shape() if is_transposed else as_sizes(call.results()[0].shape)
+    return 2.0 * assume_large(size_product(shape) * size_product(call.shape("weight")[1:]))
 
 
 def _matrix_flops(call: OpCall) -> float:

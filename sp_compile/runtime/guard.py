@@ -139,8 +139,8 @@ class GuardedProgram:
         return [(i, name) for i, name in self._named_inputs if not is_parameter[i] or name in self.inputs.always]
 
     @cached_property
-    def _sharding_inputs(self) -> list[bool]:
-        """Return for each input whether it is tested for a fake or sharded value.
+    def _is_tested(self) -> list[bool]:
+        """Return for each input whether a call tests it for a fake or sharded value.
 
         These are all but parameters, and the first parameter, since either all parameters are fake or none is.
         """
@@ -151,7 +151,7 @@ class GuardedProgram:
         """Compare the call over the ranks, then run the program."""
         refuse_transforms()
         # The arguments to test for fake or sharded values: all in the first call, then all but most parameters.
-        tested_args = args if self.parameters is None else [*compress(args, self._sharding_inputs)]
+        tested_args = args if self.parameters is None else [*compress(args, self._is_tested)]
         is_traced = any_traced(tested_args)  # a call with fake tensors runs nothing, so no message is exchanged
         # Agree on the call. `written` are the inputs that the program changes in place; those of an unsplit program are
         # known from its earlier calls.
@@ -232,23 +232,13 @@ class GuardedProgram:
         self.called.discard(model)  # until the ranks agree: the call after an error is compared in full
         earlier = {} if channel is None else channel.take_earlier()
         error = not_compiled(self.error) or alias_error
-        mine = Message(CALL_VERB, subject, number, model=model)
-        with self._announce_failure(mine):
-            inputs = self._describe_inputs(args, compares_all, channel, mine)
-        return Message(
-            CALL_VERB,
-            subject,
-            number,
-            model=model,
-            mode=mode_fields(),
-            program=self._record,
-            inputs=inputs,
-            earlier=earlier,
-            error=error,
-        )
+        call = Message(CALL_VERB, subject, number, model=model)
+        with self._announce_failure(call):
+            inputs = self._describe_inputs(args, compares_all, channel, call)
+        return replace(call, mode=mode_fields(), program=self._record, inputs=inputs, earlier=earlier, error=error)
 
     def _describe_inputs(
-        self, args: Sequence[Any], compares_all: bool, channel: ControlChannel | None, mine: Message
+        self, args: Sequence[Any], compares_all: bool, channel: ControlChannel | None, call: Message
     ) -> dict[str, InputRecord]:
         """Return the records of the inputs of a call, by name.
 
@@ -261,7 +251,7 @@ class GuardedProgram:
             args: Arguments of the call.
             compares_all: If True, compare all values of `ComparedInputs` completely.
             channel: The channel of the group, or None.
-            mine: The announcement of the call.
+            call: The announcement of the call.
         """
         inputs, records = self.inputs, {}
         # Names of the inputs that are compared completely, and of those of which a sample is sufficient.
@@ -277,12 +267,12 @@ class GuardedProgram:
                 value = local_value(arg)
                 is_sample = name not in compared and not is_cheap_to_compare(value)
                 if is_sample:
-                    value = sample_view(value, FEW_FLOATS, mine.number)
+                    value = sample_view(value, FEW_FLOATS, call.number)
                 if channel is None or not is_on_accelerator(value):
                     checksums["sample" if is_sample else "checksum"] = checksum(value)
                 elif value.numel():
                     part = "part of " if is_sample else ""
-                    on_device[value.device][f"value of {part}{name} when it {mine}"] = value
+                    on_device[value.device][f"value of {part}{name} when it {call}"] = value
             is_weight = isinstance(arg, torch.nn.Parameter) and name not in inputs.always
             records[name] = InputRecord(size, checksums["checksum"], checksums["sample"], is_weight)
         if channel is not None:

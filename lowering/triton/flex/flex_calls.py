@@ -87,21 +87,20 @@ def _fit_options(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
     compiled by Triton 3.7, with soft-caps, slopes and documents. In float32, which tensor cores do not support without
     TF32, two stages move rows from registers to shared memory.
     """
-    # (queries per block, keys per block, stages) of forward and backward
+    # (queries per block, keys per block, stages, warps) of forward and backward
     if dtype == torch.float32:
-        forward, backward = (32, 16, 2) if head_dim > 128 else (32, 32, 1), (16, 16, 2)
+        forward = (32, 16, 2, 8) if head_dim > 128 else (32, 32, 1, 8)
+        backward = (16, 16, 2, 4)
     elif head_dim <= 64:
-        forward, backward = (128, 64, 3), (64, 64, 2)
+        forward, backward = (128, 64, 3, 8), (64, 64, 2, 8)
     elif head_dim <= 128:
-        forward, backward = (128, 64, 3), (32, 64, 2)
+        forward, backward = (128, 64, 3, 8), (32, 64, 2, 8)
     else:
-        forward, backward = (64, 32, 3), (32, 32, 1)
-    warps = (8, 4) if dtype == torch.float32 else (4 if head_dim > 128 else 8, 8)  # forward, backward
-    options = dict(zip(("fwd_BLOCK_M", "fwd_BLOCK_N", "fwd_num_stages"), forward))
-    options |= dict(zip(("bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_num_stages"), backward))
+        forward, backward = (64, 32, 3, 4), (32, 32, 1, 8)
+    options = dict(zip(("fwd_BLOCK_M", "fwd_BLOCK_N", "fwd_num_stages", "fwd_num_warps"), forward))
+    options |= dict(zip(("bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_num_stages", "bwd_num_warps"), backward))
     # The backward's loop for dq has the sizes of the loop for dk and dv, exchanged.
-    options |= {"bwd_BLOCK_M2": backward[1], "bwd_BLOCK_N2": backward[0]}
-    return options | {"fwd_num_warps": warps[0], "bwd_num_warps": warps[1]}
+    return options | {"bwd_BLOCK_M2": backward[1], "bwd_BLOCK_N2": backward[0]}
 
 
 def _forward_program(
@@ -109,7 +108,8 @@ def _forward_program(
 ) -> tuple[Tensor, ...]:
     """Run flex_attention's forward, for a compilation, and return (out, lse).
 
-    The arguments are those of `_backward_program`, with q, k and v as operands; `learned` is not used.
+    `_call_program` calls it as `_backward_program`, so it has the same arguments, with q, k and v as operands. No table
+    is `learned` here, as the forward has no gradients.
     """
     (q, k, v), call = _split_inputs(pair, tile, scale, inputs, 3)
     return flex_forward(q, k, v, call)

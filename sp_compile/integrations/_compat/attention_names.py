@@ -15,7 +15,9 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 
 def register_attention(name: str, attention: Callable[..., Any]) -> None:
-    """Register an attention function whose masks are always bool tensors, where sdpa's may be None and a flag.
+    """Register an attention function that a configuration selects by name, and that always gets a bool mask.
+
+    For sdpa, transformers replaces some masks by None and a flag.
 
     Args:
         name: The name that a configuration selects.
