@@ -157,12 +157,12 @@ class BalanceLayout(Pass):
         outside_windows = {(frame.start, as_size(frame.size - frame.start - frame.length)) for frame in frames}
         # `fixed_ends` is the number of positions that other graphs may cut off at each end of a sharded output, or 0.
         fixed = sorted(outside_windows | {(self.fixed_ends, self.fixed_ends)}, key=str)
-        front, back = (self.sizes.list(dict.fromkeys(numbers)) for numbers in zip(*fixed))  # without duplicates
+        before, after = (self.sizes.list(dict.fromkeys(numbers)) for numbers in zip(*fixed))  # without duplicates
         # Neighboring ranks that split the heads of an attention read the same rows, so the op counts them (`stride` of
         # them) as one rank. If the attentions differ, it is the smallest number of neighbors.
         strategies = ((op_strategy(call.node.target), call) for call in attentions)
         stride = min((strategy.neighbors(call) if strategy else 1 for strategy, call in strategies), default=1)
-        return self.vectors, *work, self.sizes(length), front, back, n, stride, device
+        return self.vectors, *work, self.sizes(length), before, after, n, stride, device
 
     def _add_order_inputs(self, inputs: Sequence[Node], length: Size, n: int, device: torch.device) -> list[Node]:
         """Add three inputs to the graph and return them: the order of the balanced inputs, its inverse, its chunks."""

@@ -207,7 +207,7 @@ class RowWork:
     def __init__(self, gm: GraphModule, axes: Axes) -> None:
         """Count the FLOPs of each node with its dims, as atoms: a dim, or a factor of a flattened one."""
         self.total = 0.0  # FLOPs of the graph
-        self.by_rows: Counter[Atom] = Counter()  # FLOPs of the products whose result has an atom
+        self.by_rows: Counter[Atom] = Counter()  # for each atom, FLOPs of the products whose result has it
         self.products: list[NodeWork] = []
         for node in gm.graph.nodes:
             flops = contraction_flops(node) if node.op == "call_function" else 0.0

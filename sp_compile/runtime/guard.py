@@ -339,10 +339,10 @@ class GuardedProgram:
         # The autograd nodes at which the backward of the program begins, each with the indices of the results of which
         # a rank has only its rows. Their backwards run inside of `_run_marked`, which publishes exceptions.
         for node, row_results in find_backward_nodes(leaves, self.boundary.rows, lambda: self._run_marked(mine)):
-            node.register_prehook(partial(self._start_backward, mine, row_results))
+            node.register_prehook(partial(self._check_backward, mine, row_results))
 
     @torch.compiler.disable
-    def _start_backward(self, mine: Message, row_results: frozenset[int], grads: Sequence[Any]) -> None:
+    def _check_backward(self, mine: Message, row_results: frozenset[int], grads: Sequence[Any]) -> None:
         """Check at the start of a backward that all ranks run it, with equal gradients of replicated results.
 
         Each rank continues with the gradients of its rows only, so that different ones would not be noticed later.
@@ -400,8 +400,8 @@ class InProcesses:
 def _grad_field(grad: torch.Tensor) -> str:
     """Return the summary of a gradient on the CPU, a text that `is_close` compares up to rounding.
 
-    It has the norm and two projections of the elements (`summarize`). The summary of one element, such as a loss, is
-    computed without tensor operations, which take longer.
+    It has the norm and two projections of the elements (`summarize`). For one element, as of a loss, it has the
+    absolute value and the value, which take no tensor operations.
     """
     if grad.numel() == 1 and not grad.is_complex():
         value = grad.item()

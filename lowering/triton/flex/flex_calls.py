@@ -74,8 +74,9 @@ def flex_block_backward(
     Raises:
         CannotCompileError: The kernel cannot be compiled.
     """
-    dq, dk, dv, *learned = _call_program(_backward_program, [q, k, v, grad, out, lse], pairs, scale, tuple(totals))
-    for total, table_grad in zip(totals.values(), learned, strict=True):
+    operands, learned = [q, k, v, grad, out, lse], tuple(totals)
+    dq, dk, dv, *table_grads = _call_program(_backward_program, operands, pairs, scale, learned)
+    for total, table_grad in zip(totals.values(), table_grads, strict=True):
         total.add_(table_grad)
     return dq, dk, dv
 
@@ -111,7 +112,7 @@ def _forward_program(
     `_call_program` calls it as `_backward_program`, so it has the same arguments, with q, k and v as operands. No table
     is `learned` here, as the forward has no gradients.
     """
-    (q, k, v), call = _split_inputs(pair, tile, scale, inputs, 3)
+    (q, k, v), call = _split_inputs(pair, tile, scale, inputs, num_operands=3)
     return flex_forward(q, k, v, call)
 
 
@@ -130,7 +131,7 @@ def _backward_program(
     Returns:
         dq, dk, dv, then the gradients of the learned tables.
     """
-    (q, k, v, grad, out, lse), call = _split_inputs(pair, tile, scale, inputs, 6)
+    (q, k, v, grad, out, lse), call = _split_inputs(pair, tile, scale, inputs, num_operands=6)
     return flex_backward(grad, q, k, v, out, lse, call, [pair.names.index(name) for name in learned])
 
 
