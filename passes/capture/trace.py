@@ -176,7 +176,8 @@ class _TracingInterpreter(Interpreter):
     ) -> Any:
         """Run an autograd Function with the decorator `allow_in_graph`, whose backward Dynamo has not traced.
 
-        The trace would differentiate the ops of its forward instead of calling its backward.
+        Functions of `PACKAGE_FUNCTIONS` are replaced. Others run only without gradients: the trace would differentiate
+        the ops of their forward instead of calling their backward.
 
         Raises:
             CaptureError: The call is differentiated, and no function replaces it.

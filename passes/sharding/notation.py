@@ -102,14 +102,14 @@ def _read_cached(text: str, options: tuple[tuple[str, Any], ...]) -> RulePattern
     return _read_sides(text, dict(options))
 
 
-def _read_sides(text: str, options: dict[str, Any]) -> RulePattern:
-    """Parse and check a rule text; `options` is changed: it receives the options in the text and loses the kinds.
+def _read_sides(text: str, given: Mapping[str, Any]) -> RulePattern:
+    """Parse and check a rule text; `given` are options that are not in the text.
 
     The kinds are options such as sum="i j", which become {"i": "sum", "j": "sum"}.
     """
     dims_text, *option_texts = (part.strip() for part in text.split(";"))
     try:
-        options.update(_read_option(option) for option in option_texts)
+        options = {**given, **dict(map(_read_option, option_texts))}
         operands, results = _split_sides(dims_text)
         kinds = {f: kind for kind in FACTOR_KINDS for f in str(options.pop(kind, "")).split()}
         _check_rule(operands, results, kinds, options)

@@ -118,7 +118,7 @@ class GuardedProgram:
     work: ShardedWork | None = None  # its work, to find parts of a step that every rank runs; None if not known
 
     @cached_property
-    def _record(self) -> ProgramRecord:
+    def _program_record(self) -> ProgramRecord:
         """Return the description of the program, which is a part of the message of every call."""
         reason = re.sub("0x[0-9a-f]+", "", self.info.unsplit_reason)  # addresses of objects differ between ranks
         trained, dtypes = self.inputs.trained, self.inputs.dtypes
@@ -235,7 +235,9 @@ class GuardedProgram:
         call = Message(CALL_VERB, subject, number, model=model)
         with self._announce_failure(call):
             inputs = self._describe_inputs(args, compares_all, channel, call)
-        return replace(call, mode=mode_fields(), program=self._record, inputs=inputs, earlier=earlier, error=error)
+        return replace(
+            call, mode=mode_fields(), program=self._program_record, inputs=inputs, earlier=earlier, error=error
+        )
 
     def _describe_inputs(
         self, args: Sequence[Any], compares_all: bool, channel: ControlChannel | None, call: Message

@@ -172,11 +172,11 @@ def _call_program(
     # the lengths.
     block_tables = build_tables(pairs.plan, queries, keys, has_bool_mask, q.device)
     tile = tile_size(queries, keys)
-    table_lengths = [(2,), (2, 3)] * (len(block_tables) // 2)
-    captured_lengths = [_length_dims(name, pair) for name in pair.names]
-    lengths = [(2,)] * len(operands) + table_lengths + captured_lengths  # dims of each input that are lengths
+    dims_of_tables = [(2,), (2, 3)] * (len(block_tables) // 2)
+    dims_of_captured = [_length_dims(name, pair) for name in pair.names]
+    length_dims = [(2,)] * len(operands) + dims_of_tables + dims_of_captured  # of each input
     variant = pair, tile, scale, learned  # the arguments of `fn` that are no tensors
-    return _run_program(partial(fn, *variant), (fn, *variant), [*operands, *block_tables, *captured], lengths)
+    return _run_program(partial(fn, *variant), (fn, *variant), [*operands, *block_tables, *captured], length_dims)
 
 
 def _length_dims(name: str, pair: PairFunctions) -> tuple[int, ...]:
@@ -197,7 +197,7 @@ def _length_dims(name: str, pair: PairFunctions) -> tuple[int, ...]:
 
 
 def _run_program(
-    fn: Callable[..., Any], variant: Hashable, xs: list[Tensor], lengths: list[tuple[int, ...]]
+    fn: Callable[..., Any], variant: Hashable, xs: list[Tensor], length_dims: list[tuple[int, ...]]
 ) -> Sequence[Tensor]:
     """Return the results of the program for these tensors; compile it if there is none.
 
@@ -208,36 +208,37 @@ def _run_program(
         fn: The function to compile.
         variant: Key that identifies the function.
         xs: Operands of the function.
-        lengths: Dims of each operand that are lengths.
+        length_dims: Dims of each operand that are lengths.
     """
-    lengths = [tuple(dim % x.ndim for dim in dims) for x, dims in zip(xs, lengths)]
+    length_dims = [tuple(dim % x.ndim for dim in dims) for x, dims in zip(xs, length_dims)]
     fixed_sizes = tuple(  # shapes with 0 in place of lengths
-        tuple(0 if dim in dims else size for dim, size in enumerate(x.shape)) for x, dims in zip(xs, lengths)
+        tuple(0 if dim in dims else size for dim, size in enumerate(x.shape)) for x, dims in zip(xs, length_dims)
     )
     family = variant, fixed_sizes, tuple((x.dtype, x.device) for x in xs), COMPILER.value
     with _programs_lock:
         shapes = tuple(x.shape for x in xs)
+        dynamic_dims = length_dims
         strides: Hashable = None
         if _known_lengths.setdefault(family, shapes) == shapes:  # the lengths of the first call: nothing is dynamic
-            lengths, strides = [()] * len(xs), tuple(x.stride() for x in xs)
+            dynamic_dims, strides = [()] * len(xs), tuple(x.stride() for x in xs)
         else:  # with dynamic lengths, strides must follow from the lengths
             xs = [x.contiguous() for x in xs]
         programs = _programs.setdefault((family, strides), [])
         program = next((program for program in programs if program.fits(xs)), None)
         if program is None:
-            program = _compile_program(fn, xs, lengths)
+            program = _compile_program(fn, xs, dynamic_dims)
             programs.append(program)
     return program(xs)
 
 
-def _compile_program(fn: Callable[..., Any], xs: list[Tensor], lengths: list[tuple[int, ...]]) -> FlexProgram:
-    """Compile a function of the tensors ``xs``; ``lengths`` are the dims of each tensor whose sizes may differ later.
+def _compile_program(fn: Callable[..., Any], xs: list[Tensor], dynamic_dims: list[tuple[int, ...]]) -> FlexProgram:
+    """Compile a function of the tensors ``xs``; ``dynamic_dims`` are the dims of each whose sizes may differ later.
 
     A failure warns and marks flex_attention as unavailable, so that later calls compute scores densely.
     """
     global _failed
     try:
-        return FlexProgram(fn, xs, lengths, COMPILER.value)
+        return FlexProgram(fn, xs, dynamic_dims, COMPILER.value)
     except Exception as error:
         _failed = True
         warnings.warn(
