@@ -65,9 +65,9 @@ FrameMap = dict[str, FrameArgument]  # the balanced frames of a call by argument
 class MaskWork(NamedTuple):
     """Attention work as arguments of the op that balances rows."""
 
-    predicates: list[str]  # masks, as functions of the vectors and numbers of all attentions
+    predicates: list[str]  # masks, as functions of the vectors and sizes of all attentions
     weights: list[Node | int]  # cost of a query-key pair under each predicate: heads times head dims, summed
-    numbers: list[Node | int]  # values of n0, n1, ... in the predicates
+    sizes: list[Node | int]  # values of n0, n1, ... in the predicates
 
 
 class BalanceLayout(Pass):
@@ -157,12 +157,12 @@ class BalanceLayout(Pass):
         outside_windows = {(frame.start, as_size(frame.size - frame.start - frame.length)) for frame in frames}
         # `fixed_ends` is the number of positions that other graphs may cut off at each end of a sharded output, or 0.
         fixed = sorted(outside_windows | {(self.fixed_ends, self.fixed_ends)}, key=str)
-        before, after = (self.sizes.list(dict.fromkeys(numbers)) for numbers in zip(*fixed))  # without duplicates
+        front, back = (self.sizes.list(dict.fromkeys(numbers)) for numbers in zip(*fixed))  # without duplicates
         # Neighboring ranks that split the heads of an attention read the same rows, so the op counts them (`stride` of
         # them) as one rank. If the attentions differ, it is the smallest number of neighbors.
         strategies = ((op_strategy(call.node.target), call) for call in attentions)
         stride = min((strategy.neighbors(call) if strategy else 1 for strategy, call in strategies), default=1)
-        return self.vectors, *work, self.sizes(length), before, after, n, stride, device
+        return self.vectors, *work, self.sizes(length), front, back, n, stride, device
 
     def _add_order_inputs(self, inputs: Sequence[Node], length: Size, n: int, device: torch.device) -> list[Node]:
         """Add three inputs to the graph and return them: the order of the balanced inputs, its inverse, its chunks."""
@@ -209,9 +209,9 @@ class BalanceLayout(Pass):
         The values of mask vectors, such as document ids, are only known at run time.
         """
         predicates = tuple(map(position_conditions, work.predicates))
-        weights, numbers = (tuple(map(_current_size, sizes)) for sizes in (work.weights, work.numbers))
-        # (): no tables of vectors, which the position conditions do not read.
-        chunks = balance_rows(predicates, weights, numbers, (), _current_size(length), n)
+        weights, sizes = (tuple(map(_current_size, values)) for values in (work.weights, work.sizes))
+        vectors = ()  # position conditions read none
+        chunks = balance_rows(predicates, weights, sizes, vectors, _current_size(length), n)
         contiguous = f"contiguous {chunks.contiguous_imbalance:.2f}"
         text = f"the busiest rank has {chunks.imbalance:.2f} times the mean of query-key pairs, {contiguous}"
         if predicates != tuple(work.predicates):  # conditions that read vectors were removed above

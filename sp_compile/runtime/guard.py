@@ -130,7 +130,7 @@ class GuardedProgram:
         return [(i, name) for i, name in enumerate(self.inputs.names) if name]
 
     @cached_property
-    def _reported_inputs(self) -> list[tuple[int, str]]:
+    def _described_inputs(self) -> list[tuple[int, str]]:
         """Return index and name of the inputs that every call describes.
 
         These are all but parameters, and the parameters whose values every call compares (`inputs.always`).
@@ -262,7 +262,7 @@ class GuardedProgram:
         # device -> description -> value
         on_device: defaultdict[torch.device, dict[str, torch.Tensor]] = defaultdict(dict)
         # Parameters that `inputs.always` does not name are described only if all inputs are compared.
-        for i, name in self._named_inputs if compares_all else self._reported_inputs:
+        for i, name in self._named_inputs if compares_all else self._described_inputs:
             arg, checksums = args[i], {"checksum": "", "sample": ""}
             size = _value_size(arg) + (f" in shards {arg.sharding}" if isinstance(arg, Sharded) else "")
             if self.error is None and (name in compared or name in sampled) and isinstance(arg, torch.Tensor):
@@ -276,7 +276,7 @@ class GuardedProgram:
                     part = "part of " if is_sample else ""
                     on_device[value.device][f"value of {part}{name} when it {call}"] = value
             is_weight = isinstance(arg, torch.nn.Parameter) and name not in inputs.always
-            records[name] = InputRecord(size, checksums["checksum"], checksums["sample"], is_weight)
+            records[name] = InputRecord(size, **checksums, weight=is_weight)
         if channel is not None:
             for values in on_device.values():
                 channel.later.append((list(values), start_checksums(list(values.values()))))
