@@ -38,12 +38,12 @@ def _permute_rule(permute: Any) -> RuleFunction:
         permute: Function (names of the operand's dims, call) -> names of the result's dims.
     """
 
-    def permuted(call: OpCall) -> BoundRule:
+    def instantiate(call: OpCall) -> BoundRule:
         """Return the rule of a call, with the dims of its result permuted."""
         dims = factor_names(call.ndim())
         return BoundRule((dims,), (tuple(permute(dims, call)),), lazy=True)
 
-    return permuted
+    return instantiate
 
 
 rule(parse_overloads("adjoint mH mT"), "... a b -> ... b a", lazy=True)
