@@ -17,23 +17,23 @@ _streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
 _pending_copies: dict[int, torch.cuda.Event] = {}  # events of running copies, by the address of their target
 
 
-def _start_copy(to: Tensor, of: Tensor, device: torch.device) -> Tensor:
+def _start_copy(target: Tensor, source: Tensor, device: torch.device) -> Tensor:
     """Start a copy on a separate stream, after all work queued on the device so far, and return its target.
 
     There is one stream per device and direction. `_wait_for_copy` waits for the copy.
 
     Args:
-        to: Target of the copy.
-        of: Source of the copy, of equal shape and dtype.
+        target: Target of the copy.
+        source: Source of the copy, of equal shape and dtype.
         device: The GPU among the two devices.
     """
-    key = device, of.device.type
+    key = device, source.device.type  # the type is the direction
     stream = _streams[key] = _streams.get(key) or torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        to.copy_(of, non_blocking=True)
-        _pending_copies[to.data_ptr()] = stream.record_event()
-    return to
+        target.copy_(source, non_blocking=True)
+        _pending_copies[target.data_ptr()] = stream.record_event()
+    return target
 
 
 def _wait_for_copy(written: Tensor, device: torch.device) -> None:

@@ -41,7 +41,7 @@ def runs_eagerly(code: CodeType, arguments: Mapping[str, Any], caller: FrameType
         caller: The innermost frame around the call.
 
     Returns:
-        True for a decoding step, and for all calls inside of `generate()`.
+        True for a decoding step, and for all calls inside of `generate()`; False inside of `compile_prompt`.
     """
     module = arguments.get("self")
     if isinstance(module, torch.nn.Module):  # a model of this backend: let its `generate()` run eagerly from now on

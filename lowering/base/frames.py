@@ -173,7 +173,8 @@ def own_positions(frame: FrameArg, n: int, group: str, device: torch.device, str
         stride: Number of adjacent ranks whose rows are joined, as those that exchange heads in hybrid attention: ranks
             0 and 1 both have the positions 0 to 2s - 1 for a stride of 2. 1 for the rows of this rank only.
     """
-    rows, n = local_row_count(frame, n) * stride, n // stride  # from here on, of a neighborhood of `stride` ranks
+    # Adjacent ranks that are joined count as one rank from here on.
+    rows, n = local_row_count(frame, n) * stride, n // stride
     if n == 1:
         return torch.arange(rows, device=device)
     rank = torch.ops.sp.rank(group, device)
@@ -181,6 +182,7 @@ def own_positions(frame: FrameArg, n: int, group: str, device: torch.device, str
         rank = rank // stride
     if frame_folds(frame) == 1:
         return torch.arange(rows, device=device) + rank * rows
+    # Zigzag order: rank r has the chunks r and 2n - 1 - r.
     chunk_rows = rows // 2
     offsets = torch.arange(chunk_rows, device=device)
     return torch.cat([offsets + rank * chunk_rows, offsets + (2 * n - 1 - rank) * chunk_rows])

@@ -140,7 +140,8 @@ def _tile_shape(run: int, rows: int, columns: int, unit: int) -> tuple[int, int,
     ``run`` is in units of ``unit`` bytes; ``rows`` and ``columns`` are the sizes of these dims in the array.
     """
     word = min(unit, 8)
-    run, rows, columns = (triton.next_power_of_2(max(n, 1)) for n in (run * (unit // word), rows, columns))
+    words_of_run = run * (unit // word)
+    run, rows, columns = (triton.next_power_of_2(max(n, 1)) for n in (words_of_run, rows, columns))
     run = min(run, MOVE_TILE // word)
     max_runs = MOVE_TILE // word // run  # rows times columns of a tile
     # Columns get what all rows would leave, but at least about the square root of max_runs: many rows and one column

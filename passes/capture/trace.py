@@ -85,7 +85,7 @@ def _call_with_subclass(target: Any, args: tuple[Any, ...], kwargs: dict[str, An
     is_linear = target in (
         torch.nn.functional.linear, torch.ops.sp.subclass_linear, torch.ops.sp.subclass_linear.default
     )  # fmt: skip
-    is_weight = is_linear and not hasattr(args[0], SUBCLASS)  # the attribute of operands of a subclass: not the input
+    is_weight = is_linear and not hasattr(args[0], SUBCLASS)  # the input, args[0], is a plain tensor
     if is_weight and subclass not in SCALED_BY_TOKENS:
         return torch.ops.sp.subclass_linear(*args, **kwargs)
     reason, fix = "a tensor subclass, which is supported as the weight of a linear layer only", ""
@@ -165,7 +165,7 @@ class _TracingInterpreter(Interpreter):
         return super().call_function(target, args, kwargs)
 
     def call_method(self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a method, for the trace to record its ops; it is refused on a tensor subclass."""
+        """Run a method, for the trace to record its ops."""
         subclass = _subclass_name(args, kwargs)
         if subclass is not None:
             return _call_with_subclass(target, args, kwargs, subclass)
@@ -176,7 +176,8 @@ class _TracingInterpreter(Interpreter):
     ) -> Any:
         """Run an autograd Function with the decorator `allow_in_graph`, whose backward Dynamo has not traced.
 
-        The trace would differentiate the ops of its forward instead of calling its backward.
+        Functions of `PACKAGE_FUNCTIONS` are replaced. Others run only without gradients: the trace would differentiate
+        the ops of their forward instead of calling their backward.
 
         Raises:
             CaptureError: The call is differentiated, and no function replaces it.

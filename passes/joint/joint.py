@@ -150,11 +150,11 @@ class AddGradientChecks(Pass):
 
     def apply(self, gm: GraphModule, context: JointContext) -> int:
         """Insert one check for each group whose ranks can compare gradients; return the number of checked tangents."""
-        # In a dry run on torch's fake groups there are no other ranks to compare with, so there is no check.
-        checks = [
-            (ranks, lines) for ranks, lines in context.equal_tangents if context.session.compares_gradients(ranks)
-        ]
-        return sum(self._add_check(ranks, lines) for ranks, lines in checks)
+        num_checked = 0
+        for ranks, lines in context.equal_tangents:  # source lines by tangent
+            if context.session.compares_gradients(ranks):  # False in a dry run, which has no other ranks
+                num_checked += self._add_check(ranks, lines)
+        return num_checked
 
     def _add_check(self, ranks: Ranks, lines: Mapping[str, str]) -> int:
         """Make all readers of the tangents read the results of one check, which compares them between the ranks.

@@ -65,9 +65,9 @@ FrameMap = dict[str, FrameArgument]  # the balanced frames of a call by argument
 class MaskWork(NamedTuple):
     """Attention work as arguments of the op that balances rows."""
 
-    predicates: list[str]  # masks, as functions of the vectors and numbers of all attentions
+    predicates: list[str]  # masks, as functions of the vectors and sizes of all attentions
     weights: list[Node | int]  # cost of a query-key pair under each predicate: heads times head dims, summed
-    numbers: list[Node | int]  # values of n0, n1, ... in the predicates
+    sizes: list[Node | int]  # values of n0, n1, ... in the predicates
 
 
 class BalanceLayout(Pass):
@@ -182,10 +182,10 @@ class BalanceLayout(Pass):
     def _attention_work(self, attentions: Iterable[OpCall]) -> MaskWork:
         """Return the work of all attentions to the sequence, from which the balanced order is computed.
 
-        The predicate of a call numbers the call's own vectors (row0, col0, ...) and numbers (n0, ...). The result
-        numbers those of all calls, so that equal predicates of several calls become one.
+        In the predicate of a call, row0, col0, n0, ... are the first vectors and the first size of this call. In the
+        result they are the first ones of all calls, so that equal predicates of several calls become one.
         """
-        numbers: list[Any] = []
+        sizes: list[Any] = []
         weights: dict[str, Size] = {}  # by predicate
         for call in attentions:
             if not all(v in self.representatives for v in mask_vectors(call.node)):
@@ -194,14 +194,14 @@ class BalanceLayout(Pass):
             for kind in ("row", "col"):
                 indices = [self.vectors.index(self.representatives[v]) for v in call[f"{kind}s"]]
                 names |= {f"{kind}{i}": f"{kind}{index}" for i, index in enumerate(indices)}
-            for i, number in enumerate(call["sizes"]):
-                if number not in numbers:
-                    numbers.append(number)
-                names[f"n{i}"] = f"n{numbers.index(number)}"
+            for i, size in enumerate(call["sizes"]):
+                if size not in sizes:
+                    sizes.append(size)
+                names[f"n{i}"] = f"n{sizes.index(size)}"
             predicate = _rename_symbols(call["predicate"], names)
             heads, head_dims = call.shape(0)[1], call.shape(0)[3] + call.shape(2)[3]  # of queries, and of values
             weights[predicate] = weights.get(predicate, 0) + size_product((heads, head_dims))
-        return MaskWork(list(weights), self.sizes.list(weights.values()), numbers)
+        return MaskWork(list(weights), self.sizes.list(weights.values()), sizes)
 
     def _report_imbalance(self, work: MaskWork, length: Any, n: int) -> None:
         """Add a note to the report on the imbalance of the ranks' work, computed here from positions alone.
@@ -209,9 +209,9 @@ class BalanceLayout(Pass):
         The values of mask vectors, such as document ids, are only known at run time.
         """
         predicates = tuple(map(position_conditions, work.predicates))
-        weights, numbers = (tuple(map(_current_size, sizes)) for sizes in (work.weights, work.numbers))
-        # (): no tables of vectors, which the position conditions do not read.
-        chunks = balance_rows(predicates, weights, numbers, (), _current_size(length), n)
+        weights, sizes = (tuple(map(_current_size, values)) for values in (work.weights, work.sizes))
+        vectors = ()  # position conditions read none
+        chunks = balance_rows(predicates, weights, sizes, vectors, _current_size(length), n)
         contiguous = f"contiguous {chunks.contiguous_imbalance:.2f}"
         text = f"the busiest rank has {chunks.imbalance:.2f} times the mean of query-key pairs, {contiguous}"
         if predicates != tuple(work.predicates):  # conditions that read vectors were removed above
@@ -324,9 +324,13 @@ class BalanceLayout(Pass):
         self.insert_between(node, restored)
 
     def _emit_reorder(self, x: Node, dim: int, frame: FrameArgument, like: Node, back: bool = False) -> Node:
-        """Emit the rows of x in the balanced order or, with `back`, rows in that order in the order of the program."""
+        """Emit the rows of x in the balanced order or, with `back`, rows in that order in the order of the program.
+
+        Metadata such as the user's line is that of `like`.
+        """
         orders = (self.inverse, self.order) if back else (self.order, self.inverse)  # (rows to read, its inverse)
-        reordered = self.compute(sp.reorder.default, (x, dim, self.sizes.list(frame[:4]), *orders), like)
+        full_frame = self.sizes.list(frame[:4])  # without the fifth entry, the order
+        reordered = self.compute(sp.reorder.default, (x, dim, full_frame, *orders), like)
         set_node_info(reordered, requires_grad=node_info(x).requires_grad)
         return reordered
 

@@ -191,7 +191,7 @@ def _visit(
     step = _node_step(axes, node, call, rule, have, n, keep_replicated, window)
     declined = declines(call, rule, have) if declines and call and step.wants else None  # a reason, or None
     if declined is not None:
-        step = replicate_operands(node, have, "gathered", declined, len(step.results))
+        step = replicate_operands(node, have, kind="gathered", why=declined, num_results=len(step.results))
     step = _mark_varying(node, rule, have, step)
     # A step on replicated operands must have equal gradients and random draws on all ranks. SUMMAND_GRAD is the
     # placement of a replicated value of whose gradient each rank computes one summand.
@@ -225,7 +225,7 @@ def _mark_varying(node: Node, rule: BoundRule | None, have: Sequence[Placement],
         return step
     # `keeps_sharding` states that the gradient of a gathered operand is partial: each rank combines the gathered rows
     # with other values, and thus computes another summand of it.
-    demands = make_demands(node, have, "varying", DIFFERENT_VALUES, keeps_sharding=True)
+    demands = make_demands(node, have, kind="varying", why=DIFFERENT_VALUES, keeps_sharding=True)
     return NodeStep(None, (result,) * len(step.results), demands)
 
 
@@ -283,7 +283,7 @@ def _node_step(
         why = node_info(node).no_rule or f"{node.target} has no sharding rule{qualifier}"
         if is_written(node):
             why = "its result is changed in place"
-        return replicate_operands(node, have, "no rule", why, num_results)
+        return replicate_operands(node, have, kind="no rule", why=why, num_results=num_results)
     if rule.operand_placements is not None:  # it runs on shards already
         return place_as_written(call, rule, have)
     if any(isinstance(p, Shard) for p in have):

@@ -102,14 +102,14 @@ def _read_cached(text: str, options: tuple[tuple[str, Any], ...]) -> RulePattern
     return _read_sides(text, dict(options))
 
 
-def _read_sides(text: str, options: dict[str, Any]) -> RulePattern:
-    """Parse and check a rule text; `options` is changed: it receives the options in the text and loses the kinds.
+def _read_sides(text: str, given: Mapping[str, Any]) -> RulePattern:
+    """Parse and check a rule text; `given` are options that are not in the text.
 
     The kinds are options such as sum="i j", which become {"i": "sum", "j": "sum"}.
     """
     dims_text, *option_texts = (part.strip() for part in text.split(";"))
     try:
-        options.update(_read_option(option) for option in option_texts)
+        options = {**given, **dict(map(_read_option, option_texts))}
         operands, results = _split_sides(dims_text)
         kinds = {f: kind for kind in FACTOR_KINDS for f in str(options.pop(kind, "")).split()}
         _check_rule(operands, results, kinds, options)
@@ -202,14 +202,14 @@ def _check_rule(
         raise SpError("SP935", f"expected a kind for each factor that is in no result, got none for {unclassified}.")
     all_dims = [dim for dims in (*operands, *results) for dim in dims]
     single_factors = {dim for dim in all_dims if dim[:1] != "("}  # whose sizes are sizes of dims
-    unsized = (operand_factors | result_factors) - _solve_sizes(all_dims, single_factors)
+    unsized = (operand_factors | result_factors) - _solvable_factors(all_dims, single_factors)
     if unsized:
         raise SpError(
             "SP936", f"the sizes of the factors {sorted(unsized)} are not known, because they are only in groups."
         )
 
 
-def _solve_sizes(dims: Iterable[str], known: set[str]) -> set[str]:
+def _solvable_factors(dims: Iterable[str], known: set[str]) -> set[str]:
     """Return the factors whose sizes can be computed: those of `known`, and those that groups determine.
 
     The size of a group is that of a dim, so it determines its last unknown factor: with b known, "(b s)" determines s,

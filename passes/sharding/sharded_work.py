@@ -207,7 +207,7 @@ class RowWork:
     def __init__(self, gm: GraphModule, axes: Axes) -> None:
         """Count the FLOPs of each node with its dims, as atoms: a dim, or a factor of a flattened one."""
         self.total = 0.0  # FLOPs of the graph
-        self.by_rows: Counter[Atom] = Counter()  # FLOPs of the products whose result has an atom
+        self.by_rows: Counter[Atom] = Counter()  # for each atom, FLOPs of the products whose result has it
         self.products: list[NodeWork] = []
         for node in gm.graph.nodes:
             flops = contraction_flops(node) if node.op == "call_function" else 0.0
@@ -311,8 +311,8 @@ def _convolution_flops(call: OpCall) -> float:
     """
     # conv_transpose1d and the like have an output padding; aten.convolution has one, too, and a flag `transposed`.
     is_transposed = "output_padding" in call.args and call.get("transposed", True)
-    elements = call.shape() if is_transposed else as_sizes(call.results()[0].shape)
-    return 2.0 * assume_large(size_product(elements) * size_product(call.shape("weight")[1:]))
+    shape = call.shape() if is_transposed else as_sizes(call.results()[0].shape)
+    return 2.0 * assume_large(size_product(shape) * size_product(call.shape("weight")[1:]))
 
 
 def _matrix_flops(call: OpCall) -> float:

@@ -77,8 +77,8 @@ class ExchangeHalos(DemandPass):
 
     def _rewrite_window(self, node: Node) -> None:
         """Replace an op with windows (conv1d, max_pool1d, roll) by its sp:: op on shards."""
-        # `have` is the placement of the first operand, on whose rows the windows are; other operands are weights.
-        call, (have, *_), (result,) = OpCall(node), self.plan.wants[node], self.plan.placements[node]
+        call, (result,) = OpCall(node), self.plan.placements[node]
+        have, *_ = self.plan.wants[node]  # of the first operand, on whose rows the windows are; others are weights
         assert isinstance(have, Shard)
         assert isinstance(result, Shard)
         window_call = sliding_calls(call)[have.dim]  # the sp:: op for windows along the sharded dim
@@ -150,15 +150,16 @@ class ExchangeHalos(DemandPass):
 
     def _rewrite_cat(self, node: Node, cat: CatOfRow) -> None:
         """Replace a cat with one row by where(arange(S) == position of the row, row, shifted x)."""
-        call, (i, shard, result) = OpCall(node), cat  # i: the index of x in the cat; its placement, and the result's
+        call, dim = OpCall(node), cat.shard.dim
+        x, row = call.operands[cat.operand], call.operands[1 - cat.operand]
         # sp.shift(x, dim, before, after, 0): rows outside of x are 0, and the other operand has the row.
-        shift = WindowCall(self._rows_of_x(call, i), sp.shift.default, (shard.dim,), (0,))
-        length = call.result_shapes()[0][shard.dim]
+        shift = WindowCall(self._rows_of_x(call, cat.operand), sp.shift.default, (dim,), (0,))
+        length = call.result_shapes()[0][dim]
         with self.graph.inserting_before(node):
-            shifted = self._emit_on_shards(shift, call.operands[i], shard, result, node.meta["val"], node)
-            position = self.sizes(0 if i == 1 else length - 1)
-            is_row = self.mark_position(position, length, shard.dim, call.ndim(), node)
-            new = self.compute(aten.where.self, (is_row, call.operands[1 - i], shifted), node)
+            shifted = self._emit_on_shards(shift, x, cat.shard, cat.result, node.meta["val"], node)
+            position = self.sizes(0 if cat.operand == 1 else length - 1)
+            is_row = self.mark_position(position, length, dim, call.ndim(), node)
+            new = self.compute(aten.where.self, (is_row, row, shifted), node)
         self.replace(node, new)
 
     # Two windows of one sequence.

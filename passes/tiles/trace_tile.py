@@ -183,8 +183,8 @@ def tile_program(view: TokenView, region: TileRegion, tiles: int) -> TileProgram
         bodies, forms = _trace_bodies(functions, trained, differentiable, at_once, sums)
     # Symbols are renamed in order, so that equal layers have the same code and share one program.
     names = {symbol: sympy.Symbol(f"n{i}", integer=True, positive=True) for i, symbol in enumerate(places)}
-    results = tuple(_trace_value(view, x, names) for x in region.results)
-    gradients = [_trace_value(view, operands[i], names) for i in trained]
+    results = tuple(_describe_value(view, x, names) for x in region.results)
+    gradients = [_describe_value(view, operands[i], names) for i in trained]
     if at_once:  # a sum over many tokens may exceed the range of float16
         gradients = [replace(x, dtype=torch.float32) if x.dtype == torch.float16 else x for x in gradients]
     added_gradients = tuple(replace(x, adds=form) for x, form in zip(gradients, forms, strict=True))
@@ -238,7 +238,7 @@ def _can_require_grad(x: Node) -> bool:
     return node_info(x).requires_grad is not False and (value.is_floating_point() or value.is_complex())
 
 
-def _trace_value(view: TokenView, x: Node, names: Mapping[Any, Any]) -> TileValue:
+def _describe_value(view: TokenView, x: Node, names: Mapping[Any, Any]) -> TileValue:
     """Return the shape, dtype and memory order with which the loop over tiles allocates a result or gradient.
 
     Args:

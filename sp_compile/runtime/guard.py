@@ -118,7 +118,7 @@ class GuardedProgram:
     work: ShardedWork | None = None  # its work, to find parts of a step that every rank runs; None if not known
 
     @cached_property
-    def _record(self) -> ProgramRecord:
+    def _program_record(self) -> ProgramRecord:
         """Return the description of the program, which is a part of the message of every call."""
         reason = re.sub("0x[0-9a-f]+", "", self.info.unsplit_reason)  # addresses of objects differ between ranks
         trained, dtypes = self.inputs.trained, self.inputs.dtypes
@@ -130,7 +130,7 @@ class GuardedProgram:
         return [(i, name) for i, name in enumerate(self.inputs.names) if name]
 
     @cached_property
-    def _reported_inputs(self) -> list[tuple[int, str]]:
+    def _described_inputs(self) -> list[tuple[int, str]]:
         """Return index and name of the inputs that every call describes.
 
         These are all but parameters, and the parameters whose values every call compares (`inputs.always`).
@@ -139,8 +139,8 @@ class GuardedProgram:
         return [(i, name) for i, name in self._named_inputs if not is_parameter[i] or name in self.inputs.always]
 
     @cached_property
-    def _sharding_inputs(self) -> list[bool]:
-        """Return for each input whether it is tested for a fake or sharded value.
+    def _is_tested(self) -> list[bool]:
+        """Return for each input whether a call tests it for a fake or sharded value.
 
         These are all but parameters, and the first parameter, since either all parameters are fake or none is.
         """
@@ -151,7 +151,7 @@ class GuardedProgram:
         """Compare the call over the ranks, then run the program."""
         refuse_transforms()
         # The arguments to test for fake or sharded values: all in the first call, then all but most parameters.
-        tested_args = args if self.parameters is None else [*compress(args, self._sharding_inputs)]
+        tested_args = args if self.parameters is None else [*compress(args, self._is_tested)]
         is_traced = any_traced(tested_args)  # a call with fake tensors runs nothing, so no message is exchanged
         # Agree on the call. `written` are the inputs that the program changes in place; those of an unsplit program are
         # known from its earlier calls.
@@ -232,23 +232,15 @@ class GuardedProgram:
         self.called.discard(model)  # until the ranks agree: the call after an error is compared in full
         earlier = {} if channel is None else channel.take_earlier()
         error = not_compiled(self.error) or alias_error
-        mine = Message(CALL_VERB, subject, number, model=model)
-        with self._announce_failure(mine):
-            inputs = self._describe_inputs(args, compares_all, channel, mine)
-        return Message(
-            CALL_VERB,
-            subject,
-            number,
-            model=model,
-            mode=mode_fields(),
-            program=self._record,
-            inputs=inputs,
-            earlier=earlier,
-            error=error,
+        call = Message(CALL_VERB, subject, number, model=model)
+        with self._announce_failure(call):
+            inputs = self._describe_inputs(args, compares_all, channel, call)
+        return replace(
+            call, mode=mode_fields(), program=self._program_record, inputs=inputs, earlier=earlier, error=error
         )
 
     def _describe_inputs(
-        self, args: Sequence[Any], compares_all: bool, channel: ControlChannel | None, mine: Message
+        self, args: Sequence[Any], compares_all: bool, channel: ControlChannel | None, call: Message
     ) -> dict[str, InputRecord]:
         """Return the records of the inputs of a call, by name.
 
@@ -261,7 +253,7 @@ class GuardedProgram:
             args: Arguments of the call.
             compares_all: If True, compare all values of `ComparedInputs` completely.
             channel: The channel of the group, or None.
-            mine: The announcement of the call.
+            call: The announcement of the call.
         """
         inputs, records = self.inputs, {}
         # Names of the inputs that are compared completely, and of those of which a sample is sufficient.
@@ -270,21 +262,21 @@ class GuardedProgram:
         # device -> description -> value
         on_device: defaultdict[torch.device, dict[str, torch.Tensor]] = defaultdict(dict)
         # Parameters that `inputs.always` does not name are described only if all inputs are compared.
-        for i, name in self._named_inputs if compares_all else self._reported_inputs:
+        for i, name in self._named_inputs if compares_all else self._described_inputs:
             arg, checksums = args[i], {"checksum": "", "sample": ""}
             size = _value_size(arg) + (f" in shards {arg.sharding}" if isinstance(arg, Sharded) else "")
             if self.error is None and (name in compared or name in sampled) and isinstance(arg, torch.Tensor):
                 value = local_value(arg)
                 is_sample = name not in compared and not is_cheap_to_compare(value)
                 if is_sample:
-                    value = sample_view(value, FEW_FLOATS, mine.number)
+                    value = sample_view(value, FEW_FLOATS, call.number)
                 if channel is None or not is_on_accelerator(value):
                     checksums["sample" if is_sample else "checksum"] = checksum(value)
                 elif value.numel():
                     part = "part of " if is_sample else ""
-                    on_device[value.device][f"value of {part}{name} when it {mine}"] = value
+                    on_device[value.device][f"value of {part}{name} when it {call}"] = value
             is_weight = isinstance(arg, torch.nn.Parameter) and name not in inputs.always
-            records[name] = InputRecord(size, checksums["checksum"], checksums["sample"], is_weight)
+            records[name] = InputRecord(size, **checksums, weight=is_weight)
         if channel is not None:
             for values in on_device.values():
                 channel.later.append((list(values), start_checksums(list(values.values()))))
@@ -349,10 +341,10 @@ class GuardedProgram:
         # The autograd nodes at which the backward of the program begins, each with the indices of the results of which
         # a rank has only its rows. Their backwards run inside of `_run_marked`, which publishes exceptions.
         for node, row_results in find_backward_nodes(leaves, self.boundary.rows, lambda: self._run_marked(mine)):
-            node.register_prehook(partial(self._start_backward, mine, row_results))
+            node.register_prehook(partial(self._check_backward, mine, row_results))
 
     @torch.compiler.disable
-    def _start_backward(self, mine: Message, row_results: frozenset[int], grads: Sequence[Any]) -> None:
+    def _check_backward(self, mine: Message, row_results: frozenset[int], grads: Sequence[Any]) -> None:
         """Check at the start of a backward that all ranks run it, with equal gradients of replicated results.
 
         Each rank continues with the gradients of its rows only, so that different ones would not be noticed later.
@@ -410,8 +402,8 @@ class InProcesses:
 def _grad_field(grad: torch.Tensor) -> str:
     """Return the summary of a gradient on the CPU, a text that `is_close` compares up to rounding.
 
-    It has the norm and two projections of the elements (`summarize`). The summary of one element, such as a loss, is
-    computed without tensor operations, which take longer.
+    It has the norm and two projections of the elements (`summarize`). For one element, as of a loss, it has the
+    absolute value and the value, which take no tensor operations.
     """
     if grad.numel() == 1 and not grad.is_complex():
         value = grad.item()

@@ -202,9 +202,9 @@ class ShardedProgram:
             args: The arguments of the call.
             out: All outputs of the call.
         """
-        length = self._value(result.length, args)
+        length = self._evaluate_size(result.length, args)
         # Sizes of the layout that may be symbolic, by field, such as `outer` and `inner`.
-        parts: dict[str, Any] = {name: self._value(size, args) for name, size in result.parts.items()}
+        parts: dict[str, Any] = {name: self._evaluate_size(size, args) for name, size in result.parts.items()}
         layout = replace(result.layout, balanced=orders or result.layout.balanced, **parts)
         # The description of the result for errors, with the check that ranks run before a read.
         text = f"result {result.name!r} of call {self.calls} of {self.subject}, made at {result.where}"
@@ -213,12 +213,12 @@ class ShardedProgram:
             grad_token = None if result.grad_token is None else out[result.grad_token]
             return from_local(local, layout, length, origin, grad_token)
         # The rows of a deferred result are computed from operands if it is read: unread logits cost nothing.
-        shape = [self._value(extent, args) for extent in result.shape]
+        shape = [self._evaluate_size(extent, args) for extent in result.shape]
         operands = result.deferred.operands
         grad_tokens = [out[operand.grad_token] for operand in operands if operand.grad_token is not None]
         return from_deferred(result.deferred.bind(args, out, text), shape, layout, length, origin, grad_tokens)
 
-    def _value(self, length: Size, args: Sequence[Any]) -> int | torch.SymInt:
+    def _evaluate_size(self, length: Size, args: Sequence[Any]) -> int | torch.SymInt:
         """Return the value of a symbolic length in a call.
 
         It remains symbolic in a call with fake arguments, as of DDPOptimizer, which compiles each bucket for the fake

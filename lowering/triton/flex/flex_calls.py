@@ -74,8 +74,9 @@ def flex_block_backward(
     Raises:
         CannotCompileError: The kernel cannot be compiled.
     """
-    dq, dk, dv, *learned = _call_program(_backward_program, [q, k, v, grad, out, lse], pairs, scale, tuple(totals))
-    for total, table_grad in zip(totals.values(), learned, strict=True):
+    operands, learned = [q, k, v, grad, out, lse], tuple(totals)
+    dq, dk, dv, *table_grads = _call_program(_backward_program, operands, pairs, scale, learned)
+    for total, table_grad in zip(totals.values(), table_grads, strict=True):
         total.add_(table_grad)
     return dq, dk, dv
 
@@ -87,21 +88,20 @@ def _fit_options(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
     compiled by Triton 3.7, with soft-caps, slopes and documents. In float32, which tensor cores do not support without
     TF32, two stages move rows from registers to shared memory.
     """
-    # (queries per block, keys per block, stages) of forward and backward
+    # (queries per block, keys per block, stages, warps) of forward and backward
     if dtype == torch.float32:
-        forward, backward = (32, 16, 2) if head_dim > 128 else (32, 32, 1), (16, 16, 2)
+        forward = (32, 16, 2, 8) if head_dim > 128 else (32, 32, 1, 8)
+        backward = (16, 16, 2, 4)
     elif head_dim <= 64:
-        forward, backward = (128, 64, 3), (64, 64, 2)
+        forward, backward = (128, 64, 3, 8), (64, 64, 2, 8)
     elif head_dim <= 128:
-        forward, backward = (128, 64, 3), (32, 64, 2)
+        forward, backward = (128, 64, 3, 8), (32, 64, 2, 8)
     else:
-        forward, backward = (64, 32, 3), (32, 32, 1)
-    warps = (8, 4) if dtype == torch.float32 else (4 if head_dim > 128 else 8, 8)  # forward, backward
-    options = dict(zip(("fwd_BLOCK_M", "fwd_BLOCK_N", "fwd_num_stages"), forward))
-    options |= dict(zip(("bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_num_stages"), backward))
+        forward, backward = (64, 32, 3, 4), (32, 32, 1, 8)
+    options = dict(zip(("fwd_BLOCK_M", "fwd_BLOCK_N", "fwd_num_stages", "fwd_num_warps"), forward))
+    options |= dict(zip(("bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_num_stages", "bwd_num_warps"), backward))
     # The backward's loop for dq has the sizes of the loop for dk and dv, exchanged.
-    options |= {"bwd_BLOCK_M2": backward[1], "bwd_BLOCK_N2": backward[0]}
-    return options | {"fwd_num_warps": warps[0], "bwd_num_warps": warps[1]}
+    return options | {"bwd_BLOCK_M2": backward[1], "bwd_BLOCK_N2": backward[0]}
 
 
 def _forward_program(
@@ -109,9 +109,10 @@ def _forward_program(
 ) -> tuple[Tensor, ...]:
     """Run flex_attention's forward, for a compilation, and return (out, lse).
 
-    The arguments are those of `_backward_program`, with q, k and v as operands; `learned` is not used.
+    `_call_program` calls it as `_backward_program`, so it has the same arguments, with q, k and v as operands. No table
+    is `learned` here, as the forward has no gradients.
     """
-    (q, k, v), call = _split_inputs(pair, tile, scale, inputs, 3)
+    (q, k, v), call = _split_inputs(pair, tile, scale, inputs, num_operands=3)
     return flex_forward(q, k, v, call)
 
 
@@ -130,7 +131,7 @@ def _backward_program(
     Returns:
         dq, dk, dv, then the gradients of the learned tables.
     """
-    (q, k, v, grad, out, lse), call = _split_inputs(pair, tile, scale, inputs, 6)
+    (q, k, v, grad, out, lse), call = _split_inputs(pair, tile, scale, inputs, num_operands=6)
     return flex_backward(grad, q, k, v, out, lse, call, [pair.names.index(name) for name in learned])
 
 
@@ -171,11 +172,11 @@ def _call_program(
     # the lengths.
     block_tables = build_tables(pairs.plan, queries, keys, has_bool_mask, q.device)
     tile = tile_size(queries, keys)
-    table_lengths = [(2,), (2, 3)] * (len(block_tables) // 2)
-    captured_lengths = [_length_dims(name, pair) for name in pair.names]
-    lengths = [(2,)] * len(operands) + table_lengths + captured_lengths  # dims of each input that are lengths
+    dims_of_tables = [(2,), (2, 3)] * (len(block_tables) // 2)
+    dims_of_captured = [_length_dims(name, pair) for name in pair.names]
+    length_dims = [(2,)] * len(operands) + dims_of_tables + dims_of_captured  # of each input
     variant = pair, tile, scale, learned  # the arguments of `fn` that are no tensors
-    return _run_program(partial(fn, *variant), (fn, *variant), [*operands, *block_tables, *captured], lengths)
+    return _run_program(partial(fn, *variant), (fn, *variant), [*operands, *block_tables, *captured], length_dims)
 
 
 def _length_dims(name: str, pair: PairFunctions) -> tuple[int, ...]:
@@ -196,7 +197,7 @@ def _length_dims(name: str, pair: PairFunctions) -> tuple[int, ...]:
 
 
 def _run_program(
-    fn: Callable[..., Any], variant: Hashable, xs: list[Tensor], lengths: list[tuple[int, ...]]
+    fn: Callable[..., Any], variant: Hashable, xs: list[Tensor], length_dims: list[tuple[int, ...]]
 ) -> Sequence[Tensor]:
     """Return the results of the program for these tensors; compile it if there is none.
 
@@ -207,36 +208,37 @@ def _run_program(
         fn: The function to compile.
         variant: Key that identifies the function.
         xs: Operands of the function.
-        lengths: Dims of each operand that are lengths.
+        length_dims: Dims of each operand that are lengths.
     """
-    lengths = [tuple(dim % x.ndim for dim in dims) for x, dims in zip(xs, lengths)]
+    length_dims = [tuple(dim % x.ndim for dim in dims) for x, dims in zip(xs, length_dims)]
     fixed_sizes = tuple(  # shapes with 0 in place of lengths
-        tuple(0 if dim in dims else size for dim, size in enumerate(x.shape)) for x, dims in zip(xs, lengths)
+        tuple(0 if dim in dims else size for dim, size in enumerate(x.shape)) for x, dims in zip(xs, length_dims)
     )
     family = variant, fixed_sizes, tuple((x.dtype, x.device) for x in xs), COMPILER.value
     with _programs_lock:
         shapes = tuple(x.shape for x in xs)
+        dynamic_dims = length_dims
         strides: Hashable = None
         if _known_lengths.setdefault(family, shapes) == shapes:  # the lengths of the first call: nothing is dynamic
-            lengths, strides = [()] * len(xs), tuple(x.stride() for x in xs)
+            dynamic_dims, strides = [()] * len(xs), tuple(x.stride() for x in xs)
         else:  # with dynamic lengths, strides must follow from the lengths
             xs = [x.contiguous() for x in xs]
         programs = _programs.setdefault((family, strides), [])
         program = next((program for program in programs if program.fits(xs)), None)
         if program is None:
-            program = _compile_program(fn, xs, lengths)
+            program = _compile_program(fn, xs, dynamic_dims)
             programs.append(program)
     return program(xs)
 
 
-def _compile_program(fn: Callable[..., Any], xs: list[Tensor], lengths: list[tuple[int, ...]]) -> FlexProgram:
-    """Compile a function of the tensors ``xs``; ``lengths`` are the dims of each tensor whose sizes may differ later.
+def _compile_program(fn: Callable[..., Any], xs: list[Tensor], dynamic_dims: list[tuple[int, ...]]) -> FlexProgram:
+    """Compile a function of the tensors ``xs``; ``dynamic_dims`` are the dims of each whose sizes may differ later.
 
     A failure warns and marks flex_attention as unavailable, so that later calls compute scores densely.
     """
     global _failed
     try:
-        return FlexProgram(fn, xs, lengths, COMPILER.value)
+        return FlexProgram(fn, xs, dynamic_dims, COMPILER.value)
     except Exception as error:
         _failed = True
         warnings.warn(

@@ -66,7 +66,7 @@ class PairFunctions:
         allowed = (q >= 0) & (k >= 0)
         if self.predicate:
             names = language.predicate_symbols(self.predicate)
-            values = {name: _predicate_symbol(name, inputs, b, q, k) for name in names}
+            values = {name: _predicate_value(name, inputs, b, q, k) for name in names}
             allowed = allowed & language.evaluate_mask(self.predicate, values)
         if self.mask_dims is not None and not self.is_mask_additive:
             allowed = allowed & self._read_mask(inputs, b, h, m, k)
@@ -79,7 +79,7 @@ class PairFunctions:
         if self.score:
             # Padding has position -1 and looks up the first element. Its result is not used.
             q, k = _element_at(inputs["q"], m).clamp(min=0), _element_at(inputs["k"], n).clamp(min=0)
-            values = {name: _score_symbol(name, inputs, b, h, q, k) for name in scores.score_symbols(self.score)}
+            values = {name: _score_value(name, inputs, b, h, q, k) for name in scores.score_symbols(self.score)}
             s = scores.evaluate_score(self.score, s, values, _REPLACEMENTS)
         if self.is_mask_additive:
             s = s + self._read_mask(inputs, b, h, m, _element_at(inputs["k"], n)).to(s.dtype)
@@ -132,7 +132,7 @@ def pair_functions(
     return functions, list(captured.values())
 
 
-def _predicate_symbol(name: str, inputs: dict[str, Tensor], b: Tensor, q: Tensor, k: Tensor) -> Any:
+def _predicate_value(name: str, inputs: dict[str, Tensor], b: Tensor, q: Tensor, k: Tensor) -> Any:
     """Return the value of a predicate symbol for the pair of positions q and k in batch entry b.
 
     "q" and "k" are the positions, "n<i>" a size, "row<i>" and "col<i>" the element of a vector at the query or the key.
@@ -147,7 +147,7 @@ def _predicate_symbol(name: str, inputs: dict[str, Tensor], b: Tensor, q: Tensor
     return value.to(torch.int32) if value.dtype == torch.bool else value
 
 
-def _score_symbol(name: str, inputs: dict[str, Tensor], b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Any:
+def _score_value(name: str, inputs: dict[str, Tensor], b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Any:
     """Return the value of an input of a score function for one pair; a table is returned as a whole tensor.
 
     "head<i>" is the element of a vector for the head h, "b" the batch entry; the others are predicate symbols.
@@ -156,7 +156,7 @@ def _score_symbol(name: str, inputs: dict[str, Tensor], b: Tensor, h: Tensor, q:
         return _element_at(inputs[name], h)
     if name.startswith("table"):
         return inputs[name]
-    return b if name == "b" else _predicate_symbol(name, inputs, b, q, k)
+    return b if name == "b" else _predicate_value(name, inputs, b, q, k)
 
 
 def _fast_tanh(x: Tensor) -> Tensor:

@@ -138,9 +138,9 @@ def _has_same_dtype(a: Node, b: Node) -> bool:
 
 
 def ops_between(source: Node, dim: int, result: Node) -> SoftmaxMatch | None:
-    """Return all ops between the scores and a result as one match; None if another node reads one of them.
+    """Return the match of a result with all ops between the scores and it; None if another node reads one of them.
 
-    The result need not be a softmax: `sinks.py` calls it for the difference of a row and its maximum.
+    The caller has checked the result: a softmax, or in `sinks.py` the difference of a row and its maximum.
 
     Args:
         source: The scores.

@@ -182,7 +182,7 @@ def check_reductions(graph: Graph) -> None:
     It would fail on this rank during the run, and the other ranks would wait.
     """
     for node in graph.nodes:
-        match_link(node)
+        match_link(node)  # raises
 
 
 def match_link(node: Node) -> ChainLink | None:

@@ -150,9 +150,14 @@ def _upstream_chain(sent: Node, x: Node) -> set[Node] | None:
     return chain
 
 
-def exclusive_chain(wait: Node, y: Node) -> set[Node] | None:
-    """Return all nodes from an exchange or its wait to y, or None if a node before y has other users, which need it."""
-    chain = reachable_set([y], lambda n: moved_operands(n) if n is not wait else ())
+def exclusive_chain(first: Node, y: Node) -> set[Node] | None:
+    """Return all nodes from `first` to y, or None if one before y has users that are not among them, which need it.
+
+    Args:
+        first: An exchange, or its wait.
+        y: A node after it, with only moves in between.
+    """
+    chain = reachable_set([y], lambda n: moved_operands(n) if n is not first else ())
     users = {user for node in chain - {y} for user in node.users if not is_unused(user)}
     return chain if users <= chain else None
 

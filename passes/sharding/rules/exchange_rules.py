@@ -40,7 +40,7 @@ def call_shard(call: OpCall, dim: int, name: str = "frame", operand: int = 0) ->
     """
     frame, outer = call_frame(call, name), as_size(call[name][0])
     inner = exact_quotient(call.shape(operand)[dim], size_product((outer, frame.length)))
-    return Shard(dim, frame, outer, inner or 1)
+    return Shard(dim, frame, outer, inner or 1)  # None if the quotient is no known integer
 
 
 @register_transfer(sp.all_to_all.default)

@@ -31,17 +31,17 @@ aten = torch.ops.aten
 _gathered_at = partial(along_dims, lazy=True)  # data moves within these dims
 
 
-def _permute_rule(result: Any) -> RuleFunction:
+def _permute_rule(permute: Any) -> RuleFunction:
     """Return a rule function for an op that permutes the dims of its operand.
 
     Args:
-        result: Function (names of the operand's dims, call) -> names of the result's dims.
+        permute: Function (names of the operand's dims, call) -> names of the result's dims.
     """
 
     def instantiate(call: OpCall) -> BoundRule:
         """Return the rule of a call, with the dims of its result permuted."""
         dims = factor_names(call.ndim())
-        return BoundRule((dims,), (tuple(result(dims, call)),), lazy=True)
+        return BoundRule((dims,), (tuple(permute(dims, call)),), lazy=True)
 
     return instantiate
 
@@ -178,7 +178,7 @@ DIM_BY_LETTER = {"r": 0, "v": 0, "h": 1, "d": 2}
 
 
 def _dim_argument(call: OpCall, ndim: int) -> int:
-    """Return the dim of a cat, stack or split: its argument, or for hstack, vsplit, .. that of its first letter."""
+    """Return the dim of a cat, stack or split: its argument, or that of the first letter in hstack, vsplit, .."""
     if "dim" in call.args:
         return wrap_dim(call["dim"], ndim)
     op_name = str(call.node.target).removeprefix("aten.")

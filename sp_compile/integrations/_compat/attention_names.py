@@ -5,7 +5,7 @@ Tested with transformers 5.24.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,9 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 
 def register_attention(name: str, attention: Callable[..., Any]) -> None:
-    """Register an attention function whose masks are always bool tensors, where sdpa's may be None and a flag.
+    """Register an attention function that a configuration selects by name, and that always gets a bool mask.
+
+    For sdpa, transformers replaces some masks by None and a flag.
 
     Args:
         name: The name that a configuration selects.
@@ -56,8 +58,8 @@ def select_attention(model: torch.nn.Module, name: str) -> Iterator[None]:
     Returns:
         A context manager that yields None.
     """
-    found = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
-    before = [(config, config._attn_implementation_internal) for config in _with_parts(found)]
+    configs = [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
+    before = [(config, config._attn_implementation_internal) for config in _with_parts(configs)]
     try:
         for config, _ in before:
             config._attn_implementation_internal = name
@@ -67,13 +69,14 @@ def select_attention(model: torch.nn.Module, name: str) -> Iterator[None]:
             config._attn_implementation_internal = selected
 
 
-def _with_parts(configs: dict[int, Any]) -> list[Any]:
-    """Return configurations, by their id, with those of their parts, such as the text model's, each once."""
-    left = [*configs.values()]
+def _with_parts(configs: Iterable[Any]) -> list[Any]:
+    """Return configurations and those of their parts, such as the text model's, each once."""
+    found = {id(config): config for config in configs}
+    left = [*found.values()]
     while left:
         config = left.pop()
         parts = [getattr(config, name, None) for name in config.sub_configs]
-        new = [part for part in parts if part is not None and id(part) not in configs]
-        configs.update((id(part), part) for part in new)
+        new = [part for part in parts if part is not None and id(part) not in found]
+        found.update((id(part), part) for part in new)
         left += new
-    return [*configs.values()]
+    return [*found.values()]
