@@ -123,13 +123,13 @@ def _find_windows(call: OpCall) -> PatchWindows | None:
         return None
     is_filled = None not in [exact_quotient(size, patch) for size, patch in zip(image, kernel)]
     if is_filled and is_same_shape(strides, kernel) and not any(widths):
-        return PatchWindows(strides, widths, True)
+        return PatchWindows(strides, widths, is_split=True)
     # The windows must be copied. Those along one dim need not be: ranks exchange the rows that conv1d reads.
     sizes = (*kernel, *image, *strides, *widths)
     if not all(isinstance(x, int) for x in sizes) or len(kernel) == 1 or not _is_image(call.operands[0]):
         return None
     copies = math.prod(kernel) / math.prod(strides)  # number of windows that contain an element, on average
-    return PatchWindows(strides, widths, False) if copies <= MAX_COPIES else None
+    return PatchWindows(strides, widths, is_split=False) if copies <= MAX_COPIES else None
 
 
 def _is_image(x: Node) -> bool:

@@ -116,15 +116,15 @@ def message_bytes(call: OpCall, folds: int, extent: Callable[[Any], Size] = as_s
         return (_affine_bytes(call, folds, extent),) * 2
     if call.node.target in LINEAR_ATTENTION_OPS:
         return (_linear_attention_bytes(call, folds, extent),) * 2
-    linear = call.node.target is sp.linear_scan.default
+    is_linear_scan = call.node.target is sp.linear_scan.default
     # Operand 0 of a linear scan is the factor, which may have fewer dims than operand 1, the summand.
-    op, dim = call.get("op", "sum"), call.dim(operand=int(linear))
+    op, dim = call.get("op", "sum"), call.dim(operand=1 if is_linear_scan else 0)
     elements = _row_elements(result, dim, extent) * folds  # of a carry, which has one row for each chunk
     dtype = call.get("accumulate") or accumulate_dtype(op, result.dtype, result.device)
     # The backward of most scans is a recurrence, which sends factor and state in the accumulation dtype.
     backward_dtype = accumulate_dtype("sum", torch.promote_types(result.dtype, dtype), result.device)
     recurrence = 2 * backward_dtype.itemsize * elements
-    if linear:
+    if is_linear_scan:
         return 2 * dtype.itemsize * elements, recurrence
     if call.node.target is sp.extremes.default:
         return (dtype.itemsize + INDEX_BYTES) * elements, recurrence

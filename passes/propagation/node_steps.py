@@ -348,7 +348,8 @@ def shard_factor(
     """Return the step of a node that runs on shards of a factor.
 
     Operands and results with the factor are sharded along it, other operands are replicated, and other results are
-    partial: they are sums over the factor. SUMMAND_GRAD is the placement of replicated operands, whose gradient on each
+    partial: they are sums over the factor. Attention over sharded keys is an exception: its "attend" demand exchanges
+    the keys, so its result is replicated. SUMMAND_GRAD is the placement of replicated operands, whose gradient on each
     rank is a summand. If the factor has lengths in these tensors that do not match, the node runs replicated.
 
     Args:
@@ -372,9 +373,9 @@ def shard_factor(
     for i in rule.lenders:  # only the shape is read
         wants[i] = have[i]
     kind = rule.kind(factor)
-    without_factor = REPLICATE if kind == "attend" else Partial()  # attention over sharded keys has an open demand
-    # One demand suffices for a pass to replace the op by a sum over the ranks. So replicated operands, of which each
-    # rank reads a slice, have none.
+    without_factor = REPLICATE if kind == "attend" else Partial()
+    # A pass replaces the op by a sum over the ranks. Its demands are of the sharded operands only: each rank reads a
+    # slice of the replicated ones.
     if kind in ("mean", "total"):
         demands += tuple(
             Demand(call.node, i, kind, want, why="a total over the full sequence")

@@ -180,7 +180,7 @@ class SequenceParallelAccelerator(Accelerator):
 
     @property
     def num_processes(self) -> int:
-        """Return the number of processes, or within `count_replicas`, in which each replica is one, of replicas.
+        """Return the number of processes; within `count_replicas`, the number of replicas.
 
         Returns:
             The number of processes or replicas.
@@ -189,11 +189,12 @@ class SequenceParallelAccelerator(Accelerator):
 
     @property
     def process_index(self) -> int:
-        """Return the index of this process, or within `count_replicas`, in which each replica is one, of its replica.
+        """Return the index of this process; within `count_replicas`, the index of its replica.
 
         Returns:
-            A number from 0. The ranks of `batch_group` are replicas: it has one process of each.
+            A number from 0.
         """
+        # `batch_group` has one process of each replica.
         return self.batch_group.rank() if self._counts_replicas else int(super().process_index)
 
     @contextmanager

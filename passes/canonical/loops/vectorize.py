@@ -400,10 +400,10 @@ def _result_times(node: Node, time: int) -> list[int] | None:
     `time` is the dim of the steps in the operand. The op's sharding rule names the same dim in the results.
     """
     _, rule = lookup_rule(node) or (None, None)
-    if rule is None or rule.reshapes or rule.kind(rule.operands[0][time]) != "pass":
+    if rule is None or rule.reshapes:
         return None
     factor = rule.operands[0][time]
-    if not factor or any(factor not in dims for dims in rule.results):
+    if not factor or rule.kind(factor) != "pass" or any(factor not in dims for dims in rule.results):
         return None
     return [dims.index(factor) for dims in rule.results]
 

@@ -211,7 +211,7 @@ def _is_shardable(node: Node, plan: PlacementPlan) -> bool:
 
 
 def _choose_candidate(
-    found: Iterable[Candidate], node: Node, plan: PlacementPlan, job: PassContext
+    found: Collection[Candidate], node: Node, plan: PlacementPlan, job: PassContext
 ) -> Candidate | None:
     """Return the best candidate that options and sizes allow.
 
