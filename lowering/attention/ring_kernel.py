@@ -184,12 +184,12 @@ def accumulate(total: Tensor | None, part: Tensor) -> Tensor:
     return total
 
 
-def wait_then_concat(tensor: Tensor) -> Cat:
-    """Return a function like torch.cat that a compiler does not move before ``tensor``, the cotangent of a backward.
+def wait_then_concat(cotangent: Tensor) -> Cat:
+    """Return a function like torch.cat that a compiler does not move before the cotangent of a backward exists.
 
     A compiler would otherwise merge the equal exchanges of forward and backward, and save all keys and values.
     """
-    return lambda xs, dim: torch.ops.sp.pack(xs, dim, tensor)
+    return lambda xs, dim: torch.ops.sp.pack(xs, dim, cotangent)
 
 
 def _can_stack(k: Tensor, v: Tensor) -> bool:

@@ -101,7 +101,7 @@ def step_offsets(n: int) -> list[int]:
 
 
 def message_bytes(call: OpCall, folds: int, extent: Callable[[Any], Size] = as_size) -> tuple[Size, Size]:
-    """Return the bytes of a rank's carry in forward and backward; see lowering/scan/scan_ops.py.
+    """Return the bytes of the carries that a rank exchanges in forward and backward; see lowering/scan/scan_ops.py.
 
     A carry is what a rank adds to the rows of later ranks: the total of its rows for a cumulative sum, a pair (factor,
     state) for a linear recurrence.

@@ -301,17 +301,17 @@ def _place_window(call: OpCall, rule: BoundRule, have: Sequence[Placement], base
     """
     node, factor = call.node, rule.operands[0][base.dim]
     placed = place_window(rule.slides[factor], base, n)  # the placement of the result, or the reason for none
-    runs_on_shards = not isinstance(placed, str)
-    other_placements = (REPLICATE, *have[1:])  # so that the first operand has no such demand
-    why = "every window reads all of it"
-    other_demands = make_demands(node, other_placements, "gathered", why, keeps_sharding=runs_on_shards)
+    # Demands of the weights only: the first operand counts as replicated.
+    weight_demands = make_demands(
+        node, (REPLICATE, *have[1:]), "gathered", "every window reads all of it",
+        keeps_sharding=not isinstance(placed, str),
+    )  # fmt: skip
     if isinstance(placed, str):
-        why = f"every position needs its neighbors, and {placed}"
-        demand = Demand(node, 0, "halo", have[0], why=why)
-        return NodeStep(None, (REPLICATE,) * len(rule.results), (demand, *other_demands))
+        demand = Demand(node, 0, "halo", have[0], why=f"every position needs its neighbors, and {placed}")
+        return NodeStep(None, (REPLICATE,) * len(rule.results), (demand, *weight_demands))
     needs_ranks = not _has_all_positions(n, base, placed)
     demands = (Demand(node, 0, "halo", have[0], why=NEIGHBORS_DEMAND),) if needs_ranks else ()
-    return NodeStep((base, *[SUMMAND_GRAD] * (len(have) - 1)), (placed,), (*demands, *other_demands))
+    return NodeStep((base, *[SUMMAND_GRAD] * (len(have) - 1)), (placed,), (*demands, *weight_demands))
 
 
 def _leading_operand(call: OpCall, rule: BoundRule, sharded: Mapping[int, str]) -> int | None:

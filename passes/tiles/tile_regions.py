@@ -113,7 +113,7 @@ def _skip_moves(view: TokenView, x: Node) -> Node:
     """
     while view.is_inside(x):
         source = x.args[0] if x.target is sp.to_sorted.default else move_source(x)
-        # Not an op that cuts rows, so that x is narrower than its source, or a source without rows (width 0).
+        # Stop at an op that cuts rows (x is narrower than its source), and at a source without rows (width 0).
         if source is None or not 0 < row_width(view, source) <= row_width(view, x):
             break
         x = source

@@ -317,8 +317,10 @@ class SequenceParallelAccelerator(Accelerator):
         prepared = super().prepare_scheduler(scheduler)
         if self.mesh is None or type(prepared) is not AcceleratedScheduler or prepared.split_batches:
             return prepared
-        # Its own `split_batches` is True: accelerate then steps it once, and not once for each process.
-        by_replica = ReplicaScheduler(prepared.scheduler, prepared.optimizers, prepared.step_with_optimizer, True)
+        # With `split_batches`, `AcceleratedScheduler.step` is one step, not one for each process.
+        by_replica = ReplicaScheduler(
+            prepared.scheduler, prepared.optimizers, prepared.step_with_optimizer, split_batches=True
+        )
         by_replica.replicas = self.replicas
         self._schedulers[-1] = by_replica  # in place of `prepared`, which the Accelerator has appended
         return by_replica
