@@ -123,14 +123,15 @@ def message_bytes(call: OpCall, folds: int, extent: Callable[[Any], Size] = as_s
     dtype = call.get("accumulate") or accumulate_dtype(op, result.dtype, result.device)
     # The backward of most scans is a recurrence, which sends factor and state in the accumulation dtype.
     backward_dtype = accumulate_dtype("sum", torch.promote_types(result.dtype, dtype), result.device)
-    recurrence = 2 * backward_dtype.itemsize * elements
+    recurrence_bytes = 2 * backward_dtype.itemsize * elements
     if is_linear_scan:
-        return 2 * dtype.itemsize * elements, recurrence
+        return 2 * dtype.itemsize * elements, recurrence_bytes
     if call.node.target is sp.extremes.default:
-        return (dtype.itemsize + INDEX_BYTES) * elements, recurrence
+        return (dtype.itemsize + INDEX_BYTES) * elements, recurrence_bytes
     forward = dtype.itemsize * elements
     id_bytes, flag_bytes = _segment_bytes(call, dim, folds, extent)
-    backward = forward + flag_bytes if op == "sum" else recurrence  # the backward of a cumulative sum is one, too
+    # The backward of a cumulative sum is a cumulative sum, too, of the same segments.
+    backward = forward + flag_bytes if op == "sum" else recurrence_bytes
     return forward + id_bytes + flag_bytes, backward
 
 
