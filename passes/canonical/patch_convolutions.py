@@ -88,7 +88,10 @@ class RewritePatchConvolutions(CanonicalPass):
         return self.reshape(patches, node_shape(user), user)
 
     def _unfold(self, x: Node, kernel: Sequence[Size], windows: PatchWindows, like: Node) -> Node:
-        """Emit the windows of an image, (N, C, H, W, p, p) for two dims, as copies, since they may overlap."""
+        """Emit the windows of an image, (N, C, H, W, p, p) for two dims, a view of the padded image.
+
+        The windows may overlap, so the reshape to patches copies them.
+        """
         if any(windows.padding):
             widths = [width for padding in reversed(windows.padding) for width in (padding, padding)]  # last dim first
             x = self.compute(aten.constant_pad_nd.default, (x, widths), like)
@@ -133,7 +136,7 @@ def _find_windows(call: OpCall) -> PatchWindows | None:
 
 
 def _is_image(x: Node) -> bool:
-    """Return True for an input of the program, and for views and pointwise results of one input."""
+    """Return True for an input of the program that is no parameter, and for views and pointwise results of one."""
     while x.op == "call_function" and len(x.all_input_nodes) == 1:
         rule = rule_of(x)
         is_pointwise = torch.Tag.pointwise in getattr(x.target, "tags", ())

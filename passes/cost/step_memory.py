@@ -286,17 +286,17 @@ class StepMemory:
         """Return the peak bytes if n ranks shard parameters, gradients and state by layer."""
         return self.sharded_peak(max((self.sharded_bytes(point, n) for point in self.points()), default=0), n)
 
-    def sharded_peak(self, values: int, n: int) -> int:
+    def sharded_peak(self, forward_backward: int, n: int) -> int:
         """Return the peak bytes if n ranks shard the state: that of forward and backward, or of the optimizer's step.
 
         During the optimizer's step a rank has its shards of the gradients, and no values.
 
         Args:
-            values: Largest `sharded_bytes` of forward and backward.
+            forward_backward: Largest `sharded_bytes` of a moment of forward and backward.
             n: Number of ranks.
         """
         gradient_shards = -(-self.weights.trainable // n)  # rounded up
-        return self.sharded_state(n) + max(values, gradient_shards)
+        return self.sharded_state(n) + max(forward_backward, gradient_shards)
 
     def sharded_state(self, n: int) -> int:
         """Return the constant bytes if n ranks shard parameters and state by layer."""

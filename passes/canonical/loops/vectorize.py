@@ -193,7 +193,8 @@ class BatchedOps(GraphEditor):
         """
         if not any(isinstance(x, BatchedValue) for x in operands):
             return self.compute(target, operands, like)
-        return self.broadcast(target, pytree.tree_flatten((operands, {}))[1], operands, like, fixed_dims)
+        _, spec = pytree.tree_flatten((operands, {}))  # of the arguments and no keyword arguments
+        return self.broadcast(target, spec, operands, like, fixed_dims)
 
     def broadcast(
         self, target: Any, spec: Any, leaves: Sequence[Value], like: Node, fixed_dims: int = 0

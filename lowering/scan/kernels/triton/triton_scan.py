@@ -72,7 +72,7 @@ def linear_triton(problem: ScanProblem, a: Tensor, b: Tensor, initial: Tensor | 
     if b.numel():
         sweep = _recurrence_sweep(problem, a, b)
         before = None if initial is None else State(initial.to(sweep.compute).reshape(1, -1))
-        run_sweep(sweep, before, out=State(h), total=False)
+        run_sweep(sweep, initial=before, out=State(h), total=False)
     return h
 
 

@@ -312,7 +312,10 @@ class Sweep:
         return replace(self, x=x, second=second, starts=starts, shift=False, reverse=False)
 
     def states(self, places: int) -> State:
-        """Return uninitialized memory for the states of every line at this number of places."""
+        """Return uninitialized memory to store the state of every line at this number of places.
+
+        Of a state of logsumexp only the result is stored, one tensor (see `value_of`).
+        """
         shape, second_dtype = (places, self.lines), {"linear": self.compute, "indexed": self.index}.get(self.leaf)
         return State(
             self.x.new_empty(shape, dtype=self.compute),
