@@ -27,9 +27,10 @@ def _pass_classes() -> dict[str, type]:
 
 
 def __getattr__(name: str) -> Any:
+    """Import an exported function, or a class of any submodule, when it is first read."""
     if name in _PASS_MODULES:
         return resolve_name(f"{__name__}.{_PASS_MODULES[name]}")
-    # Only names of classes import all submodules, as `_pass_classes` does.
+    # `_pass_classes` imports all submodules, so call it only for a name that may be a class.
     if name[:1].isupper() and name in _pass_classes():
         return _pass_classes()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -149,7 +149,7 @@ def flash_backward(
     """Run FlashAttention's backward for grad, the cotangent of out; return dq, dk, dv and None (no bias gradient)."""
     layout = _FlashLayout.of(q, k, args)
     grad, query, key, value, out = layout.to_kernel(*pad_last_dim(_padded_width(q, v), grad, q, k, v, out))
-    # The kernel expects +inf, not -inf, for rows without keys, and a random state, which only dropout reads.
+    # The kernel expects +inf, not -inf, for rows without keys, and a random state, which only dropout (0.0) reads.
     lse, unused = mask_empty(lse), _unused_rng_state(q)
     if args.sequences is not None:
         lse = lse.transpose(0, 1).flatten(1)  # (H, B * Q)
@@ -325,18 +325,19 @@ def efficient_backward(
     layout, (mask_type, window) = _EfficientLayout.of(q, k, args), _efficient_mask(args)
     added = _combine_bias_and_mask(q, args, k.shape[2])  # one additive mask, or None
     grad, query, out = layout.pack_queries(grad, query, out)
-    bias, unused = args.bias if args.bias_grad else None, _unused_rng_state(q)
-    # No dropout (0.0); `bias is not None`: whether the kernel computes the gradient of the bias.
+    trained_bias = args.bias if args.bias_grad else None  # the kernel computes the bias gradient only for it
+    unused = _unused_rng_state(q)
+    # No dropout (0.0).
     dq, dk, dv, dadded = aten._efficient_attention_backward(
         grad, query, *(layout.pack_keys(x, q.shape[1]) for x in (key, value)),
         None if added is None else added.expand(*q.shape[:3], k.shape[2]),
         out.contiguous(),  # for half types it assumes contiguous rows
         *layout.ends, *layout.max_length, layout.pack_lse(mask_empty(lse)), 0.0, unused, unused, mask_type,
-        bias is not None, scale=args.scale, **window,
+        trained_bias is not None, scale=args.scale, **window,
     )  # fmt: skip
     dk, dv = (layout.unpack_keys(x, k.shape[1]) for x in (dk, dv))
     dq, dk, dv, _ = _trim_grads(q, v, layout.unpack_queries(dq), dk, dv)
-    return dq, dk, dv, None if bias is None else _bias_grad(dadded, bias.shape, args.causal)
+    return dq, dk, dv, None if trained_bias is None else _bias_grad(dadded, trained_bias.shape, args.causal)
 
 
 def _bias_grad(grad: Tensor, shape: torch.Size, causal: bool) -> Tensor:

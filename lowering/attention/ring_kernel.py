@@ -113,10 +113,10 @@ class RingKeys(NamedTuple):
     def backward(
         self, upstream: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Rotate keys and values again, and return dq, dk, dv, and the gradient of the mask or the flat one of tables.
+        """Rotate keys and values again, and return dq, dk, dv, and the gradient of the mask or of the tables.
 
         In each step, the gradients of the keys that are on this rank are computed. They are sent to the ranks that own
-        the keys, and summed there.
+        the keys, and summed there. The gradient of tables is flattened.
 
         Args:
             upstream: (cotangent of out, out, lse), over all keys.
@@ -143,7 +143,7 @@ class RingKeys(NamedTuple):
                 if self.steps > 1:  # dk is the packed gradient of keys and values
                     key_grads.add(dk)
             else:  # parts are added to the sums that exist
-                narrow = is_narrow(q, step.keys, args, step.span)  # the parts have q's dtype, without loss
+                narrow = can_keep_query_dtype(q, step.keys, args, step.span)
                 step_dq, dk, dv, q_rows, k_rows, step_dmask = args.grad_parts(*operands, narrow, after)
                 torch.ops.sp.add_rows_into(dq, [step_dq], q_rows)
                 key_grads.add_rows([dk, dv], k_rows)
@@ -184,12 +184,12 @@ def accumulate(total: Tensor | None, part: Tensor) -> Tensor:
     return total
 
 
-def wait_then_concat(tensor: Tensor) -> Cat:
-    """Return a function like torch.cat that a compiler does not move before ``tensor``, the cotangent of a backward.
+def wait_then_concat(cotangent: Tensor) -> Cat:
+    """Return a function like torch.cat that a compiler does not move before the cotangent of a backward exists.
 
     A compiler would otherwise merge the equal exchanges of forward and backward, and save all keys and values.
     """
-    return lambda xs, dim: torch.ops.sp.pack(xs, dim, tensor)
+    return lambda xs, dim: torch.ops.sp.pack(xs, dim, cotangent)
 
 
 def _can_stack(k: Tensor, v: Tensor) -> bool:
@@ -218,34 +218,37 @@ def split_keys_values(both: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
     return keys, values
 
 
-def is_narrow(q: Tensor, k: Tensor, args: LocalArgs, k_span: Sequence[int]) -> bool:
-    """Return True if the gradients of a ring step may have the dtype of q, as no sum of several is computed in it.
+def can_keep_query_dtype(q: Tensor, k: Tensor, args: LocalArgs, k_span: Sequence[int]) -> bool:
+    """Return True if the gradients of a ring step may have the dtype of q without loss.
 
-    On no rank several kernel calls then add to one row. Masks that read vectors are planned at run time, sizes may be
-    symbols, and blocks with mask tensors may be cut into strips of queries; False for these. Equal on all ranks.
+    A row to which several kernel calls add needs the accumulation dtype. The result is True if there is no such row on
+    any rank. It is False if that is not known: for masks that read vectors, which are planned at run time, for symbolic
+    sizes, and for mask tensors, whose blocks may be cut into strips of queries. Equal on all ranks.
     """
-    if q.dtype == accumulation_dtype(q.dtype):
+    if q.dtype == accumulation_dtype(q.dtype):  # no half type
         return True
     is_position_mask = args.mask is None and not args.rows and not args.cols and not args.score and not args.dropout_p
     numbers = (*args.q_span, *k_span, *args.sizes, q.shape[2], k.shape[2])
     if not is_position_mask or not all(isinstance(x, int) for x in numbers):
         return False
-    return _is_planned_once(
+    return _has_one_call_per_row(
         args.predicate, tuple(args.q_span), tuple(k_span), q.shape[2], k.shape[2], tuple(args.sizes)
     )
 
 
 @lru_cache(maxsize=1024)
-def _is_planned_once(
+def _has_one_call_per_row(
     predicate: str, q_span: tuple[int, ...], k_span: tuple[int, ...], queries: int, keys: int, sizes: tuple[int, ...]
 ) -> bool:
-    """Return True if no block is masked, and on no rank two calls share a row, for kernels with and without windows."""
-    for rank in range(max(q_span[0], k_span[0])):  # the first number of a span is that of the ranks
+    """Return True if no block is masked, and no two kernel calls of a rank share a row of queries or of keys."""
+    num_ranks = max(q_span[0], k_span[0])
+    for rank in range(num_ranks):
         plan = plan_blocks(predicate, span_rows(q_span, queries, rank), span_rows(k_span, keys, rank), sizes)
-        forms: list[list[Block | PackedCall]] = [[*plan.blocks], [*plan.packed, *plan.others]]
         if has_masked((*plan.blocks, *plan.others)):
             return False
-        for calls in forms:
+        # The calls of kernels without windows, and of those with windows.
+        alternatives: list[list[Block | PackedCall]] = [[*plan.blocks], [*plan.packed, *plan.others]]
+        for calls in alternatives:
             if _share_rows([x.query_rows for x in calls]) or _share_rows([x.key_rows for x in calls]):
                 return False
     return True

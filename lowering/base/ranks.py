@@ -73,7 +73,7 @@ Mesh: TypeAlias = DeviceMesh | dist.ProcessGroup | Ranks | None
 
 
 def ranks_of(mesh: Mesh) -> Ranks:
-    """Return the ranks of the `group` argument of a function on local shards.
+    """Return the ranks that the argument `mesh` or `group` of a function on local shards describes.
 
     Inside torch.compile the result is a constant of the graph.
 

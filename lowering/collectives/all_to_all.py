@@ -158,7 +158,7 @@ def _to_blocks(x: Tensor, reshard: Reshard, rows: int) -> Tensor:
 
 
 def _pack_blocks(blocks: list[Tensor]) -> Tensor:
-    """Concatenate the blocks (n, g, ...) of several tensors to the send buffer (n, g, total), with one copy of each."""
+    """Concatenate the blocks (n, g, ...) of all tensors to the send buffer (n, g, total); copy each at most once."""
     widths = [math.prod(block.shape[2:]) for block in blocks]  # columns of each tensor
     if not all(map(triton.can_use_triton, blocks)):
         matrices = [block.reshape(*block.shape[:2], width) for block, width in zip(blocks, widths, strict=True)]
@@ -176,12 +176,18 @@ def _pack_blocks(blocks: list[Tensor]) -> Tensor:
     padded="nearest",
 )
 def all_to_all(
-    xs: list[Tensor], scatter_dim: int, scatter: FrameArg, gather_dim: int, gather: FrameArg, n: int, group: str
+    xs: list[Tensor],
+    scatter_dim: int,
+    scatter_frame: FrameArg,
+    gather_dim: int,
+    gather_frame: FrameArg,
+    n: int,
+    group: str,
 ) -> list[Tensor]:
     """Convert Shard(gather_dim) to Shard(scatter_dim), for every x.
 
     Shapes: the gather dim of s * inner -> length * inner, the scatter dim of length * inner -> s * inner, each with the
-    s and the length of its own frame, ``gather`` or ``scatter``. Tensors with more rows per position, such as the query
+    s and the length of its own frame. Tensors with more rows per position, such as the query
     heads of one key head, have a larger inner and share the frames.
     Bytes: (n - 1) / n of the operands', in one all_to_all_single for all tensors of one dtype whose local gather
     lengths are multiples of the smallest.
@@ -190,11 +196,12 @@ def all_to_all(
     Errors: SpError if the dims are equal or the outer factor of a frame is not 1.
     """
     ndim = xs[0].ndim
-    reshard = Reshard(scatter_dim % ndim, scatter, gather_dim % ndim, gather, n, group)
+    reshard = Reshard(scatter_dim % ndim, scatter_frame, gather_dim % ndim, gather_frame, n, group)
     if reshard.scatter_dim == reshard.gather_dim:
         cause = f"sp::all_to_all: expected two different dims, got {reshard.scatter_dim} as scatter and gather dim."
         raise SpError("SP542", cause)
-    if not (frames.is_known(scatter[0] == 1) and frames.is_known(gather[0] == 1)):
-        cause = f"sp::all_to_all: expected frames with outer == 1, got {scatter[0]} and {gather[0]}."
+    scatter_outer, gather_outer = scatter_frame[0], gather_frame[0]
+    if not (frames.is_known(scatter_outer == 1) and frames.is_known(gather_outer == 1)):
+        cause = f"sp::all_to_all: expected frames with outer == 1, got {scatter_outer} and {gather_outer}."
         raise SpError("SP507", cause, "Unflatten the dims, so that the sequence is the first factor of each.")
     return list(_AllToAllFunction.apply(reshard, True, *xs))  # True: padding copies the nearest valid row

@@ -99,13 +99,16 @@ def _torch_exchange(problem: PermuteProblem) -> Tensor:
 
 
 def _packed_exchange(problem: PermuteProblem) -> Tensor:
-    """Run the exchange with one all_to_all_single and one copy: before it, or after it if dim 0 is the scatter dim."""
+    """Run the exchange with one all_to_all_single and one copy: before it, or after it if the blocks are contiguous.
+
+    The blocks along the scatter dim are contiguous if all dims before it have size 1.
+    """
     x, scatter, gather, n, group = problem
-    is_first = all(is_known(size == 1) for size in x.shape[:scatter])  # no other dim is outside the scatter dim
-    if not is_first:
+    has_contiguous_blocks = all(is_known(size == 1) for size in x.shape[:scatter])
+    if not has_contiguous_blocks:
         frame = (1, n, 0, n)  # n positions, one per rank; the length of a rank's share is the frame's inner factor
         return exchange([x], Reshard(scatter, frame, gather, frame, n, group))[0]
-    # The blocks of the first dim are contiguous and sent without a copy. The received blocks are permuted.
+    # The blocks are sent without a copy, and the received ones are permuted.
     received = current_communicator().all_to_all(x.unflatten(scatter, (n, -1)).movedim(scatter, 0), n, group)
     blocks = received.movedim(0, gather)  # (..., n, g, ...)
     if not triton.can_use_triton(blocks):

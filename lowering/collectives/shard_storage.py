@@ -237,7 +237,8 @@ class ShardStorage:
         """
         origin = replace(self.origin, description=f"{name} of {self.origin.description}")
         if self.full is not None:
-            return ShardStorage(self.layout, self.length, None, origin, op(self.full))
+            return ShardStorage(self.layout, self.length, local=None, origin=origin, full=op(self.full))
         if self.deferred is not None:
-            return ShardStorage(self.layout, self.length, None, origin, deferred=self.deferred.map_rows(op))
-        return ShardStorage(self.layout, self.length, op(self.rows()), origin)
+            deferred = self.deferred.map_rows(op)
+            return ShardStorage(self.layout, self.length, local=None, origin=origin, deferred=deferred)
+        return ShardStorage(self.layout, self.length, local=op(self.rows()), origin=origin)

@@ -127,8 +127,8 @@ def extremes_carry(value: Tensor, index: Tensor, op: str, exchange: CarryExchang
     """
     identity = MONOIDS[op].identity(value.dtype)
     if exchange.method == "steps":
-        first = torch.full_like(value, identity), torch.zeros_like(index)
-        return _exclusive_combine((value, index), first, select_combine(op), exchange)
+        no_rows = torch.full_like(value, identity), torch.zeros_like(index)
+        return _exclusive_combine((value, index), no_rows, select_combine(op), exchange)
     value, index = gather_parts([value, index], exchange)
     # The running extreme of all chunks up to each one, and the number of the chunk that has it.
     best, best_chunk = sp.local_extremes(value, None, 0, op, False)  # no segments, along dim 0, not reversed

@@ -88,7 +88,10 @@ class RewritePatchConvolutions(CanonicalPass):
         return self.reshape(patches, node_shape(user), user)
 
     def _unfold(self, x: Node, kernel: Sequence[Size], windows: PatchWindows, like: Node) -> Node:
-        """Emit the windows of an image, (N, C, H, W, p, p) for two dims, as copies, since they may overlap."""
+        """Emit the windows of an image, (N, C, H, W, p, p) for two dims, a view of the padded image.
+
+        The windows may overlap, so the reshape to patches copies them.
+        """
         if any(windows.padding):
             widths = [width for padding in reversed(windows.padding) for width in (padding, padding)]  # last dim first
             x = self.compute(aten.constant_pad_nd.default, (x, widths), like)
@@ -123,17 +126,17 @@ def _find_windows(call: OpCall) -> PatchWindows | None:
         return None
     is_filled = None not in [exact_quotient(size, patch) for size, patch in zip(image, kernel)]
     if is_filled and is_same_shape(strides, kernel) and not any(widths):
-        return PatchWindows(strides, widths, True)
+        return PatchWindows(strides, widths, is_split=True)
     # The windows must be copied. Those along one dim need not be: ranks exchange the rows that conv1d reads.
     sizes = (*kernel, *image, *strides, *widths)
     if not all(isinstance(x, int) for x in sizes) or len(kernel) == 1 or not _is_image(call.operands[0]):
         return None
     copies = math.prod(kernel) / math.prod(strides)  # number of windows that contain an element, on average
-    return PatchWindows(strides, widths, False) if copies <= MAX_COPIES else None
+    return PatchWindows(strides, widths, is_split=False) if copies <= MAX_COPIES else None
 
 
 def _is_image(x: Node) -> bool:
-    """Return True for an input of the program, and for views and pointwise results of one input."""
+    """Return True for an input of the program that is no parameter, and for views and pointwise results of one."""
     while x.op == "call_function" and len(x.all_input_nodes) == 1:
         rule = rule_of(x)
         is_pointwise = torch.Tag.pointwise in getattr(x.target, "tags", ())

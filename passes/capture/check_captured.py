@@ -34,7 +34,9 @@ def require_ops(gm: GraphModule, name: str) -> None:
 
 
 def require_functional(gm: GraphModule, name: str) -> None:
-    """Check that no op mutates a value, which passes may assume; inputs are written at the end only.
+    """Check that no op mutates a value that other nodes read, which passes may assume.
+
+    Copies of new values to inputs at the end of the graph are permitted.
 
     Args:
         gm: Graph.

@@ -66,7 +66,7 @@ def _invert_by_scatter(op: Any) -> Callable[[ViewCall, Node, Emit], Node]:
 
 
 def _invert_narrow(view: ViewCall, new: Node, emit: Emit) -> Node:
-    """Emit the new base of `narrow(base, dim, start, length)`: the new value in the rows that it selects."""
+    """Emit the new base of `narrow(base, dim, start, length)`: the base with the new value in the selected rows."""
     dim, start, length = view.args
     symbolic = isinstance(start, Node) or isinstance(length, Node)
     end = emit(operator.add, start, length) if symbolic else start + length

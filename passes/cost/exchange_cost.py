@@ -159,7 +159,9 @@ def _make_exchange(call: OpCall, sent: _SentBytes) -> Exchange:
     shares = _layer_shares(node, backward, values) if node.target is sp.reduce_grad.default else ()
     layer = shares[0][0] if len(shares) == 1 else node_layer(node)
     attends = op_strategy(node.target) is not None  # an sp:: op that contains both attention and exchanges
-    return Exchange(name, node.name, _exchange_line(node), shown, sent.forward, backward, layer, shares, attends)
+    return Exchange(
+        name, node.name, _exchange_line(node), shown, sent.forward, backward, layer, shares, of_attention=attends
+    )
 
 
 def _layer_shares(bucket: Node, sent: Size, values: Sequence[Tensor]) -> tuple[tuple[str, Size], ...]:
@@ -198,8 +200,13 @@ def _value_bytes(nodes: Iterable[Node]) -> Size:
 def head_bytes(call: OpCall) -> HeadBytes:
     """Return the bytes of the operands and the result of an attention op on one rank, for `Strategy.sends`."""
     q, k, v = call.operands[:3]
-    sizes = _value_bytes([q]), _value_bytes([call.node]), _value_bytes([k, v])
-    return HeadBytes(*sizes, call.shape(1)[HEADS], k.meta["val"].element_size())
+    return HeadBytes(
+        queries=_value_bytes([q]),
+        results=_value_bytes([call.node]),
+        keys=_value_bytes([k, v]),
+        key_heads=call.shape(1)[HEADS],
+        element_size=k.meta["val"].element_size(),
+    )
 
 
 def relayout_bytes(call: OpCall, nbytes: Size, n: int) -> Size:

@@ -101,7 +101,7 @@ def step_offsets(n: int) -> list[int]:
 
 
 def message_bytes(call: OpCall, folds: int, extent: Callable[[Any], Size] = as_size) -> tuple[Size, Size]:
-    """Return the bytes of a rank's carry in forward and backward; see lowering/scan/scan_ops.py.
+    """Return the bytes of the carries that a rank exchanges in forward and backward; see lowering/scan/scan_ops.py.
 
     A carry is what a rank adds to the rows of later ranks: the total of its rows for a cumulative sum, a pair (factor,
     state) for a linear recurrence.
@@ -116,21 +116,22 @@ def message_bytes(call: OpCall, folds: int, extent: Callable[[Any], Size] = as_s
         return (_affine_bytes(call, folds, extent),) * 2
     if call.node.target in LINEAR_ATTENTION_OPS:
         return (_linear_attention_bytes(call, folds, extent),) * 2
-    linear = call.node.target is sp.linear_scan.default
+    is_linear_scan = call.node.target is sp.linear_scan.default
     # Operand 0 of a linear scan is the factor, which may have fewer dims than operand 1, the summand.
-    op, dim = call.get("op", "sum"), call.dim(operand=int(linear))
+    op, dim = call.get("op", "sum"), call.dim(operand=1 if is_linear_scan else 0)
     elements = _row_elements(result, dim, extent) * folds  # of a carry, which has one row for each chunk
     dtype = call.get("accumulate") or accumulate_dtype(op, result.dtype, result.device)
     # The backward of most scans is a recurrence, which sends factor and state in the accumulation dtype.
     backward_dtype = accumulate_dtype("sum", torch.promote_types(result.dtype, dtype), result.device)
-    recurrence = 2 * backward_dtype.itemsize * elements
-    if linear:
-        return 2 * dtype.itemsize * elements, recurrence
+    recurrence_bytes = 2 * backward_dtype.itemsize * elements
+    if is_linear_scan:
+        return 2 * dtype.itemsize * elements, recurrence_bytes
     if call.node.target is sp.extremes.default:
-        return (dtype.itemsize + INDEX_BYTES) * elements, recurrence
+        return (dtype.itemsize + INDEX_BYTES) * elements, recurrence_bytes
     forward = dtype.itemsize * elements
     id_bytes, flag_bytes = _segment_bytes(call, dim, folds, extent)
-    backward = forward + flag_bytes if op == "sum" else recurrence  # the backward of a cumulative sum is one, too
+    # The backward of a cumulative sum is a cumulative sum, too, of the same segments.
+    backward = forward + flag_bytes if op == "sum" else recurrence_bytes
     return forward + id_bytes + flag_bytes, backward
 
 

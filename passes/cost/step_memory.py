@@ -85,8 +85,8 @@ class GraphStep:
         backward_walk = walk(backward, fused, [*saved, *tangents])
         saved_sum, tangents_sum, copied_sum = (sum(storage_bytes(x).values()) for x in (saved, tangents, copied))
         # A saved value belongs to the layer that reads it last in the backward. A value that was computed outside of
-        # layers belongs to none (""), as layers share it (positions), unless its last reader is the first layer: then
-        # it is the input of this layer (the embedding).
+        # layers, such as positions, which all layers read, belongs to none (""). But if the first layer reads it last,
+        # it is the input of this layer (the embedding), and belongs to it.
         layers = {n.name: node_layer(n) for n in forward.nodes}
         first_layer = next(filter(None, layers.values()), "")
         saved_bytes = [
@@ -216,9 +216,10 @@ class StepMemory:
             if graph.backward is None:
                 continue
             moments = graph.backward.moments
-            # The walk of this backward counts its saved values and tangents, so they are not counted as other bytes.
-            # Tangents beyond `later_gradients` are not in the other bytes: no later backward has computed them.
-            other_bytes -= graph.saved + min(later_gradients, graph.tangents)
+            # `moment.nbytes` includes the saved values and tangents of this graph, so they are no longer other bytes.
+            # Of the tangents, only those were: the others are of results that no later graph reads.
+            computed_tangents = min(later_gradients, graph.tangents)
+            other_bytes -= graph.saved + computed_tangents
             has_loss = g == len(self.graphs) - 1
             loss_end = next((i for i, moment in enumerate(moments) if moment.product), 0) if has_loss else 0
             # While a layer runs, FSDP gathers the weights of the next one (`arriving`), but none in the last layer of
@@ -285,17 +286,17 @@ class StepMemory:
         """Return the peak bytes if n ranks shard parameters, gradients and state by layer."""
         return self.sharded_peak(max((self.sharded_bytes(point, n) for point in self.points()), default=0), n)
 
-    def sharded_peak(self, values: int, n: int) -> int:
+    def sharded_peak(self, forward_backward: int, n: int) -> int:
         """Return the peak bytes if n ranks shard the state: that of forward and backward, or of the optimizer's step.
 
         During the optimizer's step a rank has its shards of the gradients, and no values.
 
         Args:
-            values: Largest `sharded_bytes` of forward and backward.
+            forward_backward: Largest `sharded_bytes` of a moment of forward and backward.
             n: Number of ranks.
         """
         gradient_shards = -(-self.weights.trainable // n)  # rounded up
-        return self.sharded_state(n) + max(values, gradient_shards)
+        return self.sharded_state(n) + max(forward_backward, gradient_shards)
 
     def sharded_state(self, n: int) -> int:
         """Return the constant bytes if n ranks shard parameters and state by layer."""
@@ -366,7 +367,7 @@ def _last_layer_start(moments: Sequence[WalkMoment]) -> int:
     return layers.index(last, other_layers[-1] if other_layers else 0)
 
 
-def _unsharded_bytes(moments: Sequence[WalkMoment], unit: int) -> list[int]:
+def _unsharded_bytes(moments: Sequence[WalkMoment], largest_layer: int) -> list[int]:
     """Return the bytes of unsharded gradients at each moment of a backward.
 
     FSDP reduces the gradients of a layer after the backward of the next one, so these are the gradients outside of
@@ -377,20 +378,22 @@ def _unsharded_bytes(moments: Sequence[WalkMoment], unit: int) -> list[int]:
 
     Args:
         moments: The moments of the backward, in order.
-        unit: Bytes of the largest layer.
+        largest_layer: Bytes of the largest layer.
     """
     unsharded: list[int] = []
     layer_start = "", ""  # path and node of the first moment of the current layer
-    outside_layers = at_layer_start = gradients = 0  # bytes before the first layer, the current one, and this moment
+    outside_layers = 0  # bytes of all gradients computed before the first layer
+    at_layer_start = 0  # those before the current layer
+    so_far = 0  # those before this moment
     for moment in moments:
         key = moment.layer, moment.name
         if moment.layer and (moment.layer != layer_start[0] or key == layer_start):
             if not layer_start[0]:
-                outside_layers = gradients
-            at_layer_start, layer_start = gradients, key
-        previous_layer = min(unit, at_layer_start - outside_layers)  # at most the bytes of the largest layer
+                outside_layers = so_far
+            at_layer_start, layer_start = so_far, key
+        previous_layer = min(largest_layer, at_layer_start - outside_layers)
         unsharded.append(outside_layers + previous_layer + moment.results - at_layer_start)
-        gradients = moment.results
+        so_far = moment.results
     return unsharded
 
 

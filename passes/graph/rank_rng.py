@@ -55,12 +55,12 @@ def is_random(node: torch.fx.Node) -> bool:
 def with_rank_rng(run: Callable[..., Any], ranks: Ranks) -> Callable[..., Any]:
     """Return a function that runs `run` with generators seeded by rank, for graphs that draw on shards.
 
-    Ranks then draw different numbers, as for different rows. The user's generators advance by one draw, equally on all
-    ranks.
+    Ranks then draw different numbers, as for different rows. The user's CPU generator advances by one draw, equally on
+    all ranks.
     """
 
     def run_with_rank_seed(*args: Any) -> Any:
-        """Run the function with a seed of this rank, derived from a draw of the user's generator."""
+        """Run the function with a seed of this rank, derived from a draw of the user's CPU generator."""
         seed = int(torch.randint(0, 1 << 62, ()).item())
         rank = dist.get_rank(ranks.process_group)
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []

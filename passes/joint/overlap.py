@@ -40,7 +40,7 @@ class OverlapCollectives(Pass):
         """Reorder the nodes in place, and return the number of moved nodes."""
         if not gm.graph.find_nodes(op="call_function", target=WAIT_OP):
             return 0
-        return _delay_waits(gm.graph) + _hoist_exchanges(gm.graph)
+        return _delay_waits(gm.graph) + _move_compute_after_exchanges(gm.graph)
 
 
 def _delay_waits(graph: Graph) -> int:
@@ -75,8 +75,8 @@ def _is_cheap(node: Node) -> bool:
     return len(node.all_input_nodes) == 1 and is_pure(node) and not node_flops(node) and node.target not in REDUCTIONS
 
 
-def _hoist_exchanges(graph: Graph) -> int:
-    """Move nodes on which an exchange (the start of a collective) does not depend to directly after it.
+def _move_compute_after_exchanges(graph: Graph) -> int:
+    """Move compute on which an exchange (the start of a collective) does not depend to directly after it.
 
     The moved nodes are those of `_movable_nodes`, such as the last matrix product: they then run during the exchange.
     Only nodes after the previous wait may move, since earlier ones overlap with another exchange. No node moves past
@@ -87,7 +87,7 @@ def _hoist_exchanges(graph: Graph) -> int:
     """
     moves, candidates = 0, list[Node]()  # nodes before the current one that may move
     for node in list(graph.nodes):
-        if is_pending_exchange(node) and not _is_gradient_sum(node):
+        if is_pending_exchange(node) and not _is_only_returned(node):
             movable = _movable_nodes(candidates, node)
             moves += len(movable)
             for previous, moved in pairwise([node, *movable]):
@@ -104,9 +104,9 @@ def _hoist_exchanges(graph: Graph) -> int:
 def _movable_nodes(candidates: list[Node], exchange: Node) -> list[Node]:
     """Return the nodes to move after the start of an exchange, so that they run during it, in order.
 
-    These are the last matrix product or attention on which it does not depend, all sums of gradients over the ranks
-    (`_is_gradient_sum`), for which nothing waits soon, and the candidates that read these. One product takes long
-    enough; moving more would extend the lifetime of values.
+    These are the last matrix product or attention on which it does not depend, all exchanges whose results are only
+    returned, and the candidates that read these. One product takes long enough; moving more would extend the lifetime
+    of values.
 
     Args:
         candidates: Nodes before the exchange, in order.
@@ -116,7 +116,7 @@ def _movable_nodes(candidates: list[Node], exchange: Node) -> list[Node]:
     needed = reachable_set([exchange], lambda n: (x for x in n.all_input_nodes if x in candidate_set))
     independent = [n for n in candidates if n not in needed]
     last_product = [n for n in independent if node_flops(n)][-1:]  # empty without products
-    movable = {*last_product, *(n for n in independent if is_pending_exchange(n) and _is_gradient_sum(n))}
+    movable = {*last_product, *(n for n in independent if is_pending_exchange(n) and _is_only_returned(n))}
     for node in independent:
         if not movable.isdisjoint(node.all_input_nodes):
             movable.add(node)
@@ -128,10 +128,10 @@ def _is_deterministic(node: Node) -> bool:
     return bool(node_flops(node)) and OpCall(node).get("dropout_p") == 0
 
 
-def _is_gradient_sum(node: Node) -> bool:
-    """Return True if the result of an exchange is only awaited, viewed or cast, and returned.
+def _is_only_returned(node: Node) -> bool:
+    """Return True if the result of an exchange is only awaited, viewed or cast, and returned: a gradient sum.
 
-    An all_reduce of the gradient of a weight is an example: no node of the graph computes with its result.
+    No node of the graph computes with the result of the all_reduce of a weight's gradient, for example.
     """
     values = reachable_set([node], lambda n: (u for u in n.users if u.target is WAIT_OP or _is_cheap(u)))
     return all(user in values or user.op == "output" for value in values for user in value.users)

@@ -301,17 +301,17 @@ def _place_window(call: OpCall, rule: BoundRule, have: Sequence[Placement], base
     """
     node, factor = call.node, rule.operands[0][base.dim]
     placed = place_window(rule.slides[factor], base, n)  # the placement of the result, or the reason for none
-    runs_on_shards = not isinstance(placed, str)
-    other_placements = (REPLICATE, *have[1:])  # so that the first operand has no such demand
-    why = "every window reads all of it"
-    other_demands = make_demands(node, other_placements, "gathered", why, keeps_sharding=runs_on_shards)
+    # Demands of the weights only: the first operand counts as replicated.
+    weight_demands = make_demands(
+        node, (REPLICATE, *have[1:]), "gathered", "every window reads all of it",
+        keeps_sharding=not isinstance(placed, str),
+    )  # fmt: skip
     if isinstance(placed, str):
-        why = f"every position needs its neighbors, and {placed}"
-        demand = Demand(node, 0, "halo", have[0], why=why)
-        return NodeStep(None, (REPLICATE,) * len(rule.results), (demand, *other_demands))
+        demand = Demand(node, 0, "halo", have[0], why=f"every position needs its neighbors, and {placed}")
+        return NodeStep(None, (REPLICATE,) * len(rule.results), (demand, *weight_demands))
     needs_ranks = not _has_all_positions(n, base, placed)
     demands = (Demand(node, 0, "halo", have[0], why=NEIGHBORS_DEMAND),) if needs_ranks else ()
-    return NodeStep((base, *[SUMMAND_GRAD] * (len(have) - 1)), (placed,), (*demands, *other_demands))
+    return NodeStep((base, *[SUMMAND_GRAD] * (len(have) - 1)), (placed,), (*demands, *weight_demands))
 
 
 def _leading_operand(call: OpCall, rule: BoundRule, sharded: Mapping[int, str]) -> int | None:
@@ -348,7 +348,8 @@ def shard_factor(
     """Return the step of a node that runs on shards of a factor.
 
     Operands and results with the factor are sharded along it, other operands are replicated, and other results are
-    partial: they are sums over the factor. SUMMAND_GRAD is the placement of replicated operands, whose gradient on each
+    partial: they are sums over the factor. Attention over sharded keys is an exception: its "attend" demand exchanges
+    the keys, so its result is replicated. SUMMAND_GRAD is the placement of replicated operands, whose gradient on each
     rank is a summand. If the factor has lengths in these tensors that do not match, the node runs replicated.
 
     Args:
@@ -372,9 +373,9 @@ def shard_factor(
     for i in rule.lenders:  # only the shape is read
         wants[i] = have[i]
     kind = rule.kind(factor)
-    without_factor = REPLICATE if kind == "attend" else Partial()  # attention over sharded keys has an open demand
-    # One demand suffices for a pass to replace the op by a sum over the ranks. So replicated operands, of which each
-    # rank reads a slice, have none.
+    without_factor = REPLICATE if kind == "attend" else Partial()
+    # A pass replaces the op by a sum over the ranks. Its demands are of the sharded operands only: each rank reads a
+    # slice of the replicated ones.
     if kind in ("mean", "total"):
         demands += tuple(
             Demand(call.node, i, kind, want, why="a total over the full sequence")

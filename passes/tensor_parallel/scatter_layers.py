@@ -167,10 +167,10 @@ class SequenceParallelLinear(Passes):
         self.assumed: list[str] = []
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Scatter layers, set `self.gm` to the graph of one rank, and return the number of layers, at least 1.
+        """Scatter layers, set `self.gm` to the graph of one rank, and return the number of scattered layers.
 
-        If no layer is scattered, return 0 and set `self.gm` to the input. This also happens if a pass raises SpError:
-        its cause becomes the reason of all layers in the report.
+        If the graph is not changed, return 0 and set `self.gm` to the input. This also happens if a pass raises
+        SpError: its cause becomes the reason of all layers in the report. Else return at least 1.
         """
         self._check_ranks(job.ranks)
         # `facts` may have nodes of the graph. The caller then passes a copy, and discards it if the result is 0.

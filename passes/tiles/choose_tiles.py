@@ -38,14 +38,14 @@ def inner_bytes(region: TileRegion) -> int:
     return sum(map(node_bytes, region.seed_products))
 
 
-def node_bytes(node: Node, least: int = 0) -> int:
+def node_bytes(node: Node, min_itemsize: int = 0) -> int:
     """Return the bytes of a node's value.
 
     Args:
         node: Any node; a non-tensor has 0 bytes.
-        least: The minimum bytes of an element, as for a value that is cast to float32 (4).
+        min_itemsize: The minimum bytes of an element, as for a value that is cast to float32 (4).
     """
-    return current_bytes(node.meta["val"], least) if is_tensor(node) else 0
+    return current_bytes(node.meta["val"], min_itemsize) if is_tensor(node) else 0
 
 
 def is_scalar_loss(view: TokenView, region: TileRegion) -> bool:
@@ -147,6 +147,6 @@ def _saved_bytes(view: TokenView, region: TileRegion, is_loss: bool) -> int:
     are the products that compute the wide values: of a loss the logits, of this MLP both projections.
     """
     if is_loss:
-        return sum(node_bytes(node, 4) for node in region.seed_products)  # at least 4 bytes an element
+        return sum(node_bytes(node, min_itemsize=4) for node in region.seed_products)
     is_checkpointed = "ac_graph_id" in view.to_local[region.seed_products[0]].meta  # set in checkpointed regions only
     return 0 if is_checkpointed else inner_bytes(region) // len(region.seed_products)

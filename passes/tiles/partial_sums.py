@@ -134,8 +134,8 @@ def _scattered_rows(x: Node) -> SumForm | None:
     """
     if x.target is not aten.index_put.default or not OpCall(x)["accumulate"] or x.meta["val"].dtype not in WIDE_DTYPES:
         return None
-    target, indices, values = x.args[:3]
-    if constant_value(target) != 0 or len(indices) != 1 or indices[0].meta["val"].dtype != torch.int64:
+    zeros, indices, values = x.args[:3]
+    if constant_value(zeros) != 0 or len(indices) != 1 or indices[0].meta["val"].dtype != torch.int64:
         return None
     return "rows", [values, indices[0]]
 

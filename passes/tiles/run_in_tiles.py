@@ -59,7 +59,7 @@ class RunInTiles(Pass):
         """
         option = job.options.tiles  # "never", "auto" or a number of tiles
         if option == "never" or (option == "auto" and not any(node_bytes(n) > TILE_BYTES for n in gm.graph.nodes)):
-            _materialize_deferred(gm)  # without tiles, nodes marked as repeating the work of tiles run as usual
+            _clear_recomputed(gm)
             return 0
         assert job.input_placements is not None
         settle_dtypes(gm.graph)  # meta["val"] of the nodes then has the dtypes of autocast regions
@@ -76,7 +76,7 @@ class RunInTiles(Pass):
         if changes:
             erase_dead(gm.graph)
             return changes
-        _materialize_deferred(gm)
+        _clear_recomputed(gm)
         if isinstance(option, int) and not self.notes:
             reason = "no matmul of a rank's rows with a weight doubles their width"
             self.notes.append(Note(NoteKind.DECLINED, self.name, reason))
@@ -184,11 +184,12 @@ class RunInTiles(Pass):
         call, shape = OpCall(view.to_local[x]), as_sizes(x.meta["val"].shape)
         options = {"dtype": torch.bool, "device": x.meta["val"].device}
         all_false = self.compute(aten.zeros.default, (self.sizes.list(shape),), like, options)
-        args = (all_false, call["dim"], call["frame"], True, call["n"], call["group"])
+        fill = True
+        args = (all_false, call["dim"], call["frame"], fill, call["n"], call["group"])
         return self.compute(sp.mask.default, args, like)
 
 
-def _materialize_deferred(gm: GraphModule) -> None:
+def _clear_recomputed(gm: GraphModule) -> None:
     """Clear `NodeInfo.recomputed` of all nodes, for a graph without tiles.
 
     The flag marks nodes that only repeat the work of tiles, for outputs: a later pass moves them to a graph that runs
@@ -230,7 +231,7 @@ def _refusal(view: TokenView, region: TileRegion) -> str | None:
     if insertion_node is None:
         return "it starts in grad mode and ends in no_grad mode"
     for node in late_nodes:  # which would move after the insertion node
-        if _is_cast(node) and not has_same_autocast([node, insertion_node]):
+        if _depends_on_autocast(node) and not has_same_autocast([node, insertion_node]):
             return f"{node.name} is between its nodes, in another autocast region than its end"
     for node in late_nodes:
         if not is_pure(node) and node.target not in COMPOSITES:
@@ -238,11 +239,11 @@ def _refusal(view: TokenView, region: TileRegion) -> str | None:
     return None
 
 
-def _is_cast(node: Node) -> bool:
-    """Return True if autocast may determine the node's result dtype, so that it cannot move to another autocast region.
+def _depends_on_autocast(node: Node) -> bool:
+    """Return True if autocast may determine the dtype of the node's result.
 
-    An sp operator counts, as it may call such ops. One with a 0-dim result, such as the sp::all_reduce of a loss, only
-    exchanges it.
+    Such a node cannot move to another autocast region. An sp operator counts, as it may call such ops. One with a 0-dim
+    result, such as the sp::all_reduce of a loss, only exchanges it.
     """
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):

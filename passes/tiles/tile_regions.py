@@ -113,7 +113,7 @@ def _skip_moves(view: TokenView, x: Node) -> Node:
     """
     while view.is_inside(x):
         source = x.args[0] if x.target is sp.to_sorted.default else move_source(x)
-        # Not an op that cuts rows, so that x is narrower than its source, or a source without rows (width 0).
+        # Stop at an op that cuts rows (x is narrower than its source), and at a source without rows (width 0).
         if source is None or not 0 < row_width(view, source) <= row_width(view, x):
             break
         x = source
@@ -201,13 +201,13 @@ def _grow(view: TokenView, seed: Node, sorts: Sequence[set[Node]]) -> set[Node]:
         seed: A node of the view at which the region starts.
         sorts: The groups of `sort_groups`, of nodes of the local graph.
     """
-    narrow = _input_width(view, seed)  # elements per row; rows with MIN_WIDENING times this number are wide
+    input_width = _input_width(view, seed)  # elements per row; rows with MIN_WIDENING times this number are wide
 
     def continues(node: Node) -> bool:
         """Return True if the region includes users of the node: its rows are wide or thin, or it is a sum."""
         if not is_tensor(node) or view.is_sum(node):  # a tuple of results: its getitem nodes have the rows
             return True
-        is_narrow = narrow / MAX_THIN_WIDTH < row_width(view, node) < MIN_WIDENING * narrow
+        is_narrow = input_width / MAX_THIN_WIDTH < row_width(view, node) < MIN_WIDENING * input_width
         return view.rows(node) is not None and not is_narrow
 
     def neighbors(node: Node) -> Iterable[Node]:
@@ -217,7 +217,7 @@ def _grow(view: TokenView, seed: Node, sorts: Sequence[set[Node]]) -> set[Node]:
         nodes between the same sort of rows and its inverse, as far as they are in the view.
         """
         users = node.users if continues(node) else ()
-        wide = [x for x in node.all_input_nodes if row_width(view, x) >= MIN_WIDENING * narrow or not is_tensor(x)]
+        wide = [x for x in node.all_input_nodes if row_width(view, x) >= MIN_WIDENING * input_width or not is_tensor(x)]
         local_nodes_of_sorts = [n for group in sorts if view.to_local[node] in group for n in group]
         same_sort = [view.to_view[n] for n in local_nodes_of_sorts if n in view.to_view]
         return [x for x in (*users, *wide, *same_sort) if _belongs_to(view, x, seed)]
@@ -301,19 +301,19 @@ def outside_readers(view: TokenView, node: Node, nodes: Iterable[Node]) -> list[
     return [user for user in view.to_local[node].users if user not in inside]
 
 
-def _make_region(view: TokenView, nodes: set[Node], narrow: int) -> TileRegion:
+def _make_region(view: TokenView, nodes: set[Node], input_width: int) -> TileRegion:
     """Return the region of these nodes: their order, operands, and results with readers outside.
 
     Args:
         view: The token view: a copy of the local graph, with the placement of the rows of each value.
         nodes: Nodes of the view.
-        narrow: Number of elements per row of the seed's operands; rows with MIN_WIDENING times this are wide.
+        input_width: Elements per row of the seed's operands; rows with MIN_WIDENING times this number are wide.
     """
     ordered = [n for n in view.gm.graph.nodes if n in nodes]
     operands = dict.fromkeys(x for n in ordered for x in n.all_input_nodes if x not in nodes and is_tensor(x))
     read_outside = [n for n in ordered if is_tensor(n) and outside_readers(view, n, nodes)]
-    # Wide rows are no results, which would be stored: for their outside readers, they are computed a second time.
-    shared = [n for n in read_outside if row_width(view, n) >= MIN_WIDENING * narrow]
+    # Results are stored for all rows. Wide values are not stored: for outside readers they are computed a second time.
+    shared = [n for n in read_outside if row_width(view, n) >= MIN_WIDENING * input_width]
     return TileRegion(
         nodes=tuple(ordered),
         seed_products=tuple(
@@ -323,5 +323,5 @@ def _make_region(view: TokenView, nodes: set[Node], narrow: int) -> TileRegion:
         replicated=tuple(x for x in operands if not view.rows(x)),
         results=tuple(n for n in read_outside if n not in shared),
         shared=tuple(shared),
-        narrow=narrow,
+        narrow=input_width,
     )

@@ -180,7 +180,7 @@ class SequenceParallelAccelerator(Accelerator):
 
     @property
     def num_processes(self) -> int:
-        """Return the number of processes, or within `count_replicas`, in which each replica is one, of replicas.
+        """Return the number of processes; within `count_replicas`, the number of replicas.
 
         Returns:
             The number of processes or replicas.
@@ -189,11 +189,12 @@ class SequenceParallelAccelerator(Accelerator):
 
     @property
     def process_index(self) -> int:
-        """Return the index of this process, or within `count_replicas`, in which each replica is one, of its replica.
+        """Return the index of this process; within `count_replicas`, the index of its replica.
 
         Returns:
-            A number from 0. The ranks of `batch_group` are replicas: it has one process of each.
+            A number from 0.
         """
+        # `batch_group` has one process of each replica.
         return self.batch_group.rank() if self._counts_replicas else int(super().process_index)
 
     @contextmanager
@@ -316,8 +317,10 @@ class SequenceParallelAccelerator(Accelerator):
         prepared = super().prepare_scheduler(scheduler)
         if self.mesh is None or type(prepared) is not AcceleratedScheduler or prepared.split_batches:
             return prepared
-        # Its own `split_batches` is True: accelerate then steps it once, and not once for each process.
-        by_replica = ReplicaScheduler(prepared.scheduler, prepared.optimizers, prepared.step_with_optimizer, True)
+        # With `split_batches`, `AcceleratedScheduler.step` is one step, not one for each process.
+        by_replica = ReplicaScheduler(
+            prepared.scheduler, prepared.optimizers, prepared.step_with_optimizer, split_batches=True
+        )
         by_replica.replicas = self.replicas
         self._schedulers[-1] = by_replica  # in place of `prepared`, which the Accelerator has appended
         return by_replica

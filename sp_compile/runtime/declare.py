@@ -56,9 +56,10 @@ def declare_groups(mesh: DeviceMesh | Sequence[dist.ProcessGroup | None], measur
     ranks = ranks_of(dist.group.WORLD)
     declarations: list[_Declaration] = all_gather_object(ranks, "declares", "groups", _make_declaration(mesh, measure))
     axes = _agreed_axes(declarations)  # label of an axis -> the ranks of each of its groups
-    # The name of this rank's group of each axis (None outside of the mesh), and the ranks of all groups of the axis.
-    entries = declarations[dist.get_rank()].axes
-    groups = [(entry[0] if entry else None, axes[label]) for label, entry in entries.items()]
+    own_groups = declarations[dist.get_rank()].axes
+    own_names = {label: entry[0] if entry else None for label, entry in own_groups.items()}  # None: not in the mesh
+    # The name of this rank's group of each axis, and the ranks of all groups of the axis.
+    groups = [(name, axes[label]) for label, name in own_names.items()]
     # The same for the communicators over several axes; `union` is None if these axes form no full grid.
     for labels in label_subsets(list(axes)):
         union = reduce_partitions([axes[label] for label in labels])
@@ -95,7 +96,7 @@ def _make_declaration(mesh: Any, measure: Any) -> _Declaration:
     """
     host = platform.node()
     try:
-        existing = {entry[0]: entry for entry in process_groups()}  # (name, ranks, backends), by name
+        existing = {record.name: record for record in process_groups()}
         axes = {
             label: existing[group.group_name] if isinstance(group, dist.ProcessGroup) else None
             for label, group in _groups_of(mesh).items()
@@ -165,20 +166,22 @@ def _find_communicator(union: Partition, label: str, declarations: Sequence[_Dec
         declarations: Declaration of each rank.
     """
     own_name: str | None = None
-    # A process group is a tuple (name, ranks, backends). The default one: the oldest with all ranks.
-    world = next(entry for entry in declarations[0].existing if len(entry[1]) == len(declarations))
+    # A group is a tuple (name, ranks, backends). The default group is the oldest one with all ranks.
+    default_backends = next(
+        backends for _, ranks, backends in declarations[0].existing if len(ranks) == len(declarations)
+    )
     for ranks in union:
         members = [declarations[rank] for rank in ranks]
         axis_group = members[0].axes[label]
         assert axis_group is not None
-        backends = axis_group[2]
+        _, _, backends = axis_group
         known_to_all = set.intersection(*(set(member.existing) for member in members))
         reusable = [entry for entry in members[0].existing if entry in known_to_all and entry[1:] == (ranks, backends)]
         is_member = dist.get_rank() in ranks
         if reusable:
-            name = reusable[0][0]
+            name, _, _ = reusable[0]
         else:  # new_group requires that every rank of the program calls it
-            backend = backends if backends != world[2] else None  # None: those of the default group
+            backend = backends if backends != default_backends else None  # None: those of the default group
             group = dist.new_group(list(ranks), group_timeout(dist.group.WORLD), backend)
             name = group.group_name if is_member else ""
         if is_member:

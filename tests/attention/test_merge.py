@@ -17,7 +17,7 @@ from sp_compile.lowering.attention import attend
 from sp_compile.lowering.attention.attend_parts import PartAccumulator
 from sp_compile.lowering.attention.merge_blocks import WrittenRows, merge
 from sp_compile.lowering.attention.op_args import LocalArgs
-from sp_compile.lowering.attention.ring_kernel import is_narrow
+from sp_compile.lowering.attention.ring_kernel import can_keep_query_dtype
 from sp_compile.lowering.masks.spans import full_span, shard_span
 
 Merge = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -239,4 +239,4 @@ def test_parts_are_narrow_if_rows_have_one_call(predicate: str, step: int, dtype
     args = LocalArgs(
         None, vectors, vectors, [], [], predicate, None, 0.0, 1.0, "", [], [], shard_span(frame, 4, 1), [], 1, ""
     )  # fmt: skip
-    assert is_narrow(q, q, args, shard_span(frame, 4, 1, step)) is expected
+    assert can_keep_query_dtype(q, q, args, shard_span(frame, 4, 1, step)) is expected

@@ -81,7 +81,7 @@ def test_unsharded_bytes_of_fsdp() -> None:
     made = [5, 10, 25, 30, 45, 65, 72]
     moments = [WalkMoment(name, "", gradients, gradients, layer=layer) for (name, layer), gradients in zip(names, made)]
     assert _last_layer_start(moments) == 5
-    whole = _unsharded_bytes(moments, unit=20)
+    whole = _unsharded_bytes(moments, largest_layer=20)
     assert whole == [5, 5 + 5, 5 + 20, 5 + 20 + 5, 5 + 20 + 20, 5 + 20 + 20, 5 + 20 + 27]
     step = StepMemory(ModelBytes(parameters=72, trainable=72, buffers=0, unit=20, outside_layers=12))
     beside = [

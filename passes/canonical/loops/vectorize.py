@@ -193,7 +193,8 @@ class BatchedOps(GraphEditor):
         """
         if not any(isinstance(x, BatchedValue) for x in operands):
             return self.compute(target, operands, like)
-        return self.broadcast(target, pytree.tree_flatten((operands, {}))[1], operands, like, fixed_dims)
+        _, spec = pytree.tree_flatten((operands, {}))  # of the arguments and no keyword arguments
+        return self.broadcast(target, spec, operands, like, fixed_dims)
 
     def broadcast(
         self, target: Any, spec: Any, leaves: Sequence[Value], like: Node, fixed_dims: int = 0
@@ -400,10 +401,10 @@ def _result_times(node: Node, time: int) -> list[int] | None:
     `time` is the dim of the steps in the operand. The op's sharding rule names the same dim in the results.
     """
     _, rule = lookup_rule(node) or (None, None)
-    if rule is None or rule.reshapes or rule.kind(rule.operands[0][time]) != "pass":
+    if rule is None or rule.reshapes:
         return None
     factor = rule.operands[0][time]
-    if not factor or any(factor not in dims for dims in rule.results):
+    if not factor or rule.kind(factor) != "pass" or any(factor not in dims for dims in rule.results):
         return None
     return [dims.index(factor) for dims in rule.results]
 

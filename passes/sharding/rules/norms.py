@@ -144,8 +144,9 @@ def _layer_norm_backward_rule(call: OpCall) -> BoundRule | None:
 
 
 NONE, MEAN, SUM = 0, 1, 2  # at::Reduction
+# The kind of the reduced positions: of losses whose targets can be filled so that padded rows add 0, and of others.
 _REDUCTION_KIND = {MEAN: "mean", SUM: "sum"}
-_ELEMENTWISE_LOSSES = {MEAN: "mean", SUM: "total"}
+_UNFILLED_KIND = {MEAN: "mean", SUM: "total"}
 
 CLASS_LOSSES = parse_overloads("cross_entropy_loss nll_loss nll_loss2d nll_loss_nd")
 LOSS_RULES = parse_overloads("""
@@ -164,7 +165,7 @@ def _elementwise_rule(call: OpCall) -> BoundRule | None:
     operands = ", ".join("..." for _ in call.operands)
     if call["reduction"] == NONE:
         return bind_rule(call, f"{operands} -> ...")
-    kind = _ELEMENTWISE_LOSSES[call["reduction"]]
+    kind = _UNFILLED_KIND[call["reduction"]]
     return bind_rule(call, f"{operands} -> ", **{kind: "..."})
 
 
@@ -190,7 +191,7 @@ def _row_loss_rule(call: OpCall) -> BoundRule | None:
     text = weighted if call.get("weight") is not None else plain
     if call["reduction"] == NONE:
         return bind_rule(call, f"{text} -> {rows}", whole="d")
-    return bind_rule(call, f"{text} -> ", whole="d", **{_ELEMENTWISE_LOSSES[call["reduction"]]: rows})
+    return bind_rule(call, f"{text} -> ", whole="d", **{_UNFILLED_KIND[call["reduction"]]: rows})
 
 
 @register_rule_function(aten.cross_entropy_loss.default)
@@ -205,7 +206,7 @@ def _cross_entropy_rule(call: OpCall) -> BoundRule | None:
     if not all(is_same_size(a, b) for a, b in zip(call.shape("self"), call.shape("target"), strict=True)):
         return None
     dims, positions = _loss_dims(call)
-    kind = _ELEMENTWISE_LOSSES.get(call["reduction"])  # None without a reduction
+    kind = _UNFILLED_KIND.get(call["reduction"])  # None without a reduction
     return _reduced_loss(call, (dims, dims), positions, kind, pad=None)
 
 

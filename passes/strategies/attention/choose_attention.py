@@ -79,7 +79,7 @@ class ChooseAttention(Pass):
             SpError: The requested strategy supports none of the attention.
         """
         plan, trained = job.plan(gm), differentiable_nodes(gm)  # trained: nodes that receive a gradient
-        nodes = [n for n in attention_nodes(gm) if _is_shardable(n, plan)]
+        nodes = [n for n in attention_nodes(gm) if _is_decided_by_cost(n, plan)]
         shapes = {n: _attention_shape(n, plan, job, trained) for n in nodes}
         machines = {n: job.machine_of(n) for n in nodes}
         # Estimate the memory for the choice here, and for `OffloadValues`, which reads the bytes of sharded weights.
@@ -120,7 +120,9 @@ class ChooseAttention(Pass):
         plan: PlacementPlan,
         job: PassContext,
     ) -> RowOrder:
-        """Return the load-balanced order, or the best other order if the program does not allow it.
+        """Return the load-balanced order; the best other one if the program does not allow it, or it saves too little.
+
+        The order of the results has to be restored, unless the next graph uses it, which may take longer than is saved.
 
         Args:
             balanced: The load-balanced order, which is predicted to be the fastest.
@@ -197,11 +199,11 @@ def _decide_all(
     return decisions
 
 
-def _is_shardable(node: Node, plan: PlacementPlan) -> bool:
-    """Return True if a strategy is chosen for an attention by cost: q, k and v are sharded along their sequence.
+def _is_decided_by_cost(node: Node, plan: PlacementPlan) -> bool:
+    """Return True if the strategy of an attention is chosen by cost.
 
-    For any other attention, such as one without a dim of heads, the passes of the strategies decide, and report it.
-    Without a demand ("attend"), the attention needs nothing of other ranks.
+    Its q, k and v are sharded along their sequence, and it has a demand ("attend"): otherwise it needs nothing of other
+    ranks. For other attention, such as one without a dim of heads, the passes of the strategies decide, and report it.
     """
     call = OpCall(node)
     is_sharded = all(sequence_shard(plan, call, i) is not None for i in range(3))
@@ -211,7 +213,7 @@ def _is_shardable(node: Node, plan: PlacementPlan) -> bool:
 
 
 def _choose_candidate(
-    found: Iterable[Candidate], node: Node, plan: PlacementPlan, job: PassContext
+    found: Collection[Candidate], node: Node, plan: PlacementPlan, job: PassContext
 ) -> Candidate | None:
     """Return the best candidate that options and sizes allow.
 
@@ -323,7 +325,7 @@ def _attention_shape(node: Node, plan: PlacementPlan, job: PassContext, trained:
     is_mask_sharded = call.get("attn_mask") is not None and mask_shard(plan, call) is not None
     q, k, v = ([size_hint(size) for size in operand.meta["val"].shape] for operand in call.operands[:3])
     predicate = mask_predicate(call)  # None for a mask that is known as a tensor only
-    causal, window = (False, None) if predicate is None else _predicate_bounds(predicate, q[-2], k[-2])
+    causal, window = (False, None) if predicate is None else _causal_and_window(predicate, q[-2], k[-2])
     return AttentionShape(
         n=job.ranks.n,
         batch=math.prod(q[:-3]),
@@ -340,7 +342,7 @@ def _attention_shape(node: Node, plan: PlacementPlan, job: PassContext, trained:
         # Excludes strategies that need all rows of the mask. One requested by name gathers a sharded mask instead.
         mask_rows=is_mask_sharded and _requested_strategy(job) == "auto",
         documents=predicate is not None and is_within_documents(predicate),
-        kernel=_kernel_rate(call, predicate, window, max(q[-1], v[-1]), trained),
+        kernel=_kernel_rate_name(call, predicate, window, max(q[-1], v[-1]), trained),
         training=node in trained,
     )
 
@@ -355,7 +357,7 @@ def _operand_dtype(x: Node, node: Node) -> torch.dtype:
     return autocast_dtype(node, x.meta["val"], _planned_device(OpCall(node).operands[0]).type)
 
 
-def _kernel_rate(
+def _kernel_rate_name(
     call: OpCall, predicate: str | None, window: int | None, head_dim: int, trained: Collection[Node]
 ) -> str:
     """Return the name in `Machine` of the throughput of the kernel that will run the attention.
@@ -382,11 +384,11 @@ def _kernel_rate(
     return expected_kernel(key).rate
 
 
-def _predicate_bounds(predicate: str, queries: int, keys: int) -> tuple[bool, int | None]:
-    """Return (True if the mask is causal: no query sees later keys; the number of keys that a query sees).
+def _causal_and_window(predicate: str, queries: int, keys: int) -> tuple[bool, int | None]:
+    """Return whether the mask is causal (no query sees later keys), and the length of its sliding window.
 
-    The latter is that of a sliding window, counted up to the query's own key, or None if there is no window. Both are
-    found by evaluation of the mask at a few queries; they are used only to predict the work of the attention.
+    The length is the number of keys that a query sees, counted up to its own; None without a window. Both are found by
+    evaluation of the mask at a few queries; they are used only to predict the work of the attention.
 
     Args:
         predicate: The mask as a condition on q and k.

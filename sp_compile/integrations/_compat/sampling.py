@@ -66,11 +66,12 @@ class SampleSharer:
         # A tensor of a GPU would be received on the GPU of its sender, so the values are sent by the CPU.
         is_on_device = pytree.tree_map(lambda x: isinstance(x, torch.Tensor) and x.device.type != "cpu", value)
         sent = pytree.tree_map(lambda x, on_device: x.cpu() if on_device else x, value, is_on_device)
-        shared = [sent, is_on_device, _random_state()]
-        dist.broadcast_object_list(shared, group=self.accelerator.sequence_group, group_src=0)
-        _set_random_state(shared[2])
+        objects = [sent, is_on_device, _random_state()]
+        dist.broadcast_object_list(objects, group=self.accelerator.sequence_group, group_src=0)  # replaces the objects
+        shared, is_on_device, random_state = objects
+        _set_random_state(random_state)
         device = self.accelerator.device
-        return pytree.tree_map(lambda x, on_device: x.to(device) if on_device else x, *shared[:2])
+        return pytree.tree_map(lambda x, on_device: x.to(device) if on_device else x, shared, is_on_device)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's method on each rank, and return the completions of the first rank of the sequence."""
@@ -115,7 +116,9 @@ def _replace_globals(owner: type, method: str, functions: Mapping[str, Callable[
     """
     with ExitStack() as stack:
         for cls in owner.__mro__:
-            names = getattr(inspect.unwrap(vars(cls).get(method, object)), "__globals__", {})
+            if method not in vars(cls):
+                continue
+            names = getattr(inspect.unwrap(vars(cls)[method]), "__globals__", {})  # {} for a method that is built in
             for name, new in functions.items():
                 owner_package = getattr(names.get(name), "__module__", "").partition(".")[0]
                 if owner_package in (accelerate.__name__, "trl"):

@@ -39,10 +39,10 @@ def scan_triton(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:
     out = x.new_empty(x.shape, dtype=compute if dtype is torch.bool else dtype)  # bools are cast after the kernel
     if not x.numel():
         return out.to(dtype), x.new_full((x.shape[0], x.shape[2]), neutral, dtype=accumulate)
-    # int32: the dtype of indices, which these scans do not have.
     sweep = Sweep(
-        x, problem.op, neutral, compute, torch.int32, starts=starts, shift=problem.exclusive, reverse=problem.reverse
-    )
+        x, problem.op, neutral, compute, index=torch.int32,  # these scans have no indices
+        starts=starts, shift=problem.exclusive, reverse=problem.reverse,
+    )  # fmt: skip
     total = run_sweep(sweep, initial=None, out=State(out), total=True)
     assert total is not None
     return out.to(dtype), total.value.view(x.shape[0], x.shape[2]).to(accumulate)
@@ -72,7 +72,7 @@ def linear_triton(problem: ScanProblem, a: Tensor, b: Tensor, initial: Tensor | 
     if b.numel():
         sweep = _recurrence_sweep(problem, a, b)
         before = None if initial is None else State(initial.to(sweep.compute).reshape(1, -1))
-        run_sweep(sweep, before, out=State(h), total=False)
+        run_sweep(sweep, initial=before, out=State(h), total=False)
     return h
 
 
@@ -97,7 +97,8 @@ def _recurrence_sweep(problem: ScanProblem, a: Tensor, b: Tensor) -> Sweep:
     from .triton_tiles import Sweep
 
     compute = _state_dtype(problem.accumulate)
-    return Sweep(a, "linear", 1, compute, torch.int32, b, shift=problem.lagged, reverse=problem.reverse)
+    # The neutral factor is 1. int32: the dtype of indices, which a recurrence does not have.
+    return Sweep(a, "linear", 1, compute, index=torch.int32, second=b, shift=problem.lagged, reverse=problem.reverse)
 
 
 def _state_dtype(accumulate: torch.dtype) -> torch.dtype:

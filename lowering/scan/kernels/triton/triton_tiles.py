@@ -156,12 +156,13 @@ def append_last_state(  # type: ignore[no-untyped-def]
     A part is the places that one program scans. A scan with SHIFT combines at each place the element one place earlier,
     and so has not read the last one. In a lagged recurrence, s_i = a_i * (s_(i-1) + b_i), only the factors a are
     shifted: the summand b of the last element is in the state already, and only its factor is missing. The state
-    (0, factor) adds it; ``inside`` is False everywhere, so that no summand is read. ``time`` is not read, as no scan of
-    indexed states is shifted.
+    (0, factor) adds it, for which no summand is read (``nowhere``). ``time`` is not read, as no scan of indexed states
+    is shifted.
     """
     address = base + _time_at(end - 1, length, REVERSE) * inner
+    nowhere = address < 0
     last_p, last_q = _leaf_states(
-        x, second, source=address, address=address, source_mask=exists, state_mask=exists, inside=address < 0,
+        x, second, source=address, address=address, source_mask=exists, state_mask=exists, inside=nowhere,
         time=address, LEAF=LEAF, NEUTRAL=NEUTRAL, ACC=ACC, INDEX=INDEX, GIVEN=GIVEN,
     )  # fmt: skip
     return combine(p, q, last_p, last_q, OP)
@@ -311,7 +312,10 @@ class Sweep:
         return replace(self, x=x, second=second, starts=starts, shift=False, reverse=False)
 
     def states(self, places: int) -> State:
-        """Return uninitialized memory for the results of states of every line at this number of places."""
+        """Return uninitialized memory to store the state of every line at this number of places.
+
+        Of a state of logsumexp only the result is stored, one tensor (see `value_of`).
+        """
         shape, second_dtype = (places, self.lines), {"linear": self.compute, "indexed": self.index}.get(self.leaf)
         return State(
             self.x.new_empty(shape, dtype=self.compute),
