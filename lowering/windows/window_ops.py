@@ -131,7 +131,7 @@ def shift(x: Tensor, dim: int, before: int, after: int, fill: float, *placement_
     Source: constant_pad_nd.
     """
     dim, placement = dim % x.ndim, WindowPlacement(*placement_args)
-    return placement.finish(placement.rows(x, dim, before, after, 1, 1, fill), dim)
+    return placement.finish(placement.rows(x, dim, before, after, width=1, stride=1, fill=fill), dim)
 
 
 @composite(
@@ -153,7 +153,7 @@ def conv1d(
     """
     placement, width = WindowPlacement(*placement_args), dilation * (weight.shape[-1] - 1) + 1
     if placement.frame is not None or before < 0 or after > before:
-        rows = placement.rows(x, x.ndim - 1, before, after, width, stride, 0)
+        rows = placement.rows(x, x.ndim - 1, before, after, width, stride, fill=0)
         return placement.finish(torch.conv1d(rows, weight, bias, stride, 0, dilation, groups), x.ndim - 1)
     # torch pads both ends equally; the results of rows beyond ``after`` are removed.
     y = torch.conv1d(x, weight, bias, stride, before, dilation, groups)
@@ -180,7 +180,7 @@ def conv_along(
     placement, first = WindowPlacement(*placement_args), x.ndim - len(stride)  # first: the first dim of the image
     image_dim = dim % x.ndim - first  # index of the sequence among the dims of the image
     width = dilation[image_dim] * (weight.shape[2 + image_dim] - 1) + 1
-    rows = placement.rows(x, first + image_dim, before, after, width, stride[image_dim], 0)
+    rows = placement.rows(x, first + image_dim, before, after, width, stride[image_dim], fill=0)
     images = rows if x.ndim == weight.ndim else rows.unsqueeze(0)
     padding = [0 if i == image_dim else p for i, p in enumerate(padding)]
     y = torch.convolution(images, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
@@ -196,7 +196,7 @@ def avg_pool1d(x: Tensor, before: int, after: int, width: int, stride: int, *pla
     Shapes: ([B,] C, S) -> ([B,] C, (S + before + after - width) // stride + 1). Source: aten.avg_pool1d.
     """
     placement = WindowPlacement(*placement_args)
-    rows = placement.rows(x, x.ndim - 1, before, after, width, stride, 0)
+    rows = placement.rows(x, x.ndim - 1, before, after, width, stride, fill=0)
     return placement.finish(torch.avg_pool1d(rows, [width], [stride]), x.ndim - 1)
 
 

@@ -185,9 +185,10 @@ class JoinSequences(Pass):
         return placed
 
     def _split(self, gm: GraphModule, job: PassContext) -> int:
-        """Replace splits of sequences into pieces of different sizes by slices, and return their number.
+        """Replace splits of sequences into pieces of given sizes by slices, and return the number of changes.
 
-        A piece that is a part with a frame of its own (`self.apart`) becomes sp::rows, at which the frame changes.
+        A piece of a split, or a slice, that is a part with a frame of its own (`self.apart`) becomes sp::rows, at which
+        the frame changes.
         """
         axes, changes = job.axes(gm), 0
         for node in [n for n in gm.graph.nodes if n.target in PIECE_OPS]:
@@ -206,7 +207,6 @@ class JoinSequences(Pass):
                     elif is_split:
                         args = (x, dim, self.sizes(start), self.sizes(start + length))
                         pieces[index] = self.compute(aten.slice.Tensor, args, node)
-            # A slice has a piece only if it is a part with a frame of its own.
             if pieces and (not is_split or all(user.target is operator.getitem for user in node.users)):
                 self.replace(node, pieces if is_split else pieces[0])
                 changes += 1
@@ -318,7 +318,8 @@ def _is_row_shift(parts: Sequence[JoinedPart]) -> bool:
     lengths = [part.length for part in parts]
     if len(parts) != 2 or 1 not in lengths:
         return False
-    piece = match_piece(parts[1 - lengths.index(1)].value)  # x[:, :-1] or x[:, 1:], if x is as long as the result
+    other_rows = parts[1 - lengths.index(1)].value
+    piece = match_piece(other_rows)  # x[:, :-1] or x[:, 1:], if x is as long as the result
     return piece is not None and piece.keeps_dim and is_same_size(node_shape(piece.source)[piece.dim], sum(lengths))
 
 

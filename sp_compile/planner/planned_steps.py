@@ -129,8 +129,8 @@ class PlannedStep:
     def _compute_peaks(self, share: float) -> StepPeaks:
         """Return the peaks with this share on the host.
 
-        They are exact for the share of the dry run, if a few layers represent all, and for share 1. Others are
-        interpolated between the shares 0 and 1.
+        They are exact for every share if a few layers represent all (`exact`), else for 1 and the share of the dry run,
+        and interpolated between 0 and 1 for others.
         """
         unrolls, n = self.dry_run.steps or [], self.config.ranks  # for each graph, the steps for any share
         if share == self.config.offload:
@@ -224,7 +224,7 @@ class StepPlanner:
         stored in `_problems`.
 
         Raises:
-            SpError: If none of the first configurations of this planner is possible.
+            SpError: If the dry run of the first configurations fails, which are all with or all without checkpoints.
         """
         new = [config for config in dict.fromkeys(configs) if config not in self._steps]
         layers = similar_layers(self.model)
@@ -384,9 +384,9 @@ class StepPlanner:
             share: The share of saved values on the host.
         """
         peaks, n, machine, weights = step.peak_memory(share), step.config.ranks, self.machine, self.weights
-        has_attention = choice.key == step.config.key
-        # Bytes, and the phase of the peak. With another attention, the peak grows by the difference of its memory.
-        memory, phase = peaks.memory(state, n, 0.0 if has_attention else choice.memory - step.attention.memory)
+        has_choice = choice.key == step.config.key
+        added_bytes = 0.0 if has_choice else choice.memory - step.attention.memory
+        memory, phase = peaks.memory(state, n, attention_bytes=added_bytes)
         seconds = step.seconds(step.actual_attention(choice), machine)
         shards = n if state == SHARDED_STATE else 1
         if shards > 1:  # FSDP gathers weights in forward and backward, and overlaps its exchanges with the step

@@ -183,11 +183,11 @@ class FuseEagerAttention(CanonicalPass):
         if scores.gate is not None:
             return self._emit_gated_mask(scores, scores.gate.materialize(self, like), shape, like)
         bias, allowed, is_equivalent = self._emit_biases(scores, shape, dtype, absorbs_fills, like)
-        for condition, filled_value, _ in scores.fills:  # `filled_value`: True if they are filled where it is True
+        for condition, fills_true, _ in scores.fills:  # scores are filled where the condition is `fills_true`
             node = condition.materialize(self, like)
             if condition.dtype != torch.bool:
                 node = self.compute(aten.ne.Scalar, (node, 0), like)
-            if filled_value:
+            if fills_true:
                 node = self.compute(aten.logical_not.default, (node,), like)
             allowed = self._intersect(allowed, node, like)
         if not absorbs_fills and allowed is not None and any(math.isfinite(fill) for *_, fill in scores.fills):

@@ -123,7 +123,7 @@ class LoopMatcher:
         if not values:
             raise NotALoop("no list")
         # `_skip_views` skips views that undo each other, so that nodes with equal values are compared.
-        self.root, self.length = self._match_operand([_skip_views(v) for v in values], 0), len(values)
+        self.root, self.length = self._match_operand([_skip_views(v) for v in values], first=0), len(values)
         for column in self.columns:  # grows during the loop
             self._read_arguments(column)
 
@@ -210,7 +210,7 @@ class LoopMatcher:
         Args:
             values: The nodes that are read at the steps first, first + 1, ...
             first: The first step that reads.
-            lags: The numbers of steps by which the column may have the nodes earlier: 0 for the same step.
+            lags: The permitted lags, in steps from a node of the column to the step that reads it.
         """
         owner = self.owner.get(values[0]) if isinstance(values[0], Node) else None
         if owner is None:
