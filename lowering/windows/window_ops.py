@@ -313,9 +313,10 @@ def roll(x: Tensor, dim: int, shift: int, frame: FrameArg | None = None, n: int 
         return read_around_ring(x, dim, -shift, s - shift, s, n, group)
     # Read the shifted rows, and those that wrap around; select between them by position.
     wrapped = wrapped_rows(shift, frame, s)
-    rows = read_around(x, dim, -shift, s - shift, frame, 0, n, group)
-    wrapped_values = read_around(x, dim, *wrapped.source, frame, 0, n, group)
-    wrapped_values = _pad_rows(wrapped_values, dim, wrapped.low, s - wrapped.high, 0)
+    fill = 0  # in rows that are not selected
+    rows = read_around(x, dim, -shift, s - shift, frame, fill, n, group)
+    wrapped_values = read_around(x, dim, *wrapped.source, frame, fill, n, group)
+    wrapped_values = _pad_rows(wrapped_values, dim, wrapped.low, s - wrapped.high, fill)
     positions = own_positions(frame, n, group, x.device)
     wraps = (positions >= wrapped.first) & (positions < wrapped.last)
     return window(torch.where(column_along(wraps, dim, x.ndim), wrapped_values, rows), dim, frame, n, group)

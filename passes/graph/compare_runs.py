@@ -36,7 +36,7 @@ def run_with_grads(
     """Run a graph forward and backward with fixed gradients of its outputs, so that runs can be compared.
 
     Inputs are copied to new leaves, of which gradients are returned. In place of an input that is not a leaf, the graph
-    gets a clone of the new leaf: it may mutate the clone, while autograd forbids to mutate a leaf.
+    gets a clone of the new leaf: it may mutate the clone, which autograd forbids for a leaf.
 
     Args:
         gm: Graph to run.

@@ -62,13 +62,14 @@ class JoinSequences(Pass):
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Replace concatenations until none is left, then the splits of their results; return their number.
 
-        Concatenations of all pieces of one value, cat(split(x)), are replaced by the value first (`_restore`). Each
-        round finds all concatenations along the sequence, and chooses for each the parts with frames of their own
+        Concatenations of all pieces of one value, cat(split(x)), are replaced by the value before (`_cancel_split`).
+        Each round finds all concatenations along the sequence, and chooses for each the parts with frames of their own
         (`_find_apart`), before any of them is replaced, since a replacement makes the analysis `axes` outdated.
         """
         if job.ranks.n == 1:
             return 0
-        changes = sum(self._restore(node) for node in gm.graph.find_nodes(op="call_function", target=aten.cat.default))
+        cats = gm.graph.find_nodes(op="call_function", target=aten.cat.default)
+        changes = sum(map(self._cancel_split, cats))
         if changes:
             job.invalidate()
         self.apart: set[tuple[Size, Size, Size]] = set()  # (start, length, total) of parts with frames of their own
@@ -89,7 +90,7 @@ class JoinSequences(Pass):
             job.invalidate()
         return changes + (self._split(gm, job) if changes else 0)
 
-    def _restore(self, node: Node) -> bool:
+    def _cancel_split(self, node: Node) -> bool:
         """Replace a concatenation of all pieces of one value, cat(split(x)), by a copy of the value.
 
         Return True if the node was such a concatenation.
@@ -140,7 +141,7 @@ class JoinSequences(Pass):
         self.note(joined, text)
         self.replace(node, joined)
 
-    def _rows(self, x: Node, dim: int, start: Size, length: Size, like: Node) -> Node:
+    def _emit_rows(self, x: Node, dim: int, start: Size, length: Size, like: Node) -> Node:
         """Emit sp::rows, x[start : start + length] along a dim, whose result has another frame than x."""
         rows = self.compute(sp.rows.default, (x, dim, self.sizes(start), self.sizes(length)), like)
         set_node_info(rows, is_apart=True)
@@ -179,7 +180,7 @@ class JoinSequences(Pass):
         length = node_shape(x)[dim]
         index = self.compute(aten.sub.Tensor, (positions, self.sizes(start)), like)
         index = self.compute(aten.clamp.default, (index, 0, self.sizes(length - 1)), like)
-        rows = self._rows(x, dim, 0, length, like)
+        rows = self._emit_rows(x, dim, 0, length, like)
         placed = self.compute(aten.index_select.default, (rows, dim, index), like)
         set_node_info(placed, is_apart=True)  # its frame is that of the concatenation, not that of its operand
         return placed
@@ -203,7 +204,7 @@ class JoinSequences(Pass):
                 for index in read_results(node) if is_split else [0]:
                     start, length = rule.spans[index]
                     if (start, length, total) in self.apart:
-                        pieces[index] = self._rows(x, dim, start, length, node)
+                        pieces[index] = self._emit_rows(x, dim, start, length, node)
                     elif is_split:
                         args = (x, dim, self.sizes(start), self.sizes(start + length))
                         pieces[index] = self.compute(aten.slice.Tensor, args, node)

@@ -210,7 +210,7 @@ class StepPlanner:
         return ModelBytes.of(self.model)
 
     def states(self, n: int) -> Sequence[str]:
-        """Return the placements of the state (`STATES`) that the options allow, the one to lower first."""
+        """Return the placements of the state (`STATES`) that the options allow; the model is lowered with the first."""
         if n == 1:
             return (REPLICATED_STATE,)
         if "state" in self.options:

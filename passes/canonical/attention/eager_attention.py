@@ -153,8 +153,9 @@ class FuseEagerAttention(CanonicalPass):
         if sinks is None and scores.score == SCORE:
             args: tuple[Any, ...] = (*qkv, mask, attention.dropout)
             return self.compute(aten.scaled_dot_product_attention.default, args, like, {"scale": scores.scale})
-        # q, k, v, no rows, cols, sizes and predicate, dropout_p, scale, enable_gqa
-        args = (*qkv, [], [], [], "", attention.dropout, scores.scale, False)
+        no_predicate: tuple[Any, ...] = ([], [], [], "")  # rows, cols, sizes, predicate
+        enable_gqa = False
+        args = (*qkv, *no_predicate, attention.dropout, scores.scale, enable_gqa)
         kwargs: dict[str, Any] = {"attn_mask": mask}
         if scores.score != SCORE:
             kwargs |= {"score": register_expression(scores.score), "heads": []}

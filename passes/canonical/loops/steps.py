@@ -171,11 +171,11 @@ class LoopMatcher:
             return seed
         operand = self._find_column(values, first) or _match_index_read(values, first)
         if operand is not None or _are_similar(values):
-            return operand or ColumnRef(self._add_column(values, first), 0)
+            return operand or ColumnRef(self._add_column(values, first), lag=0)
         # The first value is different: match the others, as values of one column or one tensor.
         later = self._find_column(later_values, first + 1) or _match_index_read(later_values, first + 1)
         if later is None and _are_similar(later_values) and len(later_values) > 1:
-            later = ColumnRef(self._add_column(later_values, first + 1), 0)
+            later = ColumnRef(self._add_column(later_values, first + 1), lag=0)
         if later is None:
             later = self._find_delayed(later_values, first + 1)  # more than one initial value: h[t] = f(h[t - 2])
         # The initial value must be a tensor (or a constant), as later ones are: a node may also be a list or an int.

@@ -199,7 +199,8 @@ class ControlChannel:
             with suppress(RuntimeError):  # the rank that hosts the store is lost
                 query_store(lambda: self.store.set(f"waits/{dist.get_rank()}", str(self.exchanges)), None)
         # A rank that has raised may catch the exception and come to the next call. So only a call waits RETRY_SECONDS.
-        is_lost = not stopped.continues or (stopped.raised and (message.verb != CALL_VERB or waited > RETRY_SECONDS))
+        may_come = message.verb == CALL_VERB and waited <= RETRY_SECONDS
+        is_lost = not stopped.continues or (stopped.raised and not may_come)
         if is_late or is_lost:
             raise self.fail_timeout(message, waited)
 
