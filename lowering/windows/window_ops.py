@@ -47,10 +47,11 @@ def _read_rows(before: int, width: int, stride: int, frame: FrameArg, result: Fr
     Result row j reads rows j * stride - before + [0, width). Arguments: as of `window_shifts`.
     """
     assert frame_folds(frame) == frame_folds(result) == 1, "the zigzag layout separates the neighbors of a window"
+    start, result_start = frame[2], result[2]  # positions of the first rows of x and of the result
     # A rank with s rows of x from position p on has the result's positions from p / stride on. The first of them is row
-    # j = p / stride - result[2] of the result, as result[2] is the start of its frame. Its window begins at row
-    # j * stride - before of x, which is at position frame[2] + j * stride - before. Minus p, this is `low`.
-    low = frame[2] - before - stride * result[2]
+    # j = p / stride - result_start of the result. Its window begins at row j * stride - before of x, which is at
+    # position start + j * stride - before. Minus p, this is `low`.
+    low = start - before - stride * result_start
     return low, low + local_row_count(frame, n) + width - stride  # the last window begins at low + s - stride
 
 

@@ -62,7 +62,7 @@ class JoinSequences(Pass):
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Replace concatenations until none is left, then the splits of their results; return their number.
 
-        Concatenations of all pieces of one value, cat(split(x)), are replaced by the value before (`_cancel_split`).
+        First, concatenations of all pieces of one value, cat(split(x)), are replaced by the value (`_cancel_split`).
         Each round finds all concatenations along the sequence, and chooses for each the parts with frames of their own
         (`_find_apart`), before any of them is replaced, since a replacement makes the analysis `axes` outdated.
         """

@@ -375,9 +375,11 @@ def _match_values_product(product: ProductMatch, weights: Node, order: tuple[int
 
 
 def _values_refusal(last: Node | None, keys_dim: int) -> str:
-    """Return the reason why `last`, the reader of the probabilities or None, is not their product with the values.
+    """Return the reason why the probabilities are not multiplied by values in a way that an attention op does.
 
-    `keys_dim` is the dim along which the probabilities sum to 1.
+    Args:
+        last: The product that reads the probabilities; None if another op does.
+        keys_dim: The dim along which the probabilities sum to 1.
     """
     product = match_product(last) if last is not None else None
     if product is not None:

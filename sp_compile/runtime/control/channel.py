@@ -275,7 +275,7 @@ class ControlChannel:
     def break_group(self, notice: StopNotice, operation: str) -> SpError:
         """Mark the channel as broken by a rank that has raised, publish that, and return the error.
 
-        The published notice ends the waits of other ranks for this one.
+        The published notice is that of the rank, but for this group only. It ends waits of other ranks for this one.
 
         Args:
             notice: The notice of the rank that has raised.
