@@ -294,7 +294,7 @@ class StepPlanner:
     def _find_attention_choices(self, n: int) -> list[AttentionChoice]:
         """Return a choice for each strategy and layout, and choices that mix several, for `attention_choices`."""
         if not self._shapes or n == 1:
-            return [self._attention_choice(n, AUTO, CONTIGUOUS.name)]
+            return [self._attention_choice(n, AUTO, order=CONTIGUOUS.name)]
         user_strategy, user_layout = (self.options.get(name, "auto") for name in PLAN_OPTIONS)
         is_balanced = any(shape.order.is_balanced for shape, _ in self._shapes)
         layouts = [order.name for order in LAYOUTS.values() if order.is_balanced == is_balanced]
@@ -302,8 +302,7 @@ class StepPlanner:
         strategies = [s.name for s in attention_strategies() if user_strategy in ("auto", s.name)]
         choices = []
         for strategy, layout in product(strategies, layouts):
-            # (strategy, layout) are the options of the attentions, the last argument is the layout of the program.
-            choice = self._attention_choice(n, (strategy, layout), layout)
+            choice = self._attention_choice(n, (strategy, layout), order=layout)
             has_layout = any(candidate.layout == layout for candidate, _ in choice.candidates)
             if has_layout:  # else all attentions permute their rows to another one
                 choices.append(choice)
@@ -311,7 +310,7 @@ class StepPlanner:
         # the strategy "auto", with different strategies. `by_order` has a choice for each layout of the program outside
         # of attention, from which each attention may permute its rows.
         for strategy in dict.fromkeys([*strategies, user_strategy]):
-            by_order = [self._attention_choice(n, (strategy, user_layout), order) for order in layouts]
+            by_order = [self._attention_choice(n, (strategy, user_layout), order=order) for order in layouts]
             mixed = min((choice for choice in by_order if choice.candidates), key=lambda c: c.seconds, default=None)
             if mixed is not None and all(choice.candidates != mixed.candidates for choice in choices):
                 choices.append(mixed)

@@ -279,7 +279,8 @@ def _match_attention(softmax: SoftmaxMatch) -> EagerAttention | str:
     # Backward from the softmax: its log-sum-exp, sinks (logits without a key), then the scores down to q @ k.mT.
     x, keys_dim = softmax.source, softmax.dim
     lse = _match_lse(x, softmax.result) if keys_dim == x.meta["val"].ndim - 1 else None
-    source = match_softmax_source(x, keys_dim, *([lse] if lse is not None else []), *softmax.readers)
+    readers = [*softmax.readers] if lse is None else [lse, *softmax.readers]
+    source = match_softmax_source(x, keys_dim, *readers)
     scores = match_scores(source.scores, keys_dim, *source.readers)
     if scores is None:
         return scores_refusal(source.scores)

@@ -243,8 +243,8 @@ class ControlChannel:
         cause = f"\n{str(error).splitlines()[0][:200]}" if str(error or "") else ""
         details = (f", in {place}" if place else "") + cause
         operation = " ".join(_read_line(message)).strip()
-        # Ranks announce waits for messages only. In a collective of the program, absent ranks are not known: pass 0.0.
-        absent = self._absent_ranks(0.0 if place else waited)
+        waited_for_message = 0.0 if place else waited  # ranks do not announce waits in collectives of the program
+        absent = self._absent_ranks(waited_for_message)
         who = f"rank {', '.join(map(str, absent))}" if absent else "other ranks"
         timeout = f"{operation} and timed out after {waited:.0f} s"
         stop = f"rank {stopped.rank} stopped: {stopped.text}" if stopped.text else ""
