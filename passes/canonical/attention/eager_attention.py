@@ -184,11 +184,11 @@ class FuseEagerAttention(CanonicalPass):
         if scores.gate is not None:
             return self._emit_gated_mask(scores, scores.gate.materialize(self, like), shape, like)
         bias, allowed, is_equivalent = self._emit_biases(scores, shape, dtype, absorbs_fills, like)
-        for condition, fills_true, _ in scores.fills:  # scores are filled where the condition is `fills_true`
+        for condition, filled_value, _ in scores.fills:  # scores are filled where it is `filled_value`
             node = condition.materialize(self, like)
             if condition.dtype != torch.bool:
                 node = self.compute(aten.ne.Scalar, (node, 0), like)
-            if fills_true:
+            if filled_value:
                 node = self.compute(aten.logical_not.default, (node,), like)
             allowed = self._intersect(allowed, node, like)
         if not absorbs_fills and allowed is not None and any(math.isfinite(fill) for *_, fill in scores.fills):

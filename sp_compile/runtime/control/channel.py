@@ -125,7 +125,7 @@ class ControlChannel:
         with self.lock:
             self.check_broken()
             start_time, finished = time.monotonic(), False
-            _waiting_channels.set()  # no heartbeats of this process until the end of the exchange
+            _is_waiting.set()  # no heartbeats of this process until the end of the exchange
             try:
                 links = self.links or self._connect(message, start_time)
                 result = run(links, partial(self._check_progress, message, start_time))
@@ -135,7 +135,7 @@ class ControlChannel:
             except OSError as error:
                 raise self.fail_timeout(message, time.monotonic() - start_time, error) from error
             finally:
-                _waiting_channels.clear()
+                _is_waiting.clear()
                 if not finished and not self.broken:  # after an interrupt, messages of the others remain in transit
                     self.broken = f"rank {dist.get_rank()} {message} and was interrupted"
                     publish_stop(f"it {message} and was interrupted", continues=True, within=self.name)
@@ -370,12 +370,12 @@ class ControlChannel:
 
     def send_heartbeat(self) -> None:
         """Send a heartbeat to the other ranks, unless this rank waits for ranks itself."""
-        if not _waiting_channels.is_set():
+        if not _is_waiting.is_set():
             with suppress(RuntimeError):  # the rank that hosts the store is lost
                 self.store.add("compiles", 1)
 
 
-_waiting_channels = threading.Event()  # set while this process waits for other ranks
+_is_waiting = threading.Event()  # set while this process waits for other ranks
 
 
 def _forget_model(models: dict[tuple[int, ...], Any], key: tuple[int, ...], _reference: Any) -> None:
