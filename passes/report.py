@@ -175,7 +175,8 @@ class Report:
             (e.op, e.shape, _format_bytes(e.forward), _format_bytes(e.backward), shorten_line(e.where))
             for e in self.exchanges
         ]
-        totals = [_format_bytes(sum(getattr(e, way) for e in self.exchanges)) for way in ("forward", "backward")]
+        sums = sum(e.forward for e in self.exchanges), sum(e.backward for e in self.exchanges)
+        totals = map(_format_bytes, sums)
         headers = ("times", "exchange", "local shape", "sent forward", "sent backward", "at")
         rows = [*_group_rows(sent), ("", "total", "", *totals, "")]
         return tabulate(rows, headers=headers, maxcolwidths=LINE_WIDTH)

@@ -58,7 +58,7 @@ class PartAccumulator:
             target.copy_(addend) if is_new else target.add_(addend)
 
     def total(self) -> Tensor:
-        """Return the gradient; rows without a part have any values."""
+        """Return the gradient; the values of rows without a part are undefined."""
         if self._total is None:
             return torch.empty_like(self._empty, device=self._like.device)
         return self._total.to(self._empty.dtype)
@@ -77,7 +77,10 @@ def _empty_parts(q: Tensor, k: Tensor, v: Tensor, narrow: bool) -> tuple[Tensor,
 def _parts_workspace(
     workspace: int, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any
 ) -> int:
-    """Return the peak memory of the operator, without its operands and results, in bytes, for estimates."""
+    """Return the peak memory of the operator in bytes, without its operands and results, for estimates.
+
+    ``workspace`` is the memory that its kernel allocates.
+    """
     _, (_, narrow, *_) = LocalArgs.of(arguments)
     if not narrow:
         return backward_workspace(workspace, grad, q, k, v, out, lse, *arguments)

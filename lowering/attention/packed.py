@@ -204,8 +204,8 @@ def _split_by_length(
 
     With ``row_bytes`` (bytes of a query row) the kernel allocates memory for each sequence of a call as for the
     longest. The call that allocates the most is split into long and short sequences, until it allocates at most
-    `max_ratio` times the rows in use, or few bytes. None for other kernels, such as FlashAttention: their calls need
-    only fit the grid. ``other_calls`` is the number of the attention's calls besides these, which limits the splits.
+    `max_ratio` times the rows in use, or few bytes. Without, as for FlashAttention, calls need only fit the grid.
+    ``other_calls`` is the number of the attention's calls besides these, which limits the splits.
     """
     # Split calls into parts (lists of sequences) that fit CUDA's grid.
     max_runs = MAX_SEQUENCES // batch

@@ -178,7 +178,7 @@ class _SimulatedWorld:
 
 
 def _describe_call(call: tuple[str, Tensor] | None) -> str:
-    """Return a collective call as text, such as "all_reduce of float32[2, 3]".
+    """Return a collective call as text, such as "all_reduce of float32[2, 3]"; "finished" for a rank without one.
 
     The texts of the ranks are compared, and are part of error messages.
     """

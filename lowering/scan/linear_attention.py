@@ -79,8 +79,8 @@ def linear_attention_state(*operands: Any) -> Tensor:
     that each rank sends. Backward: through the same products, differentiable once.
     """
     shards, _, ends = _process_tokens(*operands)  # ends: (B, H, folds, K, V), or with closed (N, H, K, V)
-    tokens = TokenRows(*operands[: len(TokenRows.__match_args__)])  # the first operands, one for each field
-    exchange = shards.carry_exchange(tokens.v, 1, False)  # along dim 1, not reversed
+    tokens = TokenRows(*operands[:10])  # its ten fields are the first operands
+    exchange = shards.carry_exchange(tokens.v, dim=1, reverse=False)
     if tokens.closed is not None:  # each state is computed by the rank with the last token; the others have zeros
         return ends if exchange.is_single else sp.all_reduce(ends, exchange.n, exchange.group)
     return ends[:, :, -1] if exchange.is_single else last_end(ends.movedim(2, 0), exchange)
@@ -99,7 +99,7 @@ def _process_tokens(*operands: Any) -> tuple[ScanShards, Tensor, Tensor]:
         The shards; the result (B, S, H, V); and the state after each fold, (B, H, folds, K, V), or if documents have
         states of their own the state after each, (N, H, K, V).
     """
-    *rows, initial, scale, kernel = operands[:13]  # `rows`: the ten fields of TokenRows
+    *rows, initial, scale, kernel = operands[:13]  # `rows`: the ten fields of `TokenRows`
     shards = ScanShards(*operands[13:])  # the frame and the ranks
     tokens = TokenRows(*rows)
     exchange = shards.carry_exchange(tokens.v, dim=1, reverse=False)  # of the states, between ranks

@@ -104,12 +104,11 @@ def is_grouped_product(node: Node) -> bool:
 
 
 def _grouped_flops(a: Node, b: Node) -> int:
-    """Return the FLOPs of a grouped product of operands (R, I), (E, I, O) or (I, R), (R, O) or (E, R, I), (E, I, O).
+    """Return the FLOPs of a grouped product: those of one product, or of E products for (E, R, I), (E, I, O).
 
-    R rows in E groups have I inputs and O outputs each. In the first two forms each row is in one group, so that the
-    FLOPs are those of one product. In the last form every group has R rows: E products.
+    In the other forms, (R, I), (E, I, O), or (I, R), (R, O), or (E, O, I), (I, R), the R rows are divided among the E
+    groups: each row is in one product.
     """
     a_shape, b_shape = (list(map(size_hint, n.meta["val"].shape)) for n in (a, b))
-    is_batched = len(a_shape) == len(b_shape) == 3
-    a_sizes = a_shape if is_batched else a_shape[-2:]
-    return 2 * math.prod([*a_sizes, b_shape[-1]])
+    num_products = a_shape[0] if len(a_shape) == len(b_shape) == 3 else 1
+    return num_products * 2 * math.prod([*a_shape[-2:], b_shape[-1]])

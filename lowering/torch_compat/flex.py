@@ -106,7 +106,8 @@ def flex_backward(
         example = q.new_zeros((), requires_grad=True), *indices
         leaves = tuple(x.detach().requires_grad_() if i in learned else x for i, x in enumerate(call.reads))
         forward, joint = create_fw_bw_graph(call.score_mod, example, leaves)
-    operands = q, k, v, out, lse / LN2, grad, None  # None: no gradient of the log-sum-exps
+    base2_lse, lse_grad = lse / LN2, None
+    operands = q, k, v, out, base2_lse, grad, lse_grad
     results = torch.ops.higher_order.flex_attention_backward(*operands, forward, joint, *call.arguments(q, k))
     dq, dk, dv, read_grads = results
     return dq, dk, dv, *(read_grads[i] for i in sorted(learned))

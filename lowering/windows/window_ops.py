@@ -47,10 +47,11 @@ def _read_rows(before: int, width: int, stride: int, frame: FrameArg, result: Fr
     Result row j reads rows j * stride - before + [0, width). Arguments: as of `window_shifts`.
     """
     assert frame_folds(frame) == frame_folds(result) == 1, "the zigzag layout separates the neighbors of a window"
+    start, result_start = frame[2], result[2]  # positions of the first rows of x and of the result
     # A rank with s rows of x from position p on has the result's positions from p / stride on. The first of them is row
-    # j = p / stride - result[2] of the result, as result[2] is the start of its frame. Its window begins at row
-    # j * stride - before of x, which is at position frame[2] + j * stride - before. Minus p, this is `low`.
-    low = frame[2] - before - stride * result[2]
+    # j = p / stride - result_start of the result. Its window begins at row j * stride - before of x, which is at
+    # position start + j * stride - before. Minus p, this is `low`.
+    low = start - before - stride * result_start
     return low, low + local_row_count(frame, n) + width - stride  # the last window begins at low + s - stride
 
 
@@ -131,7 +132,7 @@ def shift(x: Tensor, dim: int, before: int, after: int, fill: float, *placement_
     Source: constant_pad_nd.
     """
     dim, placement = dim % x.ndim, WindowPlacement(*placement_args)
-    return placement.finish(placement.rows(x, dim, before, after, 1, 1, fill), dim)
+    return placement.finish(placement.rows(x, dim, before, after, width=1, stride=1, fill=fill), dim)
 
 
 @composite(
@@ -153,7 +154,7 @@ def conv1d(
     """
     placement, width = WindowPlacement(*placement_args), dilation * (weight.shape[-1] - 1) + 1
     if placement.frame is not None or before < 0 or after > before:
-        rows = placement.rows(x, x.ndim - 1, before, after, width, stride, 0)
+        rows = placement.rows(x, x.ndim - 1, before, after, width, stride, fill=0)
         return placement.finish(torch.conv1d(rows, weight, bias, stride, 0, dilation, groups), x.ndim - 1)
     # torch pads both ends equally; the results of rows beyond ``after`` are removed.
     y = torch.conv1d(x, weight, bias, stride, before, dilation, groups)
@@ -180,7 +181,7 @@ def conv_along(
     placement, first = WindowPlacement(*placement_args), x.ndim - len(stride)  # first: the first dim of the image
     image_dim = dim % x.ndim - first  # index of the sequence among the dims of the image
     width = dilation[image_dim] * (weight.shape[2 + image_dim] - 1) + 1
-    rows = placement.rows(x, first + image_dim, before, after, width, stride[image_dim], 0)
+    rows = placement.rows(x, first + image_dim, before, after, width, stride[image_dim], fill=0)
     images = rows if x.ndim == weight.ndim else rows.unsqueeze(0)
     padding = [0 if i == image_dim else p for i, p in enumerate(padding)]
     y = torch.convolution(images, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
@@ -196,7 +197,7 @@ def avg_pool1d(x: Tensor, before: int, after: int, width: int, stride: int, *pla
     Shapes: ([B,] C, S) -> ([B,] C, (S + before + after - width) // stride + 1). Source: aten.avg_pool1d.
     """
     placement = WindowPlacement(*placement_args)
-    rows = placement.rows(x, x.ndim - 1, before, after, width, stride, 0)
+    rows = placement.rows(x, x.ndim - 1, before, after, width, stride, fill=0)
     return placement.finish(torch.avg_pool1d(rows, [width], [stride]), x.ndim - 1)
 
 
@@ -313,9 +314,10 @@ def roll(x: Tensor, dim: int, shift: int, frame: FrameArg | None = None, n: int 
         return read_around_ring(x, dim, -shift, s - shift, s, n, group)
     # Read the shifted rows, and those that wrap around; select between them by position.
     wrapped = wrapped_rows(shift, frame, s)
-    rows = read_around(x, dim, -shift, s - shift, frame, 0, n, group)
-    wrapped_values = read_around(x, dim, *wrapped.source, frame, 0, n, group)
-    wrapped_values = _pad_rows(wrapped_values, dim, wrapped.low, s - wrapped.high, 0)
+    fill = 0  # in rows that are not selected
+    rows = read_around(x, dim, -shift, s - shift, frame, fill, n, group)
+    wrapped_values = read_around(x, dim, *wrapped.source, frame, fill, n, group)
+    wrapped_values = _pad_rows(wrapped_values, dim, wrapped.low, s - wrapped.high, fill)
     positions = own_positions(frame, n, group, x.device)
     wraps = (positions >= wrapped.first) & (positions < wrapped.last)
     return window(torch.where(column_along(wraps, dim, x.ndim), wrapped_values, rows), dim, frame, n, group)

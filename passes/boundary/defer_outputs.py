@@ -67,14 +67,13 @@ class DeferOutputs(Pass):
                 continue
             graph, operands = _extract_graph(gm, recomputed, node)
             sources = tuple(_return_operand(x, leaves, context.trains) for x in operands)
-            # The program must still return a value at the output's number: an operand that is an extra output, such as
-            # hidden, which is sharded as the output was. If all operands are arguments, as a shard of hidden that the
-            # caller passes to the head, the first one is returned as well.
+            # In place of the output, the program returns an operand, such as hidden, which is sharded as the output
+            # was: it is one that is an extra output, or the first one if all are arguments.
             returned = [leaves[source.position] for source in sources if not source.is_argument]
-            operand_output = returned[0] if returned else insert_detach(operands[0])
+            replacement = returned[0] if returned else insert_detach(operands[0])
             deferred_graph = DeferredGraph(graph, node.meta["val"], sources)
             for i in node_numbers:
-                leaves[i], deferred[i] = operand_output, deferred_graph
+                leaves[i], deferred[i] = replacement, deferred_graph
         if deferred:
             set_outputs(gm, leaves)
             erase_dead(gm.graph)

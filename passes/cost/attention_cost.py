@@ -80,10 +80,10 @@ class AttentionShape:
     @property
     def head_bytes(self) -> HeadBytes:
         """Return the bytes of all heads on one rank, from which strategies compute their exchanges."""
+        queries = self.heads * self.q_bytes
         results = self.batch * self.heads * self.q_rows * self.v_head_dim * self.element_size
-        # Those of keys and values; `q_bytes` are those of one head.
-        keys = self.batch * self.kv_heads * self.kv_rows * (self.head_dim + self.v_head_dim) * self.element_size
-        return HeadBytes(self.heads * self.q_bytes, results, keys, self.kv_heads, self.element_size)
+        keys_and_values = self.batch * self.kv_heads * self.kv_rows * (self.head_dim + self.v_head_dim)
+        return HeadBytes(queries, results, keys_and_values * self.element_size, self.kv_heads, self.element_size)
 
     @property
     def widening(self) -> int:
@@ -162,9 +162,9 @@ class AttentionShape:
         return not_ahead if self.window is None else not_ahead - pairs_from(self.window)
 
     def imbalance(self, parts: int, layout: str = CONTIGUOUS.name) -> float:
-        """Return the maximum over the mean work of `parts` ranks that share the queries in this layout.
+        """Return the work of the busiest of `parts` ranks that share the queries in this layout, divided by the mean.
 
-        The rank with the maximum determines the seconds of an attention, so strategies multiply the FLOPs by it.
+        The busiest rank determines the seconds of an attention, so strategies multiply the FLOPs by this number.
         """
         chunks = LAYOUTS[layout].chunks
         # Balanced order, zigzag order without documents, or nothing to compute.
@@ -294,19 +294,19 @@ def all_candidates(shape: AttentionShape, machine: Machine) -> list[Candidate]:
 def candidates_in_order(shape: AttentionShape, machine: Machine) -> list[Candidate]:
     """Return the candidates for a program whose rows are already in `shape.order`, from which a pass chooses.
 
-    In a permuted order (zigzag, balanced) the keys of a window are on many ranks, so a ring costs the same as without
-    the window. In zigzag order, the candidates with a ring are therefore those of the shape without the window, of this
-    layout only; in balanced order all candidates are.
+    In a permuted order (zigzag, balanced) the keys of a window are on many ranks, so that a ring costs the same as
+    without the window: candidates with a ring are those of the shape without it.
     """
+    unwindowed = replace(shape, window=None)
     if shape.order.is_balanced:
-        return all_candidates(replace(shape, window=None), machine)
+        return all_candidates(unwindowed, machine)
     candidates = all_candidates(shape, machine)
-    # Only causal attention of equal lengths has candidates in zigzag order.
-    if shape.order.is_in_order or not shape.causal or shape.q_len != shape.kv_len:
+    can_be_zigzag = shape.causal and shape.q_len == shape.kv_len
+    if shape.order.is_in_order or not can_be_zigzag:
         return candidates
     without_rings = [c for c in candidates if c.ring == 1]
-    unwindowed = all_candidates(replace(shape, window=None), machine)
-    return without_rings + [c for c in unwindowed if c.ring > 1 and c.layout == shape.order.name]
+    rings = [c for c in all_candidates(unwindowed, machine) if c.ring > 1]
+    return without_rings + [c for c in rings if c.layout == shape.order.name]
 
 
 def fastest_candidate(candidates: Sequence[Candidate]) -> Candidate:
@@ -331,10 +331,10 @@ def choose_attention(candidates: Sequence[Candidate]) -> Candidate:
     Raises:
         SpError: If no candidate is legal.
     """
-    best = fastest_candidate(candidates)
+    fastest = fastest_candidate(candidates)
     legal = [c for c in candidates if c.legal is None]
     # Without the bound on memory a gather, which has one collective less, would win every long sequence.
-    tied = [c for c in legal if c.seconds <= TIE_RATIO * best.seconds and c.memory <= TIE_RATIO * best.memory]
+    tied = [c for c in legal if c.seconds <= TIE_RATIO * fastest.seconds and c.memory <= TIE_RATIO * fastest.memory]
     # The key compares the numbers of collectives first, then the preference of the strategies.
     return min(tied, key=lambda c: (*_preference_key(c), c.seconds))
 

@@ -35,7 +35,8 @@ def run_with_grads(
 ) -> RunResult:
     """Run a graph forward and backward with fixed gradients of its outputs, so that runs can be compared.
 
-    Inputs are copied to new leaves. Inputs that are not leaves are cloned, because the graph may mutate them.
+    Inputs are copied to new leaves, of which gradients are returned. In place of an input that is not a leaf, the graph
+    gets a clone of the new leaf: it may mutate the clone, which autograd forbids for a leaf.
 
     Args:
         gm: Graph to run.
@@ -110,9 +111,9 @@ def _error_row(name: str, expected: Any, actual: Any, min_scale: float = 0.0) ->
     If dtypes or shapes differ, the error is inf and the name includes both. See `relative_error` for `min_scale`.
     """
     if isinstance(expected, Tensor) and isinstance(actual, Tensor):
-        types = [(x.dtype, tuple(x.shape)) for x in (expected, actual)]
-        if types[0] != types[1]:
-            return f"{name}: {types[1]}, on a single device {types[0]}", math.inf
+        expected_type, actual_type = ((x.dtype, tuple(x.shape)) for x in (expected, actual))
+        if expected_type != actual_type:
+            return f"{name}: {actual_type}, on a single device {expected_type}", math.inf
     return name, relative_error(expected, actual, min_scale)
 
 

@@ -112,9 +112,10 @@ class GraphEditor:
         """
         if isinstance(new, Node):
             node.replace_all_uses_with(new)
-        for getitem in list(node.users):  # none after a replacement by one node
-            getitem.replace_all_uses_with(new[getitem.args[1]])
-            self.graph.erase_node(getitem)
+        else:
+            for getitem in list(node.users):
+                getitem.replace_all_uses_with(new[getitem.args[1]])
+                self.graph.erase_node(getitem)
         self.erase([node])
 
     def replace_call(self, node: Node, target: Any, args: tuple[Any, ...], like: Node) -> Node:

@@ -447,7 +447,7 @@ def constant_value(node: Any) -> Number | None:
     if not is_tensor(node) or is_written(node):
         return None
     if node.op == "get_attr":
-        return _literal_tensor(node) if not node.meta["val"].ndim else None
+        return _literal_value(node) if not node.meta["val"].ndim else None
     if node.op != "call_function":
         return None
     if node.target in FULL_OPS:
@@ -477,7 +477,7 @@ def round_to_dtype(number: Number, dtype: torch.dtype) -> Number | None:
         return None
 
 
-def _literal_tensor(x: Node) -> Number | None:
+def _literal_value(x: Node) -> Number | None:
     """Return the value of a 0-dim attribute if it is a constant that make_fx or export recorded, else None.
 
     Parameters and buffers are no constants, because the user may change them.

@@ -62,13 +62,14 @@ class JoinSequences(Pass):
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Replace concatenations until none is left, then the splits of their results; return their number.
 
-        Concatenations of all pieces of one value, cat(split(x)), are replaced by the value first (`_restore`). Each
-        round finds all concatenations along the sequence, and chooses for each the parts with frames of their own
+        First, concatenations of all pieces of one value, cat(split(x)), are replaced by the value (`_cancel_split`).
+        Each round finds all concatenations along the sequence, and chooses for each the parts with frames of their own
         (`_find_apart`), before any of them is replaced, since a replacement makes the analysis `axes` outdated.
         """
         if job.ranks.n == 1:
             return 0
-        changes = sum(self._restore(node) for node in gm.graph.find_nodes(op="call_function", target=aten.cat.default))
+        cats = gm.graph.find_nodes(op="call_function", target=aten.cat.default)
+        changes = sum(map(self._cancel_split, cats))
         if changes:
             job.invalidate()
         self.apart: set[tuple[Size, Size, Size]] = set()  # (start, length, total) of parts with frames of their own
@@ -89,7 +90,7 @@ class JoinSequences(Pass):
             job.invalidate()
         return changes + (self._split(gm, job) if changes else 0)
 
-    def _restore(self, node: Node) -> bool:
+    def _cancel_split(self, node: Node) -> bool:
         """Replace a concatenation of all pieces of one value, cat(split(x)), by a copy of the value.
 
         Return True if the node was such a concatenation.
@@ -140,7 +141,7 @@ class JoinSequences(Pass):
         self.note(joined, text)
         self.replace(node, joined)
 
-    def _rows(self, x: Node, dim: int, start: Size, length: Size, like: Node) -> Node:
+    def _emit_rows(self, x: Node, dim: int, start: Size, length: Size, like: Node) -> Node:
         """Emit sp::rows, x[start : start + length] along a dim, whose result has another frame than x."""
         rows = self.compute(sp.rows.default, (x, dim, self.sizes(start), self.sizes(length)), like)
         set_node_info(rows, is_apart=True)
@@ -179,15 +180,16 @@ class JoinSequences(Pass):
         length = node_shape(x)[dim]
         index = self.compute(aten.sub.Tensor, (positions, self.sizes(start)), like)
         index = self.compute(aten.clamp.default, (index, 0, self.sizes(length - 1)), like)
-        rows = self._rows(x, dim, 0, length, like)
+        rows = self._emit_rows(x, dim, 0, length, like)
         placed = self.compute(aten.index_select.default, (rows, dim, index), like)
         set_node_info(placed, is_apart=True)  # its frame is that of the concatenation, not that of its operand
         return placed
 
     def _split(self, gm: GraphModule, job: PassContext) -> int:
-        """Replace splits of sequences into pieces of different sizes by slices, and return their number.
+        """Replace splits of sequences into pieces of given sizes by slices, and return the number of changes.
 
-        A piece that is a part with a frame of its own (`self.apart`) becomes sp::rows, at which the frame changes.
+        A piece of a split, or a slice, that is a part with a frame of its own (`self.apart`) becomes sp::rows, at which
+        the frame changes.
         """
         axes, changes = job.axes(gm), 0
         for node in [n for n in gm.graph.nodes if n.target in PIECE_OPS]:
@@ -202,11 +204,10 @@ class JoinSequences(Pass):
                 for index in read_results(node) if is_split else [0]:
                     start, length = rule.spans[index]
                     if (start, length, total) in self.apart:
-                        pieces[index] = self._rows(x, dim, start, length, node)
+                        pieces[index] = self._emit_rows(x, dim, start, length, node)
                     elif is_split:
                         args = (x, dim, self.sizes(start), self.sizes(start + length))
                         pieces[index] = self.compute(aten.slice.Tensor, args, node)
-            # A slice has a piece only if it is a part with a frame of its own.
             if pieces and (not is_split or all(user.target is operator.getitem for user in node.users)):
                 self.replace(node, pieces if is_split else pieces[0])
                 changes += 1
@@ -318,7 +319,8 @@ def _is_row_shift(parts: Sequence[JoinedPart]) -> bool:
     lengths = [part.length for part in parts]
     if len(parts) != 2 or 1 not in lengths:
         return False
-    piece = match_piece(parts[1 - lengths.index(1)].value)  # x[:, :-1] or x[:, 1:], if x is as long as the result
+    other_rows = parts[1 - lengths.index(1)].value
+    piece = match_piece(other_rows)  # x[:, :-1] or x[:, 1:], if x is as long as the result
     return piece is not None and piece.keeps_dim and is_same_size(node_shape(piece.source)[piece.dim], sum(lengths))
 
 

@@ -93,13 +93,13 @@ class DecomposeMeans(DemandPass):
             total = self._sum(total, node)
         target, weight = call["target"], call["weight"]
         is_valid = self.compute(aten.ne.Scalar, (target, call["ignore_index"]), node)
-        counted = is_valid  # the weight of each target
+        target_weights = is_valid
         if weight is not None:
             # An ignored index may be out of range, so it is replaced by 0.
             index = self.compute(aten.mul.Tensor, (target, is_valid), node)
-            target_weights = self.compute(aten.index.Tensor, (weight, [index]), node)
-            counted = self.compute(aten.where.ScalarOther, (is_valid, target_weights, 0), node)
-        count = self.cast(self.compute(aten.sum.default, (counted,), node), accumulation_dtype(dtype), node)
+            class_weights = self.compute(aten.index.Tensor, (weight, [index]), node)
+            target_weights = self.compute(aten.where.ScalarOther, (is_valid, class_weights, 0), node)
+        count = self.cast(self.compute(aten.sum.default, (target_weights,), node), accumulation_dtype(dtype), node)
         loss = self.compute(aten.div.Tensor, (total, count), node)
         return self.cast(loss, dtype, node)
 

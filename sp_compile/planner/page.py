@@ -89,7 +89,7 @@ def _report_values(report: Mapping[str, Any]) -> dict[str, Any]:
         "purposes": {op: PURPOSES.get(op, "") for op in totals},
         "collectives": _count_equal(report["collectives"], "op", "shape", "forward_bytes", "backward_bytes", "where"),
         "rewrites": _count_equal(rewrites, "done", "where", "why", "gathered"),
-        "shares": [(name, format_bytes(nbytes)) for name, nbytes in _memory_shares(memory)] if memory else [],
+        "shares": [(name, format_bytes(nbytes)) for name, nbytes in _memory_rows(memory)] if memory else [],
         "area": _area_chart(memory) if memory else None,
         "width": CHART_WIDTH,
         "height": CHART_HEIGHT,
@@ -129,7 +129,7 @@ def _count_equal(rows: Iterable[Mapping[str, Any]], *fields: str) -> list[tuple[
     return [(count, dict(zip(fields, values, strict=True))) for values, count in counts.items()]
 
 
-def _memory_shares(memory: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
+def _memory_rows(memory: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
     """Yield (text, bytes) for each row of the memory table: the kinds of memory, then the peaks.
 
     If n ranks shard the state of the model (parameters and optimizer), one row has the bytes of a rank's shards, and
@@ -146,8 +146,9 @@ def _memory_shares(memory: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
         # The constant bytes are the shards of a rank, the buffers and the inputs.
         shards = memory["constant_bytes"] - memory["buffers_bytes"] - memory["inputs_bytes"]
         yield f"{n} shards of {parameters} and {optimizer}", shards
-    for name, text in {"buffers": "buffers", "inputs": "inputs", "kept": "saved for the backward"}.items():
-        yield text, memory[f"{name}_bytes"]
+    yield "buffers", memory["buffers_bytes"]
+    yield "inputs", memory["inputs_bytes"]
+    yield "saved for the backward", memory["kept_bytes"]
     if n == 1:
         yield "peak of the step", memory["peak_bytes"]
         yield "peak, with FSDP over the ranks", memory["peak_with_fsdp_bytes"]
@@ -197,7 +198,7 @@ def _ticks(top: float) -> Sequence[Mapping[str, float]]:
 
     Their distance is the largest power of two with at least four ticks above 0.
     """
-    step = 2.0 ** math.floor(math.log2(top / 4)) if top else 1.0
+    step = 2.0 ** math.floor(math.log2(top / 4))
     return [{"bytes": i * step, "y": CHART_HEIGHT * (1 - i * step / top)} for i in range(int(top / step) + 1)]
 
 

@@ -129,8 +129,8 @@ class PlannedStep:
     def _compute_peaks(self, share: float) -> StepPeaks:
         """Return the peaks with this share on the host.
 
-        They are exact for the share of the dry run, if a few layers represent all, and for share 1. Others are
-        interpolated between the shares 0 and 1.
+        They are exact for every share if a few layers represent all (`exact`), else for 1 and the share of the dry run,
+        and interpolated between 0 and 1 for others.
         """
         unrolls, n = self.dry_run.steps or [], self.config.ranks  # for each graph, the steps for any share
         if share == self.config.offload:
@@ -210,7 +210,7 @@ class StepPlanner:
         return ModelBytes.of(self.model)
 
     def states(self, n: int) -> Sequence[str]:
-        """Return the placements of the state (`STATES`) that the options allow, the one to lower first."""
+        """Return the placements of the state (`STATES`) that the options allow; the model is lowered with the first."""
         if n == 1:
             return (REPLICATED_STATE,)
         if "state" in self.options:
@@ -224,7 +224,7 @@ class StepPlanner:
         stored in `_problems`.
 
         Raises:
-            SpError: If none of the first configurations of this planner is possible.
+            SpError: If the dry run of the first configurations fails, which are all with or all without checkpoints.
         """
         new = [config for config in dict.fromkeys(configs) if config not in self._steps]
         layers = similar_layers(self.model)
@@ -294,7 +294,7 @@ class StepPlanner:
     def _find_attention_choices(self, n: int) -> list[AttentionChoice]:
         """Return a choice for each strategy and layout, and choices that mix several, for `attention_choices`."""
         if not self._shapes or n == 1:
-            return [self._attention_choice(n, AUTO, CONTIGUOUS.name)]
+            return [self._attention_choice(n, AUTO, order=CONTIGUOUS.name)]
         user_strategy, user_layout = (self.options.get(name, "auto") for name in PLAN_OPTIONS)
         is_balanced = any(shape.order.is_balanced for shape, _ in self._shapes)
         layouts = [order.name for order in LAYOUTS.values() if order.is_balanced == is_balanced]
@@ -302,8 +302,7 @@ class StepPlanner:
         strategies = [s.name for s in attention_strategies() if user_strategy in ("auto", s.name)]
         choices = []
         for strategy, layout in product(strategies, layouts):
-            # (strategy, layout) are the options of the attentions, the last argument is the layout of the program.
-            choice = self._attention_choice(n, (strategy, layout), layout)
+            choice = self._attention_choice(n, (strategy, layout), order=layout)
             has_layout = any(candidate.layout == layout for candidate, _ in choice.candidates)
             if has_layout:  # else all attentions permute their rows to another one
                 choices.append(choice)
@@ -311,7 +310,7 @@ class StepPlanner:
         # the strategy "auto", with different strategies. `by_order` has a choice for each layout of the program outside
         # of attention, from which each attention may permute its rows.
         for strategy in dict.fromkeys([*strategies, user_strategy]):
-            by_order = [self._attention_choice(n, (strategy, user_layout), order) for order in layouts]
+            by_order = [self._attention_choice(n, (strategy, user_layout), order=order) for order in layouts]
             mixed = min((choice for choice in by_order if choice.candidates), key=lambda c: c.seconds, default=None)
             if mixed is not None and all(choice.candidates != mixed.candidates for choice in choices):
                 choices.append(mixed)
@@ -384,9 +383,9 @@ class StepPlanner:
             share: The share of saved values on the host.
         """
         peaks, n, machine, weights = step.peak_memory(share), step.config.ranks, self.machine, self.weights
-        has_attention = choice.key == step.config.key
-        # Bytes, and the phase of the peak. With another attention, the peak grows by the difference of its memory.
-        memory, phase = peaks.memory(state, n, 0.0 if has_attention else choice.memory - step.attention.memory)
+        has_choice = choice.key == step.config.key
+        added_bytes = 0.0 if has_choice else choice.memory - step.attention.memory
+        memory, phase = peaks.memory(state, n, attention_bytes=added_bytes)
         seconds = step.seconds(step.actual_attention(choice), machine)
         shards = n if state == SHARDED_STATE else 1
         if shards > 1:  # FSDP gathers weights in forward and backward, and overlaps its exchanges with the step

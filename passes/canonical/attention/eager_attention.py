@@ -153,8 +153,9 @@ class FuseEagerAttention(CanonicalPass):
         if sinks is None and scores.score == SCORE:
             args: tuple[Any, ...] = (*qkv, mask, attention.dropout)
             return self.compute(aten.scaled_dot_product_attention.default, args, like, {"scale": scores.scale})
-        # q, k, v, no rows, cols, sizes and predicate, dropout_p, scale, enable_gqa
-        args = (*qkv, [], [], [], "", attention.dropout, scores.scale, False)
+        no_predicate: tuple[Any, ...] = ([], [], [], "")  # rows, cols, sizes, predicate
+        enable_gqa = False
+        args = (*qkv, *no_predicate, attention.dropout, scores.scale, enable_gqa)
         kwargs: dict[str, Any] = {"attn_mask": mask}
         if scores.score != SCORE:
             kwargs |= {"score": register_expression(scores.score), "heads": []}
@@ -183,7 +184,7 @@ class FuseEagerAttention(CanonicalPass):
         if scores.gate is not None:
             return self._emit_gated_mask(scores, scores.gate.materialize(self, like), shape, like)
         bias, allowed, is_equivalent = self._emit_biases(scores, shape, dtype, absorbs_fills, like)
-        for condition, filled_value, _ in scores.fills:  # `filled_value`: True if they are filled where it is True
+        for condition, filled_value, _ in scores.fills:  # scores are filled where it is `filled_value`
             node = condition.materialize(self, like)
             if condition.dtype != torch.bool:
                 node = self.compute(aten.ne.Scalar, (node, 0), like)
@@ -278,7 +279,8 @@ def _match_attention(softmax: SoftmaxMatch) -> EagerAttention | str:
     # Backward from the softmax: its log-sum-exp, sinks (logits without a key), then the scores down to q @ k.mT.
     x, keys_dim = softmax.source, softmax.dim
     lse = _match_lse(x, softmax.result) if keys_dim == x.meta["val"].ndim - 1 else None
-    source = match_softmax_source(x, keys_dim, *([lse] if lse is not None else []), *softmax.readers)
+    readers = [*softmax.readers] if lse is None else [lse, *softmax.readers]
+    source = match_softmax_source(x, keys_dim, *readers)
     scores = match_scores(source.scores, keys_dim, *source.readers)
     if scores is None:
         return scores_refusal(source.scores)
@@ -374,9 +376,11 @@ def _match_values_product(product: ProductMatch, weights: Node, order: tuple[int
 
 
 def _values_refusal(last: Node | None, keys_dim: int) -> str:
-    """Return the reason why `last`, the reader of the probabilities or None, is not their product with the values.
+    """Return the reason why the probabilities are not multiplied by values in a way that an attention op does.
 
-    `keys_dim` is the dim along which the probabilities sum to 1.
+    Args:
+        last: The product that reads the probabilities; None if another op does.
+        keys_dim: The dim along which the probabilities sum to 1.
     """
     product = match_product(last) if last is not None else None
     if product is not None:

@@ -47,7 +47,7 @@ class GroupKeyHeads(CanonicalPass):
     def _group(self, node: Node) -> bool:
         """Replace the keys and values of an attention by those before each head was repeated, with enable_gqa.
 
-        Returns False if they are not repeated, or not in the order that enable_gqa repeats them.
+        Returns False if not both are repeated, equally often and in the order in which enable_gqa repeats them.
         """
         call = OpCall(node)
         if call["enable_gqa"] or call.ndim() != 4:
@@ -61,7 +61,7 @@ class GroupKeyHeads(CanonicalPass):
             self.note_refusal(node, "keys or values are sent with every copy of a head: only one of them is repeated")
         heads = [node_shape(x)[HEADS_DIM] for x in (key, value) if x is not None]
         if len(heads) < 2 or not is_same_size(*heads) or exact_quotient(call.shape()[HEADS_DIM], heads[0]) is None:
-            self.drop(key, value)
+            self.drop(key, value)  # if `_undo_repeat` has added them
             return False
         node.args, node.kwargs = call.with_operands([call.operands[0], key, value, *call.operands[3:]], enable_gqa=True)
         set_node_info(node, grouped=True)  # set here, so that passes/strategies/attention/expand_heads.py may undo it

@@ -104,7 +104,7 @@ class ScanBuilder(BatchedOps):
             return None
         ops, m = _FoldingArithmetic(self, node), 0
         if not _is_constant(right.a, 0):
-            if not _is_equal_in_rows(right.a):
+            if not _is_row_factor(right.a):
                 return None
             m = ops.multiply(left, right.a if _is_number(right.a) else self._transpose(right.a))
         if not _is_number(right.m):  # the only number that is a matrix is 0
@@ -185,7 +185,7 @@ class ScanBuilder(BatchedOps):
         like, ops = affine.state.node, _FoldingArithmetic(self, affine.state.node)
         steps = len(affine.state.nodes)  # the state is a column of one node per step; `node` is one of them
         *batch, rows, columns = node_shape(like)
-        if not _is_equal_in_rows(affine.a):
+        if not _is_row_factor(affine.a):
             raise NotALoop("a state whose factor differs between the columns that a matrix multiplies")
         m = affine.m
         if not _is_constant(affine.a, 0):
@@ -290,7 +290,7 @@ def _affine_scale(ops: _FoldingArithmetic, x: Value, y: Value, divides: bool = F
     if isinstance(y, AffineValue):
         x, y = y, x
     a, b, m = ops.coefficients(x)
-    if not _is_number(m) and not _is_equal_in_rows(y):
+    if not _is_number(m) and not _is_row_factor(y):
         return None
     scale = ops.divide if divides else ops.multiply
     return scale(a, y), scale(b, y), scale(m, y)
@@ -333,7 +333,7 @@ def _affine_select(ops: _FoldingArithmetic, condition: Value, x: Value, y: Value
     if isinstance(condition, AffineValue):
         return None
     (a_x, b_x, m_x), (a_y, b_y, m_y) = ops.coefficients(x), ops.coefficients(y)
-    if not (_is_number(m_x) and _is_number(m_y)) and not _is_equal_in_rows(condition):
+    if not (_is_number(m_x) and _is_number(m_y)) and not _is_row_factor(condition):
         return None
     return ops.select(condition, a_x, a_y), ops.select(condition, b_x, b_y), ops.select(condition, m_x, m_y)
 
@@ -352,8 +352,8 @@ _AFFINE_RULES: dict[Any, AffineRule] = {  # by op, for every overload
 }
 
 
-def _is_equal_in_rows(x: Value) -> bool:
-    """Return True if a factor is equal for all columns of a state (..., K, V): its last dim has the size 1.
+def _is_row_factor(x: Value) -> bool:
+    """Return True if a factor of a state (..., K, V) has one value per row: its last dim has the size 1.
 
     Then x * (m @ state) = (x * m) @ state for a matrix m.
     """

@@ -123,7 +123,7 @@ class LoopMatcher:
         if not values:
             raise NotALoop("no list")
         # `_skip_views` skips views that undo each other, so that nodes with equal values are compared.
-        self.root, self.length = self._match_operand([_skip_views(v) for v in values], 0), len(values)
+        self.root, self.length = self._match_operand([_skip_views(v) for v in values], first=0), len(values)
         for column in self.columns:  # grows during the loop
             self._read_arguments(column)
 
@@ -171,11 +171,11 @@ class LoopMatcher:
             return seed
         operand = self._find_column(values, first) or _match_index_read(values, first)
         if operand is not None or _are_similar(values):
-            return operand or ColumnRef(self._add_column(values, first), 0)
+            return operand or ColumnRef(self._add_column(values, first), lag=0)
         # The first value is different: match the others, as values of one column or one tensor.
         later = self._find_column(later_values, first + 1) or _match_index_read(later_values, first + 1)
         if later is None and _are_similar(later_values) and len(later_values) > 1:
-            later = ColumnRef(self._add_column(later_values, first + 1), 0)
+            later = ColumnRef(self._add_column(later_values, first + 1), lag=0)
         if later is None:
             later = self._find_delayed(later_values, first + 1)  # more than one initial value: h[t] = f(h[t - 2])
         # The initial value must be a tensor (or a constant), as later ones are: a node may also be a list or an int.
@@ -210,7 +210,7 @@ class LoopMatcher:
         Args:
             values: The nodes that are read at the steps first, first + 1, ...
             first: The first step that reads.
-            lags: The numbers of steps by which the column may have the nodes earlier: 0 for the same step.
+            lags: The permitted lags, in steps from a node of the column to the step that reads it.
         """
         owner = self.owner.get(values[0]) if isinstance(values[0], Node) else None
         if owner is None:

@@ -57,8 +57,8 @@ def op_workspace(target: Any, operands: Sequence[torch.Tensor]) -> int:
 
 def _cpu_workspace(target: Any, operands: Sequence[torch.Tensor]) -> int:
     """Return the bytes that attention on a CPU allocates: blocks of scores per thread, copied for half types."""
-    num_blocks = CPU_FLASH_OPS[target]  # 1 for a forward (q, k, ..), 2 for a backward (gradient, q, k, ..)
-    query, key = operands[num_blocks - 1 : num_blocks + 1]
+    num_blocks = CPU_FLASH_OPS[target]  # of scores per thread: 1 in a forward, 2 in a backward
+    query, key = operands[:2] if num_blocks == 1 else operands[1:3]  # operand 0 of a backward is the gradient
     rows, keys, element_size = size_hint(query.shape[-2]), size_hint(key.shape[-2]), query.element_size()
     scores = next(block_rows for min_rows, block_rows in QUERY_BLOCKS if rows >= min_rows) * min(keys, KEY_BLOCK)
     score_bytes = element_size if element_size > 2 else 4 + element_size  # float32, and the copy in the half type

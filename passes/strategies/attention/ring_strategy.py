@@ -172,12 +172,13 @@ def ring_candidate(shape: AttentionShape, machine: Machine, layout: str, ulysses
     scatter += machine.seconds("all_gather", grad_bytes, places, ulysses)
     scatter_memory = memory + 2 * places * grad_bytes  # the gradients of all keys, and a packed copy of them
     is_travel_faster = forward + backward + travel <= TIE_RATIO * (forward + backward + scatter)
-    # `rounds`: the number of collectives of the forward, and of the backward.
     if is_travel_faster or scatter_memory > machine.memory:
-        rounds = (hops, 2 * hops + last_hop)
-        return Candidate("ring", ulysses, places, layout, forward, backward + travel, memory, rounds, "travel")
-    backward, rounds = backward + scatter, (hops, hops + 1)
-    return Candidate("ring", ulysses, places, layout, forward, backward, scatter_memory, rounds, "scatter")
+        path, backward, backward_rounds = "travel", backward + travel, 2 * hops + last_hop
+    else:
+        path, backward, backward_rounds = "scatter", backward + scatter, hops + 1
+        memory = scatter_memory
+    rounds = (hops, backward_rounds)  # collectives of the forward, and of the backward
+    return Candidate("ring", ulysses, places, layout, forward, backward, memory, rounds, ring_grads=path)
 
 
 def _needed_hops(shape: AttentionShape, size: int) -> int:

@@ -53,6 +53,7 @@ CONNECT_TIMEOUT = timedelta(seconds=60)  # timeout of connecting after all ranks
 POLL_INTERVAL = 0.005  # seconds between checks for ranks that have not connected
 MAX_NOTICE_WIDTH = 1000  # characters of the published reason of a stop
 HEARTBEAT_INTERVAL = 2.0  # seconds between heartbeats of a rank that compiles
+MAX_HEARTBEAT_AGE = 4 * HEARTBEAT_INTERVAL  # age in seconds of a heartbeat that is recent
 TWO_THREADS = "two threads of this process call programs over one process group, so their exchanges have no order."
 
 T = TypeVar("T")
@@ -124,7 +125,7 @@ class ControlChannel:
         with self.lock:
             self.check_broken()
             start_time, finished = time.monotonic(), False
-            _waiting_channels.set()  # no heartbeats of this process until the end of the exchange
+            _is_waiting.set()  # no heartbeats of this process until the end of the exchange
             try:
                 links = self.links or self._connect(message, start_time)
                 result = run(links, partial(self._check_progress, message, start_time))
@@ -134,7 +135,7 @@ class ControlChannel:
             except OSError as error:
                 raise self.fail_timeout(message, time.monotonic() - start_time, error) from error
             finally:
-                _waiting_channels.clear()
+                _is_waiting.clear()
                 if not finished and not self.broken:  # after an interrupt, messages of the others remain in transit
                     self.broken = f"rank {dist.get_rank()} {message} and was interrupted"
                     publish_stop(f"it {message} and was interrupted", continues=True, within=self.name)
@@ -145,7 +146,7 @@ class ControlChannel:
         Each rank writes its address to the store, which counts the arrived ranks. A rank that gives up (a timeout, or
         another rank has stopped: `_check_progress` raises) leaves the count, so that a later attempt counts it again.
         """
-        counted: list[bool] = []  # not empty if this rank is in the count
+        is_counted = False  # this rank is in the count
         me, size = self.ranks.index(dist.get_rank()), len(self.last_fields)
         try:
             listener = PeerListener(store_host(self.store))
@@ -154,12 +155,13 @@ class ControlChannel:
             publish_stop(f"it cannot connect: {error}", within=self.name)
             raise SpError("SP625", self.broken) from error
 
-        def arrived() -> int:
-            """Publish the address of this rank and count it once, and return the number of ranks that have arrived."""
-            if not counted:
+        def count_arrived() -> int:
+            """Return the number of arrived ranks; the first call publishes the address of this rank and counts it."""
+            nonlocal is_counted
+            if not is_counted:
                 self.store.set(f"address/{me}", listener.address)
-            count: int = self.store.add("here", 0 if counted else 1)  # returns the count
-            counted.append(True)
+            count: int = self.store.add("here", 0 if is_counted else 1)  # returns the count
+            is_counted = True
             return count
 
         def find_address(rank: int) -> bytes:
@@ -167,7 +169,7 @@ class ControlChannel:
             return query_store(lambda: bytes(self.store.get(f"address/{rank}")), b"")
 
         try:
-            while query_store(arrived, 0) < size:
+            while query_store(count_arrived, 0) < size:
                 time.sleep(POLL_INTERVAL)
                 self._check_progress(message, start_time)
             timeout = min(self.timeout, CONNECT_TIMEOUT)
@@ -177,19 +179,18 @@ class ControlChannel:
             raise self.fail_timeout(message, time.monotonic() - start_time, error) from error
         finally:
             listener.socket.close()
-            if self.links is None and counted:
+            if self.links is None and is_counted:
                 query_store(lambda: self.store.add("here", -1), 0)
         return self.links
 
     def _check_progress(self, message: Message, start_time: float) -> None:
         """Raise SpError if a wait exceeds the timeout, or another rank has stopped; announce and log a long wait."""
         waited = time.monotonic() - start_time
-        is_compiling = self._has_compiling_rank(start_time)  # then the wait may exceed any timeout
+        is_compiling = self._has_compiling_rank(start_time)  # in every check, to see when heartbeats arrive
         if message.verb == READ_VERB and waited > READ_SECONDS and self.warned != start_time:
-            self.warned, advice = start_time, ERRORS["SP604"].fix
-            log.warning(
-                "rank %d %s %s and waits for the other ranks. %s", dist.get_rank(), *_read_line(message), advice
-            )
+            self.warned = start_time
+            text = "rank %d %s %s and waits for the other ranks. %s"
+            log.warning(text, dist.get_rank(), *_read_line(message), ERRORS["SP604"].fix)
         is_late = waited > self.timeout.total_seconds() and not is_compiling
         stopped = self._find_stop(message) if waited > STORE_DELAY else NO_RANK
         # Announce a long wait in the store, for errors of the others. Of two ranks the absent one is known without it.
@@ -198,7 +199,8 @@ class ControlChannel:
             with suppress(RuntimeError):  # the rank that hosts the store is lost
                 query_store(lambda: self.store.set(f"waits/{dist.get_rank()}", str(self.exchanges)), None)
         # A rank that has raised may catch the exception and come to the next call. So only a call waits RETRY_SECONDS.
-        is_lost = not stopped.continues or (stopped.raised and (message.verb != CALL_VERB or waited > RETRY_SECONDS))
+        may_come = message.verb == CALL_VERB and waited <= RETRY_SECONDS
+        is_lost = not stopped.continues or (stopped.raised and not may_come)
         if is_late or is_lost:
             raise self.fail_timeout(message, waited)
 
@@ -208,17 +210,17 @@ class ControlChannel:
         return self.last_fields[self.ranks.index(dist.get_rank())]
 
     def check_thread(self) -> None:
-        """Raise SpError in a second thread that calls programs, since exchanges would have no order.
+        """Raise SpError if this thread is the second that calls programs, since their exchanges would have no order.
 
         A backward has its own threads. They call checkpointed programs again, in the same order on all ranks.
         """
         if is_in_backward():
             return
-        me = threading.get_ident()
-        if self.thread not in (0, me) and any(thread.ident == self.thread for thread in threading.enumerate()):
+        running_threads = {thread.ident for thread in threading.enumerate()}
+        if self.thread != threading.get_ident() and self.thread in running_threads:
             publish_stop(TWO_THREADS, continues=True)
             raise SpError("SP624", TWO_THREADS)
-        self.thread = me
+        self.thread = threading.get_ident()
 
     def fail_timeout(
         self, message: Message, waited: float, error: BaseException | None = None, place: str = ""
@@ -241,8 +243,8 @@ class ControlChannel:
         cause = f"\n{str(error).splitlines()[0][:200]}" if str(error or "") else ""
         details = (f", in {place}" if place else "") + cause
         operation = " ".join(_read_line(message)).strip()
-        # Ranks announce waits for messages only. In a collective of the program, absent ranks are not known: pass 0.0.
-        absent = self._absent_ranks(0.0 if place else waited)
+        waited_for_message = 0.0 if place else waited  # ranks do not announce waits in collectives of the program
+        absent = self._absent_ranks(waited_for_message)
         who = f"rank {', '.join(map(str, absent))}" if absent else "other ranks"
         timeout = f"{operation} and timed out after {waited:.0f} s"
         stop = f"rank {stopped.rank} stopped: {stopped.text}" if stopped.text else ""
@@ -271,16 +273,16 @@ class ControlChannel:
         return int(self.store.get(key)) if self.store.check([key]) else -1
 
     def break_group(self, notice: StopNotice, operation: str) -> SpError:
-        """Mark the channel as broken by a rank that has raised, and return the error.
+        """Mark the channel as broken by a rank that has raised, publish that, and return the error.
 
-        The notice is published for the ranks that wait for this one.
+        The published notice is that of the rank, but for this group only. It ends waits of other ranks for this one.
 
         Args:
             notice: The notice of the rank that has raised.
             operation: The operation of this rank.
         """
-        me = dist.get_rank()
-        own_wait = "" if notice.rank == me else f"\n  rank {me} waited for it: this rank {operation}"
+        this_rank = dist.get_rank()
+        own_wait = "" if notice.rank == this_rank else f"\n  rank {this_rank} waited for it: this rank {operation}"
         self.broken = f"rank {notice.rank} raised {notice.text}{own_wait}\n  {GROUP_ENDED}"
         self.ended = replace(notice, exchanges={self.name: self.exchanges}, within=self.name, continues=False)
         _store_notice(self.ended)
@@ -357,22 +359,23 @@ class ControlChannel:
 
     def _has_compiling_rank(self, start_time: float) -> bool:
         """Return True if a compiling rank has sent a recent heartbeat during the wait."""
-        last_wait, last_count, _ = self.heartbeats
-        count, now = query_store(lambda: self.store.add("compiles", 0), last_count), time.monotonic()
+        last_wait, last_count, last_time = self.heartbeats
+        count, now = query_store(lambda: self.store.add("compiles", 0), last_count), time.monotonic()  # reads the count
         if last_wait != start_time:  # the wait has just started: earlier heartbeats are not recent
-            self.heartbeats = start_time, count, start_time - 4 * HEARTBEAT_INTERVAL
+            last_time = start_time - MAX_HEARTBEAT_AGE
         elif count != last_count:
-            self.heartbeats = start_time, count, now
-        return now - self.heartbeats[2] < 4 * HEARTBEAT_INTERVAL
+            last_time = now
+        self.heartbeats = start_time, count, last_time
+        return now - last_time < MAX_HEARTBEAT_AGE
 
     def send_heartbeat(self) -> None:
         """Send a heartbeat to the other ranks, unless this rank waits for ranks itself."""
-        if not _waiting_channels.is_set():
+        if not _is_waiting.is_set():
             with suppress(RuntimeError):  # the rank that hosts the store is lost
                 self.store.add("compiles", 1)
 
 
-_waiting_channels = threading.Event()  # set while this process waits for other ranks
+_is_waiting = threading.Event()  # set while this process waits for other ranks
 
 
 def _forget_model(models: dict[tuple[int, ...], Any], key: tuple[int, ...], _reference: Any) -> None:
@@ -415,7 +418,7 @@ def publish_stop(
 
 
 def _store_notice(notice: StopNotice) -> None:
-    """Write a notice to the store for each of its groups."""
+    """Keep a notice as the last one of this rank, and write it to the store for each of its groups."""
     _own_stop[:] = [notice]
     with suppress(RuntimeError):  # the rank that hosts the store is lost
         store, payload = package_store(), json.dumps(astuple(notice))
@@ -465,16 +468,15 @@ def channel_of(ranks: Ranks) -> ControlChannel | None:
 def are_messages_equal(mine: Message, ranks: Ranks, channel: ControlChannel | None) -> bool:
     """Return True if the messages of all ranks are equal and none requires the complete messages.
 
-    Raises as `ControlChannel.all_equal`.
-
     Args:
         mine: The message of this rank.
         ranks: The ranks that run the operation.
-        channel: Their channel; None for simulated ranks, which use their communicator.
+        channel: Their channel, which may raise as `all_equal`; None for simulated ranks, which use their communicator.
     """
     if channel is not None:
         return channel.all_equal(mine)
     votes = _simulate_gather([mine.digest, mine.requires_body], ranks, torch.int64)
+    # If the votes are equal, this rank requires the complete messages only if all do.
     return not mine.requires_body and all(vote == votes[0] for vote in votes)
 
 
