@@ -250,7 +250,7 @@ def _copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         stride_preserving.append(torch.contiguous_format)
     if kwargs.get("memory_format") not in stride_preserving or kwargs.get("layout") not in (None, torch.strided):
         return None
-    return Sharded(value.shard_storage.map_rows(lambda x: func(x, **kwargs), COPIES[func]), value.shape)
+    return Sharded(value.shard_storage.map_rows(lambda x: func(x, **kwargs), name=COPIES[func]), value.shape)
 
 
 def _record_stream(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -73,7 +73,7 @@ def node_lines(graph: Graph) -> dict[str, str]:
 def failed_line(error: BaseException, lines: Mapping[str, str]) -> str:
     """Return the user's line of the op that raised the error at run time, or "" if it is unknown.
 
-    For a kernel that computes several lines, the first `SHOWN_INPUTS` lines are returned.
+    For a kernel that computes several lines, it is the first few of these: "y = f(x), or z = g(y)".
 
     Args:
         error: Error that the program raised.

@@ -133,7 +133,7 @@ class ScanCall(ShardCall):
         x, dtype, accumulate = self.x, self.dtype, self.accumulate
         if self._is_torch_scan():
             return MONOIDS[self.op].cumulative(x, self.dim, dtype=dtype)
-        carry_dtype = accumulate_dtype(self.op, self.result, x.device)  # by default, of the carries that ranks send
+        carry_dtype = accumulate_dtype(self.op, self.result, x.device)  # of the carries that ranks send
         if accumulate is not None and not MONOIDS[self.op].has_index:  # a max or min does not use `accumulate`
             carry_dtype = accumulate
         options = self.dim, self.op, self.exclusive, self.reverse, dtype, accumulate

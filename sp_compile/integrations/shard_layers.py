@@ -243,7 +243,7 @@ def find_shared_units(model: nn.Module, units: list[nn.Module]) -> set[nn.Module
     paths_of_units = [(path, module) for path, module in paths if module in units]
     owners = defaultdict[nn.Parameter, set[nn.Module]](set)  # weight -> units with it; the model for other modules
     for path, module in paths:
-        owner = next((unit for start, unit in paths_of_units if f"{path}.".startswith(f"{start}.")), model)
+        owner = next((unit for unit_path, unit in paths_of_units if f"{path}.".startswith(f"{unit_path}.")), model)
         for weight in module.parameters(recurse=False):
             owners[weight].add(owner)
     return {unit for sharing in owners.values() if len(sharing) > 1 for unit in sharing} - {model}

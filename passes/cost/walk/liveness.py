@@ -188,7 +188,7 @@ class _TileLoop:
 
 @cache
 def _walk_tile(part: TilePart, fused: bool) -> LivenessWalk:
-    """Return the liveness of the program of a tile, with fusion after Inductor's decompositions."""
+    """Return the liveness of the program of a tile; if `fused`, that after Inductor's decompositions."""
     if not fused:
         return walk(part.graph.graph, fused)
     with FakeTensorMode(allow_non_fake_inputs=True):  # the graph may contain constants
