@@ -44,7 +44,7 @@ def exchange_sources(exchanges: Iterable[Node], shown: Mapping[str, str]) -> dic
     return sources
 
 
-def failed_exchange(error: BaseException, places: Mapping[str, ExchangeSource]) -> str:
+def failed_exchange(error: BaseException, sources: Mapping[str, ExchangeSource]) -> str:
     """Format the exchange that raised the error at run time, such as "all_gather of <file>:12: y = f(x)".
 
     If compiled code runs other compiled code, this is the innermost known exchange. Its line is omitted if it is
@@ -52,15 +52,16 @@ def failed_exchange(error: BaseException, places: Mapping[str, ExchangeSource]) 
 
     Args:
         error: Error that the program raised.
-        places: Sources of the program's exchanges, from `exchange_sources`.
+        sources: Sources of the program's exchanges, from `exchange_sources`.
     """
     # Skip the lines of kernels: a kernel is no exchange, but its `sources` are those of the next line that names its
     # nodes in a comment (see `CodeLine`), which may be the line of an exchange.
-    names = [name for line in compiled_lines(error) if not line.kernel for name in line.sources if name in places]
+    names = [name for line in compiled_lines(error) if not line.kernel for name in line.sources if name in sources]
     if not names:
         return ""
-    name, place = names[-1], str(places[names[-1]])
-    return f"{name} of {place}" if place else name
+    exchange = names[-1]  # of the innermost line
+    user_line = str(sources[exchange])
+    return f"{exchange} of {user_line}" if user_line else exchange
 
 
 def node_lines(graph: Graph) -> dict[str, str]:

@@ -303,10 +303,10 @@ class RewriteMasks(base.CanonicalPass):
         Raises NotSymbolic or SpError if the tensor remains.
         """
         call = OpCall(node)
-        shapes = [call.shape(i) for i in range(3)]
+        shapes = q_shape, k_shape, _ = [call.shape(i) for i in range(3)]
         if call.get("is_causal") or not has_same_leading_dims(shapes, call["enable_gqa"]):
             raise NotSymbolic("q, k and v have different batch sizes or heads, or is_causal is also set")
-        shape, absorbs_fills = (*shapes[0][:-1], shapes[1][-2]), masks_all_weight(call)
+        shape, absorbs_fills = (*q_shape[:-1], k_shape[-2]), masks_all_weight(call)  # shape of the scores
         key = (mask_tensor, shape, absorbs_fills)
         try:
             self.set_mask(node, self.share_mask(key, lambda: parse_mask(*key)))

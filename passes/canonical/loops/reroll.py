@@ -76,7 +76,7 @@ class LoopBuilder:
         return {x for x in (*sources, *self.values.values()) if isinstance(x, Node)}
 
     def _is_shared(self, x: Operand) -> bool:
-        """Return True if the operand has the same value at every step; then its column may need no batched op."""
+        """Return True if the operand has the same value at every step."""
         if isinstance(x, ColumnRef):
             return isinstance(self.values.get(x.column), Node)  # a node is equal at all steps
         return not isinstance(x, IndexRead | SeededList)
@@ -292,14 +292,14 @@ class RerollLoops(CanonicalPass, ScanBuilder):
         # not known to be affine in its previous value, so that the outer loop would remain.
         lists.sort(key=lambda n: -len(n.args[0]))
         # A list without users is unused, or was erased with the steps of a replaced loop.
-        return sum(bool(n.users) and self._roll(n) for n in lists)
+        return sum(bool(n.users) and self._replace_loop(n) for n in lists)
 
     def emit(self, *args: Any, **kwargs: Any) -> Node:
         """Append a node as `GraphEditor.emit` does, and record it for `_erase_unused`."""
         self.emitted.append(super().emit(*args, **kwargs))
         return self.emitted[-1]
 
-    def _roll(self, stack: Node) -> bool:
+    def _replace_loop(self, stack: Node) -> bool:
         """Replace the loop that computes the operands of a stack or cat; return False if no loop does."""
         values, reasons = _stacked_values(stack), []  # reasons of both attempts: in order, in reverse
         for reverse in (False, True):  # the first step computes the first operand, or the last one
