@@ -208,7 +208,7 @@ INTERVALS = Algebra(
 # Tensors, and ints for sizes.
 
 
-def _select_tensor(select: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
+def _accept_numbers(select: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
     """Return `select`, torch.minimum or torch.maximum, as a function whose operands may also be numbers."""
 
     def select_values(a: Any, b: Any) -> Tensor:
@@ -226,8 +226,8 @@ TENSORS = Algebra(
     functions={
         sympy.Add: operator.add,
         sympy.Mul: operator.mul,
-        sympy.Min: _select_tensor(torch.minimum),
-        sympy.Max: _select_tensor(torch.maximum),
+        sympy.Min: _accept_numbers(torch.minimum),
+        sympy.Max: _accept_numbers(torch.maximum),
         sympy.Mod: operator.mod,
         sympy.Abs: lambda a, _: abs(a),
         sympy.floor: operator.floordiv,

@@ -47,8 +47,8 @@ def exchange_sources(exchanges: Iterable[Node], shown: Mapping[str, str]) -> dic
 def failed_exchange(error: BaseException, sources: Mapping[str, ExchangeSource]) -> str:
     """Format the exchange that raised the error at run time, such as "all_gather of <file>:12: y = f(x)".
 
-    If compiled code runs other compiled code, this is the innermost known exchange. Its line is omitted if it is
-    unknown; the result is "" if the error is from no known exchange.
+    If compiled code runs other compiled code, this is the innermost known exchange. If its line is unknown, the program
+    inputs that it reads are named instead, if any. The result is "" if the error is from no known exchange.
 
     Args:
         error: Error that the program raised.
@@ -60,8 +60,8 @@ def failed_exchange(error: BaseException, sources: Mapping[str, ExchangeSource])
     if not names:
         return ""
     exchange = names[-1]  # of the innermost line
-    user_line = str(sources[exchange])
-    return f"{exchange} of {user_line}" if user_line else exchange
+    source = str(sources[exchange])
+    return f"{exchange} of {source}" if source else exchange
 
 
 def node_lines(graph: Graph) -> dict[str, str]:
@@ -104,5 +104,6 @@ def _nodes_of_line(line: CodeLine, names: Iterable[str]) -> list[str]:
     if not line.kernel:
         return sources
     first_source = min((positions[name] for name in sources), default=0)
+    # A kernel's name has the names of ops between underscores, and the node add_3 computes the op add.
     nodes_of_ops = [name for name in positions if f"_{NUMBER_PATTERN.sub('', name)}_" in f"_{line.kernel}_"]
     return sorted(nodes_of_ops, key=lambda name: abs(positions[name] - first_source))

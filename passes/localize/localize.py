@@ -150,7 +150,7 @@ class _Localizer(GraphEditor):
         return window
 
     def _localize_symbols(self, sources: Iterable[Node]) -> None:
-        """Set the values of inputs that are passed as shards (inputs='local'), and emit their global sizes.
+        """Set the fake values of inputs that are passed as shards (inputs='local'), and emit their global sizes.
 
         `NodeInfo.local` is the tensor or size that a rank passes. For an input that is a size S of the sequence, a rank
         passes S/n, `NodeInfo.scale` is n, and S = n * (S/n) is computed. Nodes that are emitted later find the nodes of

@@ -87,7 +87,7 @@ class SelectRows(DemandPass):
         """
         shard = self.axes.shard(node) if node_info(node).is_apart else None
         # Without a scatter the rows remain partial. Their reader demands another placement: a sum on all ranks.
-        if shard is None or shard.frame.order.is_balanced:
+        if shard is None or shard.frame.order.is_balanced:  # a balanced order is a table, which no frame contains
             return rows
         args = (rows, shard.dim, self.sizes.list(shard.frame_arg()), self.job.ranks.n, self.job.ranks.group)
         return self.emit(sp.reduce_scatter.default, args, rows.meta["val"], node)

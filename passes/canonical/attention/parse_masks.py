@@ -118,7 +118,7 @@ def parse_bias(
 def _mask_coordinates(node: Node, shape: tuple[Size, ...]) -> tuple[ElementReader, Coords]:
     """Return a reader of elements, and the coordinates at which the scores read a mask that broadcasts to them.
 
-    For a mask (B, 1, 1, K), the coordinates are (b, 0, 0, k).
+    For a mask (B, 1, 1, K), the coordinates are (b, 0, 0, k). Raises NotSymbolic if the numbers of dims do not fit.
     """
     mask_shape = node_shape(node)
     if len(shape) not in (3, 4) or len(mask_shape) > len(shape):

@@ -127,8 +127,8 @@ class SinkValue:
 def match_sink_value(sinks: Node, coords: Sequence[Any], leading: tuple[Size, ...]) -> SinkValue | None:
     """Return the value with one sink per head (or one for all) from which `sinks` is computed, or None.
 
-    sinks.view(1, H, 1, 1).expand(B, H, Q, 1), for example, has the value `sinks`: the search goes back through views
-    until the rows (b, h, q) of the scores read elements that depend on h only.
+    For sinks.view(1, H, 1, 1).expand(B, H, Q, 1) it is the view (1, H, 1, 1): the search goes back through views and
+    copies to the first value of which the rows (b, h, q) of the scores read an element that depends on h only.
 
     Args:
         sinks: A value that is computed from the sinks by views and copies.

@@ -402,13 +402,11 @@ class StorageTable(KernelSchedule):
             self.kernel_writes[node] = []
             self.kernel_reads[node] = operand_reads | self.kernel_reads.get(node.args[0], frozenset())
         elif node.target in ARRIVALS:  # a wait for a copy to or from the host, without a result
-            self.value_reads[node], self.kernel_writes[node], self.kernel_reads[node] = frozenset(), [], operand_reads
+            self.value_reads[node] = frozenset()
+            self.kernel_writes[node], self.kernel_reads[node] = [], operand_reads
         elif not new and node.target in MUTATIONS:  # a kernel that writes to its operands
-            self.value_reads[node], self.kernel_writes[node], self.kernel_reads[node] = (
-                frozenset(keys),
-                [],
-                operand_reads,
-            )
+            self.value_reads[node] = frozenset(keys)
+            self.kernel_writes[node], self.kernel_reads[node] = [], operand_reads
         elif not new:  # a view: no kernel; one of an inlined value is recomputed with this value
             is_recomputed = not keys or not self.inlined.isdisjoint(keys)
             self.value_reads[node] = operand_reads if is_recomputed else frozenset(keys)
