@@ -152,7 +152,9 @@ def _interval_remainder(a: Bounds, b: Bounds) -> Bounds:
     if low != high or low <= 0:
         largest = max(abs(low), abs(high))
         return -largest, largest
-    return (a[0] % low, a[1] % low) if a[0] // low == a[1] // low else (0, low - 1)
+    divisor = low
+    has_one_quotient = a[0] // divisor == a[1] // divisor
+    return (a[0] % divisor, a[1] % divisor) if has_one_quotient else (0, divisor - 1)
 
 
 def _interval_less(a: Bounds, b: Bounds) -> Verdict:

@@ -120,7 +120,7 @@ def _check_equal_rows(dims: Mapping[Node, int], axes: Axes) -> None:
     """
     first_inputs: dict[Any, Node] = {}  # first input of each sequence
     for node, dim in dims.items():
-        # An atom is a factor of a dim, such as B and S of a dim B * S; one of them is a sequence.
+        # An atom is a factor of a dim, such as B and S of a dim B * S; just one of them is a sequence.
         (sequence,) = {axes.find(atom.name) for atom in axes.dims[node, 0][dim] if axes.is_sequence(atom)}
         first = first_inputs.setdefault(sequence, node)
         first_rows, rows = (torch_compat.size_hint(x.meta["val"].shape[dims[x]]) for x in (first, node))

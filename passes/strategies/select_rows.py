@@ -51,7 +51,8 @@ class SelectRows(DemandPass):
         is_simple = have.is_only_factor and not have.frame.order.is_balanced
         # A slice whose rows have a frame of their own (`is_apart`) may have any number of rows.
         is_short = node_info(node).is_apart or 2 * assume_large(length) <= assume_large(have.frame.size)
-        return None if is_simple and is_short and have.dim == OpCall(node).dim() else ""
+        is_along_sharded_dim = have.dim == OpCall(node).dim()
+        return None if is_simple and is_short and is_along_sharded_dim else ""
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         """Replace a slice by sp::rows: the rows that a rank has of it, and zeros for the others.
