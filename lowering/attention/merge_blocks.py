@@ -171,7 +171,7 @@ class WrittenRows:
         """
         offset, length = rows
         is_written = self._is_written[offset : offset + length]
-        ranges = [RowRange(offset + start, length, is_new) for start, length, is_new in _split_by_state(is_written)]
+        ranges = [RowRange(offset + start, count, is_new) for start, count, is_new in _split_by_state(is_written)]
         is_written[:] = True
         return ranges
 

@@ -52,7 +52,7 @@ def _gather_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Te
     return frames.from_rows_first(frames.trim(rows, 0, frame, n, inner), dim, outer)
 
 
-def _reduce_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str, edge: bool) -> Tensor:
+def _reduce_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str, is_value: bool) -> Tensor:
     """Sum full tensors over the ranks and return this rank's rows.
 
     Args:
@@ -61,17 +61,17 @@ def _reduce_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str, edge:
         frame: The frame of the dim.
         n: Number of ranks.
         group: Name of the process group.
-        edge: True for values: padding has copies of valid rows, and the collective is torch's reduce_scatter, which
-            users can find in the graph. False for cotangents: padding has zeros, and the communicator may run an
+        is_value: True for a value: padding has copies of valid rows, and the collective is torch's reduce_scatter,
+            which users can find in the graph. False for a cotangent: padding has zeros, and the communicator may run an
             all-to-all and a local sum where that is faster.
     """
     # Rows become dim 0, without the outer factor: the frame of dim 0 has outer = 1.
-    rows = frames.pad_to_frame(frames.to_rows_first(x, dim, frame[0]), 0, [1, *frame[1:]], n, edge)
-    summed = current_communicator().reduce_scatter(frames.to_rank_order(rows, frame, n), n, group, plain=edge)
+    rows = frames.pad_to_frame(frames.to_rows_first(x, dim, frame[0]), 0, [1, *frame[1:]], n, edge=is_value)
+    summed = current_communicator().reduce_scatter(frames.to_rank_order(rows, frame, n), n, group, plain=is_value)
     return frames.from_rows_first(summed, dim, frame[0])
 
 
-_reduce_cotangents, _reduce_values = partial(_reduce_rows, edge=False), partial(_reduce_rows, edge=True)
+_reduce_cotangents, _reduce_values = partial(_reduce_rows, is_value=False), partial(_reduce_rows, is_value=True)
 
 
 def _all_reduce_sum(x: Tensor, n: int, group: str) -> Tensor:

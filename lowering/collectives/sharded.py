@@ -129,7 +129,7 @@ class Sharded(Tensor):
             self.shard_storage = new.shard_storage
             return
         storage, full = self.shard_storage, self.sharding.as_dense(new.detach())
-        self.shard_storage = ShardStorage(storage.layout, storage.length, None, storage.origin, full)
+        self.shard_storage = ShardStorage(storage.layout, storage.length, None, storage.origin, full=full)
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the full tensor as a NumPy array."""
@@ -240,7 +240,7 @@ def _view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     # `like` is a meta tensor like the value, whose view shows the layout of the result.
     storages = view_storages(value.shard_storage, value.shape, lambda like: func(like, *options, **kwargs))
     with torch.inference_mode(value.is_inference()):  # views of an inference tensor are such tensors, too
-        return storages and pytree.tree_map(lambda storage: Sharded(storage, storage.like.shape), storages)
+        return None if storages is None else pytree.tree_map(lambda x: Sharded(x, x.like.shape), storages)
 
 
 def _copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -250,7 +250,7 @@ def _copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         stride_preserving.append(torch.contiguous_format)
     if kwargs.get("memory_format") not in stride_preserving or kwargs.get("layout") not in (None, torch.strided):
         return None
-    return Sharded(value.shard_storage.map_rows(lambda x: func(x, **kwargs), COPIES[func]), value.shape)
+    return Sharded(value.shard_storage.map_rows(lambda x: func(x, **kwargs), name=COPIES[func]), value.shape)
 
 
 def _record_stream(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -275,7 +275,7 @@ def _add_rows(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if others:
         if (first.is_gathered and others[0].is_gathered) or not others[0].sharding.has_same_rows(layout):
             return None
-    elif not torch_compat.is_in_backward():
+    elif not torch_compat.is_in_backward():  # a full tensor of the forward may differ between ranks
         return None
     total = aten.add.Tensor(*(x.local if isinstance(x, Sharded) else layout.local_rows(x) for x in (a, b)))
     length, origin = first.shard_storage.length, first.shard_storage.origin

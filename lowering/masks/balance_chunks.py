@@ -140,7 +140,7 @@ def _order_chunks(cut: _EvenChunks, length: int, n: int) -> ChunkOrder:
     loads = np.bincount(owners, cut.works, n)
     nonempty = lengths > 0
     imbalance = float(loads.max() / loads.mean()) if loads.any() else 1.0
-    # The caller replaces the imbalance of contiguous shards.
+    # For other cuts than the contiguous one, the caller replaces `contiguous_imbalance`.
     return ChunkOrder(firsts[nonempty], lengths[nonempty], imbalance, contiguous_imbalance=imbalance)
 
 
@@ -148,7 +148,8 @@ def _assign_owners(cut: _EvenChunks, n: int) -> Ints:
     """Return the rank that owns each chunk, int64 (chunks,).
 
     Chunks are assigned by decreasing work to the rank with the least work that has capacity for a chunk of that length:
-    each rank gets the number of rows of its contiguous shard. Fixed chunks remain on their ranks.
+    each rank gets the number of rows of its contiguous shard. Then the busiest rank exchanges chunks with others. Fixed
+    chunks remain on their ranks.
     """
     works, is_large, is_fixed = cut.works, cut.is_large, cut.is_fixed
     contiguous_owners = np.repeat(np.arange(n), len(works) // n)

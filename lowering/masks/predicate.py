@@ -152,7 +152,9 @@ def _interval_remainder(a: Bounds, b: Bounds) -> Bounds:
     if low != high or low <= 0:
         largest = max(abs(low), abs(high))
         return -largest, largest
-    return (a[0] % low, a[1] % low) if a[0] // low == a[1] // low else (0, low - 1)
+    divisor = low
+    has_one_quotient = a[0] // divisor == a[1] // divisor
+    return (a[0] % divisor, a[1] % divisor) if has_one_quotient else (0, divisor - 1)
 
 
 def _interval_less(a: Bounds, b: Bounds) -> Verdict:
@@ -208,7 +210,7 @@ INTERVALS = Algebra(
 # Tensors, and ints for sizes.
 
 
-def _select_tensor(select: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
+def _accept_numbers(select: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
     """Return `select`, torch.minimum or torch.maximum, as a function whose operands may also be numbers."""
 
     def select_values(a: Any, b: Any) -> Tensor:
@@ -226,8 +228,8 @@ TENSORS = Algebra(
     functions={
         sympy.Add: operator.add,
         sympy.Mul: operator.mul,
-        sympy.Min: _select_tensor(torch.minimum),
-        sympy.Max: _select_tensor(torch.maximum),
+        sympy.Min: _accept_numbers(torch.minimum),
+        sympy.Max: _accept_numbers(torch.maximum),
         sympy.Mod: operator.mod,
         sympy.Abs: lambda a, _: abs(a),
         sympy.floor: operator.floordiv,

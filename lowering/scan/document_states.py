@@ -41,7 +41,7 @@ class DocumentRows(NamedTuple):
 
 
 def find_documents(marks: Tensor, count: int) -> DocumentRows:
-    """Return the place of each document's token.
+    """Return the place of each document's marked token, its first or last one.
 
     Args:
         marks: `opened` or `closed` of the module, int64 (1, 1, chunks, T, 1): the number of the document, from 1, at

@@ -111,8 +111,8 @@ class _ExtremesFunction(Function):
         """Save the operand, the result and the carry."""
         (x, op, exchange), (y, index, carry) = inputs, output
         _mark_undifferentiated(ctx, index, carry)
-        # Not exclusive (False). An extreme is exact in the dtype of x, so that the result and the accumulation have it.
-        ctx.spec = ScanSpec(op, False, exchange, x.dtype, x.dtype)
+        # An extreme is exact in the dtype of x.
+        ctx.spec = ScanSpec(op, exclusive=False, exchange=exchange, dtype=x.dtype, accumulate=x.dtype)
         ctx.save_for_backward(x, y, carry)
 
     @staticmethod

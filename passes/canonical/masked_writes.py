@@ -126,9 +126,9 @@ class ReplaceMaskedWrites(CanonicalPass):
     def _rows_by_position(self, write: MaskedWrite, like: Node) -> Node:
         """Emit a value with the N rows of a write, in order, where the mask is true, and zeros elsewhere.
 
-        It is table[index], where the table has N + 1 rows, [rows, zeros]. The index is N where the mask is false. If
-        the mask is true at another number of positions than there are rows for, the index is N + 1 everywhere, which
-        raises an error, as the replaced op does.
+        It is table[index], where the table has N + 1 rows, [rows, zeros]. The index is N where the mask is false. The
+        mask must be true at N positions, or without `needs_all_rows` at N or fewer; otherwise the index is N + 1
+        everywhere, which raises an error, as the replaced op does.
         """
         values, mask, row_dim = write.values, write.mask, write.row_dim
         shape = node_shape(values)

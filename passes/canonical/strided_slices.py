@@ -50,8 +50,7 @@ class GroupStridedSlices(CanonicalPass):
 def _reads_groups(node: Node, n: int) -> bool:
     """Return True for a slice along an inner dim that reads one row of each group of `step` rows, on n ranks.
 
-    For x[:, 1::2] with 6 rows, the groups are (0, 1), (2, 3) and (4, 5). The slice reads row 4 + 1 of the last one if
-    it ends after row 5 (size - step + start).
+    For x[:, 1::2] with 6 rows, the groups are (0, 1), (2, 3) and (4, 5), of which the slice reads rows 1, 3 and 5.
     """
     call = OpCall(node)
     dim, size, step = call.dim(), call.shape()[call.dim()], as_size(call["step"])
@@ -61,5 +60,6 @@ def _reads_groups(node: Node, n: int) -> bool:
     padded_size = step * n * ceil_div(size, step * n)  # each rank has the same number of complete groups
     if call.ndim() < 4 or not is_most_of(size, padded_size):
         return False
-    reads_to_end = end is None or (isinstance(end, int) and end > size - step + start)
-    return 0 < dim < call.ndim() - 1 and size > step and size % step == 0 and 0 <= start < step and reads_to_end
+    row_of_last_group = size - step + start
+    reads_last_group = end is None or (isinstance(end, int) and end > row_of_last_group)
+    return 0 < dim < call.ndim() - 1 and size > step and size % step == 0 and 0 <= start < step and reads_last_group

@@ -120,7 +120,7 @@ def _check_equal_rows(dims: Mapping[Node, int], axes: Axes) -> None:
     """
     first_inputs: dict[Any, Node] = {}  # first input of each sequence
     for node, dim in dims.items():
-        # An atom is a factor of a dim, such as B and S of a dim B * S; one of them is a sequence.
+        # An atom is a factor of a dim, such as B and S of a dim B * S; just one of them is a sequence.
         (sequence,) = {axes.find(atom.name) for atom in axes.dims[node, 0][dim] if axes.is_sequence(atom)}
         first = first_inputs.setdefault(sequence, node)
         first_rows, rows = (torch_compat.size_hint(x.meta["val"].shape[dims[x]]) for x in (first, node))
@@ -251,7 +251,7 @@ def global_view(
     if fragment and "local" in (options.inputs, options.outputs):
         raise SpError("SP231", "inputs='local' and outputs='local' are not supported with graph breaks.")
     _mark_inputs(gm, example_inputs)
-    seq_dims = None if isinstance(options.seq_dims, str) else _placeholder_names(gm, options.seq_dims, fragment)
+    seq_dims = None if isinstance(options.seq_dims, str) else _dims_by_placeholder(gm, options.seq_dims, fragment)
     inputs: dict[str, Placement] = {}
     layouts: dict[int, Layout] = {}
     if options.inputs == "local" and ranks.n > 1:
@@ -472,8 +472,8 @@ def _mark_inputs(graph: GraphModule, example_inputs: Sequence[Any]) -> None:
             set_node_info(node, requires_grad=example.requires_grad, parameter=parameter)
 
 
-def _placeholder_names(graph: GraphModule, seq_dims: Mapping[Any, int], fragment: bool) -> dict[str, int] | None:
-    """Convert the argument names or indices in the user's `seq_dims` to names of placeholders.
+def _dims_by_placeholder(graph: GraphModule, seq_dims: Mapping[Any, int], fragment: bool) -> dict[str, int] | None:
+    """Return the user's `seq_dims` by names of placeholders instead of names or indices of arguments.
 
     A fragment (a part of a model between graph breaks) may lack some of them. Returns None if it has none: then the
     sequence is detected.

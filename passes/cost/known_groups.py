@@ -114,9 +114,10 @@ def scatter_partitions(partitions: Sequence[Partition]) -> Partition | None:
 def _joined_ranks(partitions: Sequence[Partition]) -> list[tuple[int, ...]] | None:
     """Return the ranks whose values a rank has, in order, after an all_gather over each partition in order.
 
-    There is one sequence for each group of the last partition. For ((0, 2), (1, 3)), then ((0, 1), (2, 3)), rank 0 has
-    the values of (0, 2), then those of (0, 2, 1, 3), as all other ranks: two equal sequences, which the caller counts
-    as one. The result is None if a partition has groups of different sizes or other ranks than the first one.
+    There is one sequence for each group of the last partition. After ((0, 2), (1, 3)), ranks 0 and 2 have the values of
+    (0, 2), ranks 1 and 3 those of (1, 3). After ((0, 1), (2, 3)), all ranks have those of (0, 2, 1, 3): the result has
+    this sequence twice, and the caller counts it once. Returns None if a partition has groups of different sizes or
+    other ranks than the first one.
     """
     # rank -> ranks whose values it has
     sequences: dict[int, tuple[int, ...]] = {rank: (rank,) for group in partitions[0] for rank in group}

@@ -44,23 +44,24 @@ def exchange_sources(exchanges: Iterable[Node], shown: Mapping[str, str]) -> dic
     return sources
 
 
-def failed_exchange(error: BaseException, places: Mapping[str, ExchangeSource]) -> str:
+def failed_exchange(error: BaseException, sources: Mapping[str, ExchangeSource]) -> str:
     """Format the exchange that raised the error at run time, such as "all_gather of <file>:12: y = f(x)".
 
-    If compiled code runs other compiled code, this is the innermost known exchange. Its line is omitted if it is
-    unknown; the result is "" if the error is from no known exchange.
+    If compiled code runs other compiled code, this is the innermost known exchange. If its line is unknown, the program
+    inputs that it reads are named instead, if any. The result is "" if the error is from no known exchange.
 
     Args:
         error: Error that the program raised.
-        places: Sources of the program's exchanges, from `exchange_sources`.
+        sources: Sources of the program's exchanges, from `exchange_sources`.
     """
     # Skip the lines of kernels: a kernel is no exchange, but its `sources` are those of the next line that names its
     # nodes in a comment (see `CodeLine`), which may be the line of an exchange.
-    names = [name for line in compiled_lines(error) if not line.kernel for name in line.sources if name in places]
+    names = [name for line in compiled_lines(error) if not line.kernel for name in line.sources if name in sources]
     if not names:
         return ""
-    name, place = names[-1], str(places[names[-1]])
-    return f"{name} of {place}" if place else name
+    exchange = names[-1]  # of the innermost line
+    source = str(sources[exchange])
+    return f"{exchange} of {source}" if source else exchange
 
 
 def node_lines(graph: Graph) -> dict[str, str]:
@@ -73,7 +74,7 @@ def node_lines(graph: Graph) -> dict[str, str]:
 def failed_line(error: BaseException, lines: Mapping[str, str]) -> str:
     """Return the user's line of the op that raised the error at run time, or "" if it is unknown.
 
-    For a kernel that computes several lines, the first `SHOWN_INPUTS` lines are returned.
+    For a kernel that computes several lines, it is the first few of these: "y = f(x), or z = g(y)".
 
     Args:
         error: Error that the program raised.
@@ -103,5 +104,6 @@ def _nodes_of_line(line: CodeLine, names: Iterable[str]) -> list[str]:
     if not line.kernel:
         return sources
     first_source = min((positions[name] for name in sources), default=0)
+    # A kernel's name has the names of ops between underscores, and the node add_3 computes the op add.
     nodes_of_ops = [name for name in positions if f"_{NUMBER_PATTERN.sub('', name)}_" in f"_{line.kernel}_"]
     return sorted(nodes_of_ops, key=lambda name: abs(positions[name] - first_source))

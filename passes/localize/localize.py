@@ -150,7 +150,7 @@ class _Localizer(GraphEditor):
         return window
 
     def _localize_symbols(self, sources: Iterable[Node]) -> None:
-        """Set the values of inputs that are passed as shards (inputs='local'), and emit their global sizes.
+        """Set the fake values of inputs that are passed as shards (inputs='local'), and emit their global sizes.
 
         `NodeInfo.local` is the tensor or size that a rank passes. For an input that is a size S of the sequence, a rank
         passes S/n, `NodeInfo.scale` is n, and S = n * (S/n) is computed. Nodes that are emitted later find the nodes of
@@ -262,13 +262,13 @@ class _Localizer(GraphEditor):
         Operands of other calls are unchanged. All operands of a product are filled with 0, as 0 * inf is NaN. With
         `rule.pad`, one operand's fill removes the padded rows of all, such as the ignored class among a loss's targets.
         The other operands then only need finite values in these rows. That is given, except in rows that a window of
-        the sequence cuts off (`_is_sequence_part`), which may be infinite; these are filled, too.
+        the sequence cuts off (`_has_cut_rows`), which may be infinite; these are filled, too.
         """
         sums_over_sequence = any(isinstance(p, Partial) for p in self.plan.placements[call.node])
         if not sums_over_sequence or node_info(call.node).combines:  # `combines`: adds or scales results of sums
             return operands
         # index of an operand -> the value for its padded rows
-        fills = {i: 0 for i, want in enumerate(wants) if rule.pad is None or _is_sequence_part(want)}
+        fills = {i: 0 for i, want in enumerate(wants) if rule.pad is None or _has_cut_rows(want)}
         if rule.pad is not None:
             index, value = rule.pad
             fills[index] = value
@@ -365,8 +365,8 @@ class _Localizer(GraphEditor):
         return self.param_grads if _is_parameter(source) else "reduce"
 
 
-def _is_sequence_part(want: Placement) -> bool:
-    """Return True if the placement is a shorter window of the sequence, such as that of x[:, :-1].
+def _has_cut_rows(want: Placement) -> bool:
+    """Return True if the placement has only a part of the sequence's positions, such as that of x[:, :-1].
 
     A row that is cut off, here the last one of x, counts as padding, but may be infinite. Other padding is finite.
     """

@@ -71,8 +71,8 @@ def depends_on_query(call: OpCall) -> bool:
 def masks_all_weight(call: OpCall) -> bool:
     """Return True if masked keys have weight 0 even for a query whose keys are all masked.
 
-    Only learned sinks ensure it: the sink, an additional score of each row, then has all of the weight. Without them, a
-    mask may add finfo.min in place of -inf (a fill), and the softmax over a row of fills only is uniform.
+    Only learned sinks ensure it: the sink, an additional score of each row, then has all of the weight, if it is no
+    fill itself. Without sinks, the softmax over a row of fills only is uniform.
     """
     sinks = call.get("sinks")
     return sinks is not None and sinks not in fill_nodes(sinks.graph.owning_module)
@@ -96,15 +96,15 @@ def fill_nodes(gm: GraphModule) -> set[Node]:
                 fills.add(node)
         elif node.op == "call_function":
             leaves = pytree.tree_leaves((node.args, dict(node.kwargs)))
-            if not fills.isdisjoint(node.all_input_nodes) or any(map(_is_large, leaves)):
+            if not fills.isdisjoint(node.all_input_nodes) or any(map(_can_be_fill, leaves)):
                 fills.add(node)
     return fills
 
 
-def _is_large(leaf: Any) -> bool:
-    """Return True for a Python scalar in a call that may be a fill, or be multiplied to one, as in (mask - 1) * 1e9.
+def _can_be_fill(leaf: Any) -> bool:
+    """Return True if a Python scalar may be a fill, or become one by a product, as in (mask - 1) * 1e9.
 
-    These are large floats of either sign and large negative ints, except ints that are open ends of slices.
+    These are large floats of either sign and large negative ints. Even larger ints are no fills, but ends of slices.
     """
     if isinstance(leaf, float):
         return math.isfinite(leaf) and abs(leaf) >= MIN_FILL

@@ -45,11 +45,12 @@ class ProductOperand:
     def simplify(self) -> ProductOperand:
         """Return the same operand without the permutations by which the program computes it.
 
-        They are merged into `order`: x.mT with the dims (0, 1, 2) is x with the dims (0, 2, 1).
+        They are merged into `order`: x.mT with the dims (0, 2, 1) is x with the dims (0, 1, 2). An operand that has its
+        dims in order already remains the same.
         """
-        source, inner_order = move_source(self.node), permutation_of(self.node)
-        if is_identity(self.order):  # the node itself has the dims in this order
+        if is_identity(self.order):
             return self
+        source, inner_order = move_source(self.node), permutation_of(self.node)
         if source is None or inner_order is None:  # not a permutation
             return self
         return ProductOperand(source, tuple(inner_order[d] for d in self.order)).simplify()

@@ -51,7 +51,8 @@ class SelectRows(DemandPass):
         is_simple = have.is_only_factor and not have.frame.order.is_balanced
         # A slice whose rows have a frame of their own (`is_apart`) may have any number of rows.
         is_short = node_info(node).is_apart or 2 * assume_large(length) <= assume_large(have.frame.size)
-        return None if is_simple and is_short and have.dim == OpCall(node).dim() else ""
+        is_along_sharded_dim = have.dim == OpCall(node).dim()
+        return None if is_simple and is_short and is_along_sharded_dim else ""
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         """Replace a slice by sp::rows: the rows that a rank has of it, and zeros for the others.
@@ -87,7 +88,7 @@ class SelectRows(DemandPass):
         """
         shard = self.axes.shard(node) if node_info(node).is_apart else None
         # Without a scatter the rows remain partial. Their reader demands another placement: a sum on all ranks.
-        if shard is None or shard.frame.order.is_balanced:
+        if shard is None or shard.frame.order.is_balanced:  # a balanced order is a table, which no frame contains
             return rows
         args = (rows, shard.dim, self.sizes.list(shard.frame_arg()), self.job.ranks.n, self.job.ranks.group)
         return self.emit(sp.reduce_scatter.default, args, rows.meta["val"], node)

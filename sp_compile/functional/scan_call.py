@@ -131,9 +131,9 @@ class ScanCall(ShardCall):
         """
         self.require()
         x, dtype, accumulate = self.x, self.dtype, self.accumulate
-        if self._is_torch_scan():
+        if self._can_use_torch():
             return MONOIDS[self.op].cumulative(x, self.dim, dtype=dtype)
-        carry_dtype = accumulate_dtype(self.op, self.result, x.device)  # by default, of the carries that ranks send
+        carry_dtype = accumulate_dtype(self.op, self.result, x.device)  # of the carries that ranks send
         if accumulate is not None and not MONOIDS[self.op].has_index:  # a max or min does not use `accumulate`
             carry_dtype = accumulate
         options = self.dim, self.op, self.exclusive, self.reverse, dtype, accumulate
@@ -169,11 +169,10 @@ class ScanCall(ShardCall):
             f"{self.accumulate}, gradient: {needs_gradient(x)}, {self.shards}"
         )
 
-    def _is_torch_scan(self) -> bool:
-        """Return True if the operator would only run torch's scan, which the call then runs itself.
+    def _can_use_torch(self) -> bool:
+        """Return True if the call may run torch's scan itself, without the overhead of the operator.
 
-        This avoids the overhead of an operator, for a small contiguous tensor on the CPU that is scanned forward along
-        its last dim.
+        The operator would run the same scan for a small contiguous tensor on the CPU, forward along its last dim.
         """
         x = self.x
         if self.op not in ("sum", "prod") or self.exclusive or self.reverse:
@@ -195,7 +194,7 @@ class ScanCall(ShardCall):
         Returns:
             SP454, SP501 to SP507, SP512, SP513, and SP521 to SP526.
         """
-        yield from self._wrong_kinds()
+        yield from self._wrong_types()
         if self.op not in MONOIDS:
             hint = did_you_mean(self.op, MONOIDS)
             yield SpError("SP501", f"op: expected one of {', '.join(MONOIDS)}, got {self.op!r}{hint}.")
@@ -207,7 +206,7 @@ class ScanCall(ShardCall):
         if self.shards is not None:
             yield from self.shards.errors(self.x.shape, self.dim)
 
-    def _wrong_kinds(self) -> Iterator[SpError]:
+    def _wrong_types(self) -> Iterator[SpError]:
         """Yield errors for wrong Python types, on which the other checks would raise."""
         yield from check_tensors(x=self.x)
         if self.segments is not None or self.name == "segmented_scan":

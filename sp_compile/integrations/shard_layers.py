@@ -119,7 +119,8 @@ def find_layers(model: nn.Module, classes: Collection[str | type[nn.Module]] | N
     present = {type(module).__name__ for module in model.modules()}
     if given - present:
         raise SpError("SP836", f"layers: expected classes of modules of the model, got {sorted(given - present)}.")
-    selected = given or present & {*(getattr(model, "_no_split_modules", None) or ())} or _repeated_classes(model)
+    unsplit = {*(getattr(model, "_no_split_modules", None) or ())}
+    selected = given or (present & unsplit) or _repeated_classes(model)
     names: list[str] = []
     for name, module in model.named_modules():
         is_inside = any(name.startswith(f"{layer}.") for layer in names)
@@ -178,10 +179,12 @@ def _repeated_classes(model: nn.Module) -> set[str]:
 
 
 def _device_to_train_on(model: nn.Module) -> str:
-    """Return the type of the device of a model, or that of the accelerator for a model on "meta"."""
+    """Return the type of the device of a model; for a model on "meta" that of the accelerator, or "cpu"."""
     device = next(model.parameters()).device.type
+    if device != "meta":
+        return device
     accelerator = torch.accelerator.current_accelerator()
-    return device if device != "meta" else accelerator.type if accelerator is not None else "cpu"
+    return "cpu" if accelerator is None else accelerator.type
 
 
 def _disable_cache(model: nn.Module) -> None:
@@ -243,7 +246,7 @@ def find_shared_units(model: nn.Module, units: list[nn.Module]) -> set[nn.Module
     paths_of_units = [(path, module) for path, module in paths if module in units]
     owners = defaultdict[nn.Parameter, set[nn.Module]](set)  # weight -> units with it; the model for other modules
     for path, module in paths:
-        owner = next((unit for start, unit in paths_of_units if f"{path}.".startswith(f"{start}.")), model)
+        owner = next((unit for unit_path, unit in paths_of_units if f"{path}.".startswith(f"{unit_path}.")), model)
         for weight in module.parameters(recurse=False):
             owners[weight].add(owner)
     return {unit for sharing in owners.values() if len(sharing) > 1 for unit in sharing} - {model}

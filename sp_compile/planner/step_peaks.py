@@ -59,7 +59,7 @@ class StepPeaks:
         """
 
         def interpolate(at_none: Mapping[str, StepPeak], at_all: Mapping[str, StepPeak]) -> dict[str, StepPeak]:
-            """Return peaks with interpolated bytes, and the phases at the nearer share."""
+            """Interpolate the bytes between the peaks at share 0 and at share 1; the phases are those of the nearer."""
             nearest = at_none if share < 0.5 else at_all
             return {
                 state: StepPeak(peak.nbytes + share * (at_all[state].nbytes - peak.nbytes), nearest[state].phase)

@@ -67,7 +67,7 @@ READ_WARNING = (
 WHOLE_WARNING = "in a step with backend='sp', %s. sp_compile.explain(model, ...) lists the reasons"
 
 _warned_fsdp: set[str] = set()  # classes of models with a warning about graph breaks by FSDP
-_prepared_fsdp: set[str] = set()  # classes of models whose parts were prepared to run on shards
+_muted_fsdp: set[str] = set()  # classes of modules without such a warning: `compile_under_fsdp` prepared them
 
 
 def warn_eager_fallback(fallback: EagerFallback) -> None:
@@ -75,7 +75,7 @@ def warn_eager_fallback(fallback: EagerFallback) -> None:
     target, code, reason, text = fallback  # module or name of a function, its code, kind of cause, Dynamo's message
     name = name_of_callable(target)
     is_graph_break = reason is EagerReason.GRAPH_BREAK
-    if is_graph_break and name in _prepared_fsdp:  # FSDP's hooks are expected to end its graphs
+    if is_graph_break and name in _muted_fsdp:  # FSDP's hooks are expected to end its graphs
         return
     fix = EAGER_FIXES[reason]
     if is_graph_break and isinstance(target, torch.nn.Module) and find_fsdp_submodules(target):
@@ -96,7 +96,7 @@ def find_fsdp_submodules(model: torch.nn.Module) -> list[str]:
 def warn_fsdp_submodules(model: torch.nn.Module) -> None:
     """Warn on rank 0, once for each class, that FSDP hooks split the graph of the model."""
     name = name_of_callable(model)
-    if name in _warned_fsdp | _prepared_fsdp:
+    if name in _warned_fsdp | _muted_fsdp:
         return
     submodules = find_fsdp_submodules(model)
     if submodules:
@@ -109,7 +109,7 @@ def mute_fsdp_warning(model: torch.nn.Module) -> None:
 
     `compile_under_fsdp` calls it: there the results between the graphs stay sharded.
     """
-    _prepared_fsdp.update(name_of_callable(module) for module in model.modules() if find_fsdp_submodules(module))
+    _muted_fsdp.update(name_of_callable(module) for module in model.modules() if find_fsdp_submodules(module))
 
 
 def name_of_callable(target: Any) -> str:

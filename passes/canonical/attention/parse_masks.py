@@ -118,7 +118,7 @@ def parse_bias(
 def _mask_coordinates(node: Node, shape: tuple[Size, ...]) -> tuple[ElementReader, Coords]:
     """Return a reader of elements, and the coordinates at which the scores read a mask that broadcasts to them.
 
-    For a mask (B, 1, 1, K), the coordinates are (b, 0, 0, k).
+    For a mask (B, 1, 1, K), the coordinates are (b, 0, 0, k). Raises NotSymbolic if the numbers of dims do not fit.
     """
     mask_shape = node_shape(node)
     if len(shape) not in (3, 4) or len(mask_shape) > len(shape):
@@ -157,7 +157,7 @@ def intersect_masks(masks: Sequence[AttentionMask], shape: tuple[Size, ...]) -> 
         shape: The shape (B, H, Q, K) of the scores.
 
     Raises:
-        NotSymbolic: It allows no pair.
+        NotSymbolic: It allows no pair, or differs between heads or batch entries.
     """
     extent = dict(zip(INDICES, shape))
     positions = ElementReader(IndexBox(extent), extent)  # reads nothing here, but `_checked_mask` needs its box
@@ -168,14 +168,14 @@ def intersect_masks(masks: Sequence[AttentionMask], shape: tuple[Size, ...]) -> 
 
 def require_all_heads(mask: AttentionMask) -> AttentionMask:
     """Return the mask unchanged, or raise NotSymbolic if its condition differs between heads or batch entries."""
-    _print_predicate(MaskPrinter(), mask)
+    _make_predicate(MaskPrinter(), mask)
     return mask
 
 
-def _print_predicate(printer: MaskPrinter, mask: AttentionMask) -> Boolean:
-    """Return the condition of a mask with a symbol row0, col0 or n0, ... for each leaf and size.
+def _make_predicate(printer: MaskPrinter, mask: AttentionMask) -> Boolean:
+    """Return the predicate of a mask: its condition, with a symbol row0, col0 or n0, ... for each leaf and size.
 
-    Raises NotSymbolic if it needs the index of a head or a batch entry.
+    Raises NotSymbolic if the condition needs the index of a head or a batch entry.
 
     Args:
         printer: An empty printer, which records the leaves and sizes.
@@ -206,7 +206,10 @@ def _allowed_condition(value: Element, max_fill: float = MAX_FILL) -> tuple[Bool
 
     Args:
         value: The element of a mask: a condition, or pairs (condition, number that is added to the score).
-        max_fill: The greatest number that is a fill. Raises NotSymbolic for other numbers than 0 and fills.
+        max_fill: The greatest number that is a fill.
+
+    Raises:
+        NotSymbolic: A number is neither 0 nor a fill.
     """
     if not isinstance(value, tuple):
         return value, False
@@ -278,7 +281,7 @@ class RewriteMasks(base.CanonicalPass):
         return super().edit(graph)
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Replace the mask tensors of attention by predicates and score functions."""
+        """Replace the mask tensors of attention by predicates and score functions; return their number."""
         calls = {node: OpCall(node) for node in attention_nodes(gm)}
         masked = [n for n, call in calls.items() if call["attn_mask"] is not None and not call.get("predicate")]
         return sum(self._rewrite(node) for node in masked)
@@ -300,10 +303,10 @@ class RewriteMasks(base.CanonicalPass):
         Raises NotSymbolic or SpError if the tensor remains.
         """
         call = OpCall(node)
-        shapes = [call.shape(i) for i in range(3)]
+        shapes = q_shape, k_shape, _ = [call.shape(i) for i in range(3)]
         if call.get("is_causal") or not has_same_leading_dims(shapes, call["enable_gqa"]):
             raise NotSymbolic("q, k and v have different batch sizes or heads, or is_causal is also set")
-        shape, absorbs_fills = (*shapes[0][:-1], shapes[1][-2]), masks_all_weight(call)
+        shape, absorbs_fills = (*q_shape[:-1], k_shape[-2]), masks_all_weight(call)  # shape of the scores
         key = (mask_tensor, shape, absorbs_fills)
         try:
             self.set_mask(node, self.share_mask(key, lambda: parse_mask(*key)))
@@ -402,7 +405,7 @@ class RewriteMasks(base.CanonicalPass):
         Raises NotSymbolic if no predicate describes the mask, and SpError if the graph cannot compute a size.
         """
         printer = MaskPrinter()
-        predicate = _print_predicate(printer, mask)
+        predicate = _make_predicate(printer, mask)
         rows = [self._leaf_vector(mask, leaf, QUERY_INDEX, like) for leaf in printer.rows]
         cols = [self._leaf_vector(mask, leaf, KEY_INDEX, like) for leaf in printer.cols]
         sizes = self.sizes.list(as_size(e) for e in printer.sizes)
@@ -461,7 +464,7 @@ class RewriteMasks(base.CanonicalPass):
 
 
 def has_same_leading_dims(shapes: Sequence[tuple[Size, ...]], grouped: bool) -> bool:
-    """Return True if q, k and v, of these shapes, have equal leading dims (batch, heads).
+    """Return True if q, k and v, of these shapes, have 3 or 4 dims and equal leading dims (batch, heads).
 
     With grouped heads, queries may have another number of heads than keys and values.
     """

@@ -89,14 +89,14 @@ def match_softmax_source(x: Any, keys_dim: int, *readers: Node) -> SoftmaxSource
         # scores, which are matched elsewhere.
         return replace(inner, chain=(*inner.chain, x)) if inner.chain else no_ops
     difference = match_difference(x, MAXIMA)  # (row, dim) if x is row - maximum(row, dim)
-    shift = ops_between(*difference, x) if difference is not None and difference[1] == keys_dim else None
-    if shift is not None:
-        inner = match_softmax_source(shift.source, keys_dim, *shift.readers)
-        return replace(inner, chain=(*inner.chain, *shift.chain))
+    subtraction = ops_between(*difference, x) if difference is not None and difference[1] == keys_dim else None
+    if subtraction is not None:
+        inner = match_softmax_source(subtraction.source, keys_dim, *subtraction.readers)
+        return replace(inner, chain=(*inner.chain, *subtraction.chain))
     operands = OpCall(x).operands
     is_last_dim = keys_dim == x.meta["val"].ndim - 1
-    # match_join: the dim of the cat, and False because the dim is not new.
-    if x.target is aten.cat.default and len(operands) == 2 and is_last_dim and match_join(x) == (keys_dim, False):
+    joined_along_keys = (keys_dim, False)  # False: it is no new dim, as that of a stack is
+    if x.target is aten.cat.default and len(operands) == 2 and is_last_dim and match_join(x) == joined_along_keys:
         is_single = [is_same_size(node_shape(operand)[-1], 1) for operand in operands]  # sinks: one column
         if is_single[0] != is_single[1]:
             sinks, scores = operands if is_single[0] else operands[::-1]
@@ -127,8 +127,8 @@ class SinkValue:
 def match_sink_value(sinks: Node, coords: Sequence[Any], leading: tuple[Size, ...]) -> SinkValue | None:
     """Return the value with one sink per head (or one for all) from which `sinks` is computed, or None.
 
-    sinks.view(1, H, 1, 1).expand(B, H, Q, 1), for example, has the value `sinks`: the search goes back through views
-    until the rows (b, h, q) of the scores read elements that depend on h only.
+    For sinks.view(1, H, 1, 1).expand(B, H, Q, 1) it is the view (1, H, 1, 1): the search goes back through views and
+    copies to the first value of which the rows (b, h, q) of the scores read an element that depends on h only.
 
     Args:
         sinks: A value that is computed from the sinks by views and copies.

@@ -76,7 +76,7 @@ class LoopBuilder:
         return {x for x in (*sources, *self.values.values()) if isinstance(x, Node)}
 
     def _is_shared(self, x: Operand) -> bool:
-        """Return True if the operand has the same value at every step; then its column may need no batched op."""
+        """Return True if the operand has the same value at every step."""
         if isinstance(x, ColumnRef):
             return isinstance(self.values.get(x.column), Node)  # a node is equal at all steps
         return not isinstance(x, IndexRead | SeededList)
@@ -124,13 +124,13 @@ class LoopBuilder:
         form = self.forms.get(column)
         if form is not None and form.state not in self.values:  # it waits for the scan of the state
             return False
-        leaves = [self._leaf(x, column) for x in column.operands]
-        if any(x is PENDING for x in leaves):
+        operands = [self._operand_value(x, column) for x in column.operands]
+        if any(x is PENDING for x in operands):
             return False
-        if not any(isinstance(x, AffineValue) for x in leaves):
-            self.values[column] = self.editor.batch(column.node, leaves)
+        if not any(isinstance(x, AffineValue) for x in operands):
+            self.values[column] = self.editor.batch(column.node, operands)
             return True
-        form = self.editor.affine(column.node, leaves)
+        form = self.editor.affine(column.node, operands)
         if form is None:  # not affine in the state: the column waits, and `_scan_together` may compute it
             return False
         self.forms[column] = form
@@ -153,12 +153,12 @@ class LoopBuilder:
         seeds: dict[ColumnRef, Any] = {}  # (column, lag) -> the value that many steps before the first one
         if len({(column.first, column.end) for column in body}) > 1:
             raise NotALoop("a state that some steps do not have")
-        # The operands of each column; this also collects the seeds.
-        leaves = [[self._body_leaf(x, column, body, seeds) for x in column.operands] for column in body]
-        self.values.update(CoupledStates(self.editor, body, leaves, seeds).scan(self.reverse))
+        # `_body_operand` also adds the initial values to `seeds`.
+        operands = [[self._body_operand(x, column, body, seeds) for x in column.operands] for column in body]
+        self.values.update(CoupledStates(self.editor, body, operands, seeds).scan(self.reverse))
         self.scans += 1
 
-    def _body_leaf(self, x: Operand, column: StepColumn, body: list[StepColumn], seeds: dict[ColumnRef, Any]) -> Any:
+    def _body_operand(self, x: Operand, column: StepColumn, body: list[StepColumn], seeds: dict[ColumnRef, Any]) -> Any:
         """Return an operand of a column for `CoupledStates`: a reference if it is a column of the body, else its value.
 
         For h[t] = f(h[t - 2]), the operand is SeededList(s2, SeededList(s1, reference to h with lag 2)): the values of
@@ -185,14 +185,14 @@ class LoopBuilder:
             raise NotALoop("a state with several initial values")
         return reference
 
-    def _leaf(self, x: Operand, column: StepColumn) -> Any:
-        """Return an operand of a column as an argument of `affine` or `batch`.
+    def _operand_value(self, x: Operand, column: StepColumn) -> Any:
+        """Return the value of an operand at all steps of a column if it is known, or else its form.
 
-        It is the operand's value at all steps of the column if it is known, or else an AffineValue, a * state + b,
-        where the state is that of the same step or the previous one (lag 1). PENDING if neither is known yet.
+        The form is an AffineValue, a * state + b, where the state is that of the same step or the previous one (lag 1).
+        PENDING if neither is known yet.
 
-        For h = c * h + x, the leaf of the product that reads the previous h is 1 * state + 0, and the leaf of the sum
-        that reads the product is the product's form, c * state + 0.
+        For h = c * h + x, the operand h of the product, the previous state, has the form 1 * state + 0, and the operand
+        c * h of the sum has that of the product, c * state + 0.
         """
         reference = reference_of(x)
         if reference is None or reference.column in self.values:
@@ -201,10 +201,10 @@ class LoopBuilder:
         if lag > 1:
             return PENDING
         if isinstance(x, SeededList):
-            # A column after an initial value, which is that of the step before the first one: a state, 1 * state + 0.
+            # The first step reads an initial value, the seed, and later steps the source. It is a state if the seed
+            # stands for the step before the first one of the source, with one seed for all readers.
             seed = self.seeds.setdefault(source, x.seed)
-            first_read = column.first - lag  # the step of the source that the first step of the column reads
-            is_state = first_read == source.first - 1 and _is_same_value(seed, x.seed)
+            is_state = column.first - lag == source.first - 1 and _is_same_value(seed, x.seed)
             return AffineValue(source, 1, 0, lag=lag) if is_state else PENDING
         # Another column, which depends on a state: its form at the steps that this column reads.
         form, first, end = self.forms.get(source), column.first - lag, column.end - lag
@@ -292,14 +292,14 @@ class RerollLoops(CanonicalPass, ScanBuilder):
         # not known to be affine in its previous value, so that the outer loop would remain.
         lists.sort(key=lambda n: -len(n.args[0]))
         # A list without users is unused, or was erased with the steps of a replaced loop.
-        return sum(bool(n.users) and self._roll(n) for n in lists)
+        return sum(bool(n.users) and self._replace_loop(n) for n in lists)
 
     def emit(self, *args: Any, **kwargs: Any) -> Node:
         """Append a node as `GraphEditor.emit` does, and record it for `_erase_unused`."""
         self.emitted.append(super().emit(*args, **kwargs))
         return self.emitted[-1]
 
-    def _roll(self, stack: Node) -> bool:
+    def _replace_loop(self, stack: Node) -> bool:
         """Replace the loop that computes the operands of a stack or cat; return False if no loop does."""
         values, reasons = _stacked_values(stack), []  # reasons of both attempts: in order, in reverse
         for reverse in (False, True):  # the first step computes the first operand, or the last one
@@ -313,7 +313,7 @@ class RerollLoops(CanonicalPass, ScanBuilder):
                 reasons.append(str(reason))  # the exception itself would keep every frame of the compilation alive
             finally:
                 self.budget = loop.budget
-        if _is_chain(values):
+        if _is_loop_like(values):
             is_reverse = values[0] > values[-1]  # the order in which the program computes them
             self.note_refusal(stack, f"{len(values)} steps are not a scan: {reasons[is_reverse]}")
         return False
@@ -382,7 +382,7 @@ class RerollLoops(CanonicalPass, ScanBuilder):
         self.rolled.update(n for n in self.emitted if n.users)
 
     def _select_pieces(self, split: Node) -> None:
-        """Replace the results of an unbind or split with other readers by selects, so that no rank needs all pieces."""
+        """Replace each result of an unbind or split by a select or slice, so that no rank needs all pieces."""
         for user in list(split.users):
             read = match_piece_read(user)
             if read is not None:  # `rows` is the number of rows of a piece, 0 for an unbind, which removes the dim
@@ -407,11 +407,11 @@ def _stacked_values(stack: Node) -> list[Node]:
     return values if are_distinct and len(values) > 1 else []
 
 
-def _is_chain(values: list[Node]) -> bool:
-    """Return True if the last step reads a node of the step before, so that the values look like a loop's.
+def _is_loop_like(values: list[Node]) -> bool:
+    """Return True if the last step reads a node of the step before, as in a loop with a state.
 
-    The nodes of a step are those between the values of two steps, in the order of the graph. Only a list that looks
-    like a loop's is reported if it is not replaced.
+    The nodes of a step are those after the value of the step before and up to its own, in the order of the graph. Only
+    such a list is reported if it is not replaced.
     """
     if len(values) < 3 or any(v.op != "call_function" for v in values):
         return False

@@ -165,9 +165,12 @@ def _causal_conv(
 
 
 def _convolve_states(states: Tensor, weight: Tensor, length: int) -> Tensor:
-    """Return what the W - 1 tokens before the first one (B, D, W - 1) add to a convolution's results (B, D, S)."""
+    """Return what the states add to a convolution's results, (B, D, S): zeros after the first W - 1 tokens.
+
+    The states are the W - 1 tokens before the first one, (B, D, W - 1).
+    """
     count = weight.shape[-1] - 1
-    added = F.conv1d(F.pad(states, (0, count)), weight.unsqueeze(1), groups=weight.shape[0])  # of the first W - 1 rows
+    added = F.conv1d(F.pad(states, (0, count)), weight.unsqueeze(1), groups=weight.shape[0])  # (B, D, W - 1)
     position = torch.arange(length, device=states.device)
     return added.index_select(-1, position.clamp(max=count - 1)) * (position < count)
 

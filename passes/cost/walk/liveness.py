@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import accumulate, chain, islice
+from itertools import chain, islice
 
 import torch
 from torch.fx import Graph, Node
@@ -84,8 +84,9 @@ class LivenessWalk:
         """
         assert self._storages is not None
         keys = dict.fromkeys(self._storages.key(x) for node in saved for x in node_tensors(node))
-        # layers[i + 1] is the layer of moment i, or the last layer before it.
-        layers = list(accumulate(self.moments, lambda layer, moment: moment.layer or layer, initial=""))
+        layers = [""]  # layers[i + 1] is the layer of moment i, or the last layer before it
+        for moment in self.moments:
+            layers.append(moment.layer or layers[-1])
         return [(layers[self._storages.last_read.get(key, -1) + 1], self._inputs[key]) for key in keys]
 
     def alive(self, moment: int) -> list[LiveValue]:
@@ -129,7 +130,7 @@ def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> LivenessWalk:
             where=nearest_line(node),
             nbytes=nbytes.total(),
             results=nbytes["result"],
-            idle=nbytes["reuse"],
+            idle=nbytes["reuse"],  # retained buffers
             product=product,
             layer=node_layer(node),
             traffic=traffic,
@@ -183,12 +184,13 @@ class _TileLoop:
         not yet, but are counted as results, so they are subtracted. At the end both exist, without a tile.
         """
         tile = max((moment.nbytes for moment in _walk_tile(self.part, fused).moments), default=0)
-        return max(tile + self.copied_bytes + self.wide_bytes - self.narrow_bytes, self.wide_bytes)
+        while_tiles_run = tile + self.copied_bytes + self.wide_bytes - self.narrow_bytes
+        return max(while_tiles_run, self.wide_bytes)
 
 
 @cache
 def _walk_tile(part: TilePart, fused: bool) -> LivenessWalk:
-    """Return the liveness of the program of a tile, with fusion after Inductor's decompositions."""
+    """Return the liveness of the program of a tile; if `fused`, that after Inductor's decompositions."""
     if not fused:
         return walk(part.graph.graph, fused)
     with FakeTensorMode(allow_non_fake_inputs=True):  # the graph may contain constants
@@ -400,13 +402,11 @@ class StorageTable(KernelSchedule):
             self.kernel_writes[node] = []
             self.kernel_reads[node] = operand_reads | self.kernel_reads.get(node.args[0], frozenset())
         elif node.target in ARRIVALS:  # a wait for a copy to or from the host, without a result
-            self.value_reads[node], self.kernel_writes[node], self.kernel_reads[node] = frozenset(), [], operand_reads
+            self.value_reads[node] = frozenset()
+            self.kernel_writes[node], self.kernel_reads[node] = [], operand_reads
         elif not new and node.target in MUTATIONS:  # a kernel that writes to its operands
-            self.value_reads[node], self.kernel_writes[node], self.kernel_reads[node] = (
-                frozenset(keys),
-                [],
-                operand_reads,
-            )
+            self.value_reads[node] = frozenset(keys)
+            self.kernel_writes[node], self.kernel_reads[node] = [], operand_reads
         elif not new:  # a view: no kernel; one of an inlined value is recomputed with this value
             is_recomputed = not keys or not self.inlined.isdisjoint(keys)
             self.value_reads[node] = operand_reads if is_recomputed else frozenset(keys)
@@ -447,13 +447,14 @@ class StorageTable(KernelSchedule):
 
     def _reuse_operands(self, node: Node) -> None:
         """Record that the results of waits, in-place collectives and mutations reuse the storages of operands."""
-        bases: list[Node] = []
         # Only Inductor (`fused`) runs collectives and mutations in place.
         is_in_place = self.fused and node.target in IN_PLACE_COLLECTIVES and len(node.args[0].users) == 1
         if node.target is WAIT_OP or is_in_place:
-            bases = [node.args[0]]
+            bases: list[Node] = [node.args[0]]
         elif self.fused and node.target in MUTATIONS:
             bases = node.kwargs.get("_all_bases", [])
+        else:
+            return
         for base, value in zip(bases, node_tensors(node)[-len(bases) :]):  # a mutation returns its bases last
             base_key, key = self.key(node_tensors(base)[0]), storage_of(value)
             # The fake result has a storage of its own, which no earlier node has, although no memory is allocated.

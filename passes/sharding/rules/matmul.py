@@ -45,7 +45,8 @@ def _with_addend(text: str, whole: str) -> RuleFunction:
 
     def instantiate(call: OpCall) -> BoundRule | None:
         """Return the rule of a call; the addend has the last dims of the result, to which it broadcasts."""
-        addend = " ".join(result[len(result) - call.ndim() :])
+        addend_ndim = call.ndim(0)
+        addend = " ".join(result[len(result) - addend_ndim :])
         return bind_rule(call, f"{addend}, {text}", whole=whole)
 
     return instantiate
@@ -72,12 +73,12 @@ def _linear_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(sp.scaled_linear.default)
 def _scaled_linear_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of sp::scaled_linear(x, weight, *scales), a linear layer in float8: "... i, i o -> ... o".
+    """Return the rule of sp::scaled_linear(x, w_t, *scales), a linear layer in float8: "... i, i o -> ... o".
 
-    A scale is a number of x, without dims, or a vector with one number for each i. i is gathered, since x may be
-    cast with one scale for each row, which is the maximum over all i.
+    The scales are optional tensors: each is one number for all of x, or a vector with a number for each column i of x.
+    The columns are gathered, since x may be cast with a scale for each row, which is computed from all its columns.
     """
-    scales = "".join(", i" if call.ndim(k) else ", " for k in range(2, len(call.operands)))
+    scales = "".join(", i" if call.ndim(k) == 1 else ", " for k in range(2, len(call.operands)))
     return bind_rule(call, f"... i, i o{scales} -> ... o", whole="i")
 
 

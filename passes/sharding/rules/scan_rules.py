@@ -98,17 +98,17 @@ def _linear_attention_rule(call: OpCall) -> BoundRule:
     token reads and updates the state (k, v) of its head, so k is gathered. With documents (`opened`), there is a state
     of each of n documents, (n, h, k, v), and the batch is gathered, too.
     """
-    operands = [tuple(dims) for name, dims in LINEAR_ATTENTION_DIMS.items() if call[name] is not None]
-    if is_same_size(call.shape("decay")[-1], 1):  # one decay for all k; operand 3 is `decay`
-        operands[3] = ("b", "s", "h", "")
+    operands = {name: tuple(dims) for name, dims in LINEAR_ATTENTION_DIMS.items() if call[name] is not None}
+    if is_same_size(call.shape("decay")[-1], 1):  # one decay for all k
+        operands["decay"] = ("b", "s", "h", "")
     state, gathered, invariant = "bhkv", "k", list[int]()
-    if call["opened"] is not None:  # documents
+    if call["opened"] is not None:  # documents; such calls have initial states
         state, gathered = "nhkv", "kbn"
-        operands[-1] = tuple(state)  # of `initial`, which such calls have
-    elif call["initial"] is not None:
-        invariant = [len(operands) - 1]
+        operands["initial"] = tuple(state)
+    elif "initial" in operands:
+        invariant = [list(operands).index("initial")]
     result = tuple("bshv" if call.node.target is sp.linear_attention.default else state)
-    return _framed_scan_rule(call, tuple(operands), result, ("s",), invariant=invariant, gathered=gathered)
+    return _framed_scan_rule(call, tuple(operands.values()), result, ("s",), invariant=invariant, gathered=gathered)
 
 
 def _framed_scan_rule(
