@@ -118,8 +118,8 @@ def _join_segments(segments: Iterable[Segment]) -> Rows:
     """
     joined: list[Segment] = []
     for segment in segments:
-        last = joined[-1] if joined else Segment(-1, -1, 0)
-        if (last.first + last.length, last.offset + last.length) == (segment.first, segment.offset):
+        last = joined[-1] if joined else None
+        if last and (last.first + last.length, last.offset + last.length) == (segment.first, segment.offset):
             joined[-1] = last._replace(length=last.length + segment.length)
         else:
             joined.append(segment)

@@ -39,7 +39,7 @@ class ScanShards(NamedTuple):
     group: str = ""  # name of the process group
 
     def carry_exchange(self, x: Tensor, dim: int, reverse: bool) -> CarryExchange:
-        """Return the direction of a scan of x along dim, and the exchange of its carries between ranks.
+        """Return the exchange of the carries between ranks, for a scan of x along dim in this direction.
 
         Raises:
             SpError: The exchange is unknown, or does not support the frame.

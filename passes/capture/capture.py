@@ -299,9 +299,9 @@ def _copy_bodies(gm: GraphModule) -> None:
 
 
 def _copy_dynamo_meta(captured: GraphModule, gm: GraphModule) -> None:
-    """Copy the metadata of a Dynamo graph that later compilers read to the captured graph.
+    """Copy to the captured graph what later compilers read of Dynamo's graph `gm`: its metadata, also of placeholders.
 
-    The metadata and sources of placeholders are copied, too.
+    The sources, expressions from which Dynamo reads the inputs, are copied, too.
     """
     for new, old in zip(*(g.graph.find_nodes(op="placeholder") for g in (captured, gm)), strict=True):
         new.meta.update({key: old.meta[key] for key in _PLACEHOLDER_META if key in old.meta})

@@ -123,7 +123,7 @@ def find_mutation(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if aliased and len(targets) != 1:
         raise WriteError("SP226", f"{node.name}: {node.target} at {node_line(node)} changes several tensors in place.")
     writes_first = bool(args) and targets == [args[0]]  # only its first argument
-    value = _new_value(node.target) if writes_first else None
+    value = _new_value_function(node.target) if writes_first else None
     return Mutation(targets, value, bool(aliased))
 
 
@@ -154,7 +154,7 @@ def _functional_name(name: str) -> str:
     return name[:-1] if name.endswith("_") and not name.endswith("__") else ""
 
 
-def _new_value(target: OpOverload) -> NewValue | None:
+def _new_value_function(target: OpOverload) -> NewValue | None:
     """Return the function that computes what an in-place op writes to its first argument, or None."""
     if target in _NEW_VALUES:
         return _NEW_VALUES[target]

@@ -69,10 +69,10 @@ class CachedRows(Tensor):
             SpError: The model applies an operation (SP843).
         """
         name = getattr(func, "__name__", str(func))
-        if name == "__get__":
-            found = func(args[0].plain)
-            if not isinstance(found, Tensor):  # x.mT is one
-                return found
+        if name == "__get__":  # a property, such as x.shape or x.mT
+            value = func(args[0].plain)
+            if not isinstance(value, Tensor):
+                return value
         raise SpError("SP843", f"{name} is called on cached keys or values, of which this rank has only a part.")
 
 
@@ -380,10 +380,10 @@ def attend_to_rows(
     Args:
         module: The attention module.
         query: (B, Hq, Q, D), equal on all ranks.
-        key: `CachedRows` (B, Hkv, rows, D). Others, which are no part of the cache, are attended to as they are.
+        key: `CachedRows` (B, Hkv, rows, D). For regular tensors, which are not from the cache, SDPA is called.
         value: As key.
         attention_mask: bool or additive (B | 1, Hq | 1, Q, K) for all K positions.
-        dropout: Must be 0.
+        dropout: Must be 0 for `CachedRows`.
         scaling: Factor of the scores; 1 / sqrt(D) by default.
         softcap: Limit of the scores.
         s_aux: (Hq,), the logit of a sink of each head.

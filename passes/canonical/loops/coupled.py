@@ -180,7 +180,7 @@ class CoupledStates:
             raise error
         state_leaves = {i for i, x in enumerate(leaves) if isinstance(x, ColumnRef)}
         # The leaves of terms without a state, which are 0 in the linear part; None if the op is not affine in a state.
-        zeroed = _stateless_terms(terms, leaf_names(node), state_leaves)
+        zeroed = _stateless_leaves(terms, leaf_names(node), state_leaves)
         if zeroed is None or node.kwargs.get("rounding_mode") is not None:  # div that rounds is not linear
             raise error
         coefficients = set(range(len(leaves))) - state_leaves - set(zeroed)
@@ -420,8 +420,8 @@ class CoupledStates:
         return parts[0] if len(parts) == 1 else self._compute(aten.cat.default, parts, -2)
 
 
-def _stateless_terms(terms: Sequence[str], names: Sequence[str], states: set[int]) -> list[int] | None:
-    """Return the leaves of an op in its terms without a state, which are zero in the linear part of the op.
+def _stateless_leaves(terms: Sequence[str], names: Sequence[str], states: set[int]) -> list[int] | None:
+    """Return the leaves of an op that are in its terms without a state; they are zero in the linear part of the op.
 
     Of addmm(m, x, h) with the terms m and x * h, and the state h, this is the leaf of m.
 
@@ -433,7 +433,7 @@ def _stateless_terms(terms: Sequence[str], names: Sequence[str], states: set[int
     Returns:
         None if the op is not linear in the states: a term has several of them, or one is in no term.
     """
-    zeroed, linear = list[int](), set[int]()  # leaves of terms without a state, and states in a term
+    zeroed, states_in_terms = list[int](), set[int]()
     for term in terms:
         members = [i for i, name in enumerate(names) if name in term.split(" * ")]
         # "self * other" is one product; an argument like the `tensors` of a cat has one term for each tensor
@@ -442,10 +442,10 @@ def _stateless_terms(terms: Sequence[str], names: Sequence[str], states: set[int
             states_in_product = states.intersection(product)
             if len(states_in_product) > 1:
                 return None
-            linear |= states_in_product
+            states_in_terms |= states_in_product
             if not states_in_product:
                 zeroed += product
-    return zeroed if states <= linear else None
+    return zeroed if states <= states_in_terms else None
 
 
 def _is_zero(x: Value) -> bool:

@@ -34,9 +34,9 @@ def _attention_rule(call: OpCall) -> BoundRule:
     There may be any number of leading dims (batch and heads), which may broadcast. With enable_gqa, a rank's query
     heads use its own key heads if the number of ranks divides both. The condition of sp::masked_attention reads
     vectors, such as document ids: `rows` at the query, `cols` at the key (`pieces` are their runs of equal values). Its
-    score function reads `tables`, and `heads`, one value per head. All but the latter are gathered.
+    score function reads `tables`, and `heads`, one value per head. All of these except `heads` are gathered.
     """
-    leading, sizes = _leading_names(call)
+    leading, sizes = _leading_names_and_sizes(call)
     # Vectors (batch, rows) have one batch dim; of several batch dims of q it is the flattened one, with another name.
     batch = leading[:1] if len(leading) <= 2 else ("batch",)
     # The names of the operands after q, k and v, in the order of the schema.
@@ -63,7 +63,7 @@ def _attention_rule(call: OpCall) -> BoundRule:
     return BoundRule(operands, (result,), kinds, masks=tuple(range(3, max(4, len(operands)))))
 
 
-def _leading_names(call: OpCall) -> tuple[Dims, dict[str, Size]]:
+def _leading_names_and_sizes(call: OpCall) -> tuple[Dims, dict[str, Size]]:
     """Return the names of the leading dims of attention, (.., "b1", "b0", "h"), and the sizes of dims by name.
 
     The sizes are those of the leading dims in the result, and "q" and "k", the numbers of queries and keys. A leading
