@@ -127,9 +127,10 @@ def _join_segments(segments: Iterable[Segment]) -> Rows:
 
 
 def sort_by_index(rows: Rows) -> Rows:
-    """Return rows with the same indices in the order of the sequence, without padding between them.
+    """Return the rows as segments of a tensor that has the same rows in the order of the sequence, without padding.
 
-    The number of pairs that attend does not depend on the order of rows.
+    It has fewer segments: those of consecutive ranks are joined. The pairs that attend are counted for it, since their
+    number does not depend on the order of the rows.
     """
     ordered = sorted(rows)
     offsets = accumulate((segment.length for segment in ordered), initial=0)

@@ -50,7 +50,7 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any], *, fakes: Sequence[A
     Placeholders correspond to Dynamo's, with the same order, names and sources, so the result can replace `gm` in
     compile_fx. An input that the program mutates is written back by one aten.copy_ at the end. The results are followed
     by hidden results: tensors of which results are views and that the program does not return (`view_writes.py`).
-    Inside `cache_captures` each graph is captured once.
+    Inside `cache_captures` a graph without sub-graphs is captured once.
 
     Args:
         gm: Dynamo graph.
@@ -370,9 +370,9 @@ def _lift_constants(gm: GraphModule, fake_mode: FakeTensorMode | None) -> None:
 
 
 def _finish_capture(gm: GraphModule) -> GraphModule:
-    """Complete the IR in place: values of all nodes, and detaches at the ends of no-grad regions.
+    """Complete the IR in place, and return it: add detaches at the ends of no-grad regions.
 
-    Returns the same graph.
+    Nodes without a value, such as the output, get None as meta["val"].
     """
     for node in gm.graph.nodes:
         node.meta.setdefault("val", None)

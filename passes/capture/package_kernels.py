@@ -140,7 +140,7 @@ def _replace_apply(cls: type[torch.autograd.Function]) -> None:
     arguments = [*forward.parameters.values()][1 if has_context else 0 :]
     grads = [*backward.parameters.values()][1:]  # without ctx
     count = None if any(x.kind is x.VAR_POSITIONAL for x in grads) else len(grads)  # number of results, if known
-    original, signature = _run_original(cls.__name__, cls.apply, None), forward.replace(parameters=arguments)
+    original, signature = _run_original(cls.__name__, cls.apply, traced=None), forward.replace(parameters=arguments)
     stand_in = make_stand_in(cls.__name__, signature, original, drops_unknown=False, results=count)
     torch_compat.trace_in_place_of_apply(cls, stand_in)
 

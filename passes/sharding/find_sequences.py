@@ -171,23 +171,23 @@ def _find_nested_granules(axes: Axes, name: int, multiplied: Collection[int]) ->
 
 
 def chunk_blocks(axes: Axes, name: int, multiplied: Collection[int]) -> dict[int, int]:
-    """Return the positions of a chunk, by class of the dims of chunks into which a class of rows is split.
+    """Return the number of positions in a chunk, for each dim of chunks into which rows are split, by its class.
 
-    Chunks of chunks count, too. The result is empty for chunks of symbolic sizes.
+    Chunks that are split into chunks again count, too. Those of symbolic sizes are omitted.
 
     Args:
         axes: The axes.
         name: The class of the rows.
         multiplied: The classes of dims of products; others are omitted.
     """
-    blocks, found = dict[int, int](), [(name, 1)]  # found: (class, positions of the sequence in one row of it)
-    for source, rows in found:  # `found` grows in the loop
+    blocks, queue = dict[int, int](), [(name, 1)]  # queue: classes to search, and the positions in one entry of each
+    for source, rows in queue:  # the queue grows in the loop
         for split in axes.all_splits():
             chunks, chunk = axes.find(split.factors[0].name), size_product(a.size for a in split.factors[1:])
             is_new = axes.find(split.source.name) == source and chunks not in (name, *blocks)
             if is_new and chunks in multiplied and isinstance(chunk, int):
                 blocks[chunks] = rows * chunk
-                found.append((chunks, rows * chunk))
+                queue.append((chunks, rows * chunk))
     return blocks
 
 

@@ -253,7 +253,7 @@ def _avg_pool_windows(call: OpCall) -> WindowCalls:
     counts_padding = before == 0 or call["count_include_pad"]
     if not ends_in_padding or not counts_padding:
         return {}
-    return {call.ndim() - 1: WindowCall(sliding, sp.avg_pool1d.default, (), (width, stride))}
+    return {call.ndim() - 1: WindowCall(sliding, sp.avg_pool1d.default, tail=(width, stride))}
 
 
 def _max_pool_windows(call: OpCall) -> WindowCalls:

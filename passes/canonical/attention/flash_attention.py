@@ -185,7 +185,7 @@ def _kernel_name(node: Node) -> str:
 
 
 def _document_ends(args: Mapping[str, Any]) -> list[Any]:
-    """Return the cumulative ends of packed documents, [those of queries, those of keys]; None for no documents.
+    """Return [ends of the documents of queries, ends of those of keys], cumulative; each None if there are none.
 
     They are arguments of the varlen kernel, and of the only kernel of FlashAttention-3.
     """
