@@ -79,7 +79,7 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any], *, fakes: Sequence[A
 
 @contextmanager
 def cache_captures(cache: dict[GraphModule, GraphModule]) -> Iterator[None]:
-    """Capture each graph once inside the block, for dry runs of the same graphs with other options.
+    """Capture each graph without sub-graphs once inside the block, for dry runs with other options.
 
     Args:
         cache: Captured graph by Dynamo graph; updated.

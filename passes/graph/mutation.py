@@ -112,7 +112,7 @@ def to_positional(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def find_mutation(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mutation:
-    """Return the arguments that `node` mutates if called with `args` and `kwargs`, to functionalize it.
+    """Return what `node` mutates if it is called with `args` and `kwargs`, and how to compute the new value.
 
     Raises:
         WriteError: If the op mutates several tensors and returns some of them: the schema does not declare which.
@@ -165,7 +165,7 @@ def _new_value_function(target: OpOverload) -> NewValue | None:
 
 
 def _copy_value(args: Any, kwargs: Any, emit: Callable[..., Node]) -> Node:
-    """Return the source of a copy_, on the device of its target; the caller converts the dtype and broadcasts it."""
+    """Return the source of a copy_, on the device of its target; the caller broadcasts it and converts other dtypes."""
     source, target = args[1], args[0].meta["val"]
     if source.meta["val"].device != target.device:
         source = emit(aten.to.device, source, target.device, target.dtype)

@@ -265,7 +265,8 @@ def _max_pool_windows(call: OpCall) -> WindowCalls:
     (rows,), (before,), (dilation,) = (_image_numbers(call[name], default=None) for name in names)
     (stride,), width = _image_numbers(call["stride"], default=rows), dilation * (rows - 1) + 1
     sliding = SlidingRows(call.result_shapes()[0][-1], before, width, stride)
-    return {call.ndim() - 1: WindowCall(sliding, sp.max_pool1d.default, (), (-math.inf, width, stride, dilation))}
+    tail = (-math.inf, width, stride, dilation)  # -inf: the fill of padded rows
+    return {call.ndim() - 1: WindowCall(sliding, sp.max_pool1d.default, tail=tail)}
 
 
 def _unfold_windows(call: OpCall) -> WindowCalls:
@@ -276,9 +277,9 @@ def _unfold_windows(call: OpCall) -> WindowCalls:
     dim, width, stride = call.dim("dimension"), as_size(call["size"]), as_size(call["step"])
     if call.ndim() == 0 or not isinstance(stride, int):
         return {}
-    sliding = SlidingRows(call.result_shapes()[0][dim], 0, width, stride)
+    sliding = SlidingRows(call.result_shapes()[0][dim], before=0, width=width, stride=stride)
     fill = 0  # of rows beyond the ends, which no window reads
-    return {dim: WindowCall(sliding, sp.unfold.default, (dim,), (fill, width, stride))}
+    return {dim: WindowCall(sliding, sp.unfold.default, head=(dim,), tail=(fill, width, stride))}
 
 
 def _pad_windows(call: OpCall) -> WindowCalls:

@@ -450,7 +450,7 @@ def _attend_locally(
         args = KernelArgs(scale, allowed=part if is_bool else None, bias=None if is_bool else part)
         # A decoding step has one query (rows=1): select a kernel without a minimum number of queries.
         key = KernelKey(
-            q.device, q.dtype, Kind.MASKED if is_bool else Kind.FULL, max(q.shape[-1], width), rows=1,
+            q.device, q.dtype, Kind.MASKED if is_bool else Kind.FULL, head_dim=max(q.shape[-1], width), rows=1,
             bias=None if is_bool else part.dtype, elements=max(k.numel(), v.numel(), queries.numel()),
         )  # fmt: skip
         outs.append(kernel_for(key).forward(queries, k.to(q.dtype), v.to(q.dtype), args))

@@ -164,7 +164,7 @@ def describe_operation_mismatch(messages: Sequence[Message]) -> SpError | None:
     """
     if len({(message.verb, message.subject, message.model, message.number) for message in messages}) <= 1:
         return None
-    return _first_difference(messages).with_context(describe_raised(messages))
+    return _operation_error(messages).with_context(describe_raised(messages))
 
 
 def describe_raised(messages: Sequence[Message]) -> str:
@@ -176,7 +176,7 @@ def describe_raised(messages: Sequence[Message]) -> str:
     return "".join(f"rank {rank} raised {text}\n" for rank, text in raised)
 
 
-def _first_difference(messages: Sequence[Message]) -> SpError:
+def _operation_error(messages: Sequence[Message]) -> SpError:
     """Return the error of ranks with different operations, with the code of the first case below that applies."""
     n, verbs = len(messages), [message.verb for message in messages]
     operations = [f"{message}: {message.note}" if message.note else str(message) for message in messages]

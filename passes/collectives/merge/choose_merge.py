@@ -84,7 +84,11 @@ class MergeChooser:
         return options
 
     def best(self, options: list[MergeOption]) -> MergeOption:
-        """Return the option that the policy selects: of those it allows, the one with the fewest collectives."""
+        """Return the option that the policy selects: of those it allows, the one with the fewest collectives.
+
+        "auto" allows the options that take about as long as the fastest, "intra_node" those that merge collectives only
+        between ranks of one machine.
+        """
         if self.policy == "auto":
             fastest = min(option.time for option in options)
             tied = [option for option in options if option.time <= fastest * MERGE_TIE]
@@ -99,7 +103,7 @@ class MergeChooser:
         return all(map(self.groups.is_in_one_node, merged))
 
     def unmerged_reason(self, chain: CollectiveChain, options: list[MergeOption]) -> str:
-        """Return the reason, for the report, for which `best` merges none of the collectives of a chain.
+        """Return the reason, for the report, why `best` merges none of the collectives of a chain.
 
         If no option merges any, the reason is given for two of them, the last ones: why these cannot be merged.
 
@@ -107,12 +111,13 @@ class MergeChooser:
             chain: The chain of collectives.
             options: Result of `options`.
         """
-        merged = [option for option in options if option is not unmerged_option(options)]
+        unmerged = unmerged_option(options)
+        merged = [option for option in options if option is not unmerged]
         if merged and self.policy == "intra_node":
             return "the policy is 'intra_node', and the ranks are on several machines"
         if merged:
             fastest = min(merged, key=lambda option: option.time)
-            return f"predicted to be slower merged: {format_predictions(fastest, unmerged_option(options))}"
+            return f"predicted to be slower merged: {format_predictions(fastest, unmerged)}"
         block = (len(chain.links) - 2, len(chain.links) - 1)
         partitions, kind = self._link_groups(chain, block), chain.links[0].kind
         groups = " and ".join(repr(chain.links[i].group) for i in block)
