@@ -154,8 +154,8 @@ def compile_local(lowered: RankProgram, mode: str | None = None) -> Callable[...
     compiler = torch_compat.get_compiler(name, patches)
     policies: AbstractContextManager[Any] = nullcontext()  # of selective checkpointing, for the ops of this package
     partitioned = lowered.partitioned_passes()
-    has_rewrites = lowered.exchanges or partitioned is not None or torch_compat.has_checkpoint_regions(local)
-    if options.has_joint_passes and has_rewrites:
+    needs_joint_graph = lowered.exchanges or partitioned is not None or torch_compat.has_checkpoint_regions(local)
+    if options.has_joint_passes and needs_joint_graph:
         # The key is None, which disables torch's cache, if the passes exchange messages: every rank must run them.
         compiler = torch_compat.joint_compiler(name, joint, joint.key(), patches, partitioned)
         policies = apply_checkpoint_policies(local)

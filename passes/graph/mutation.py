@@ -117,14 +117,13 @@ def find_mutation(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     Raises:
         WriteError: If the op mutates several tensors and returns some of them: the schema does not declare which.
     """
-    schema = schema_of(node.target)
     targets = _mutated_arguments(node.target, args, kwargs)
-    aliased = [r for r in schema.returns if r.alias_info is not None]
-    if aliased and len(targets) != 1:
+    returns_target = any(result.alias_info is not None for result in schema_of(node.target).returns)
+    if returns_target and len(targets) != 1:
         raise WriteError("SP226", f"{node.name}: {node.target} at {node_line(node)} changes several tensors in place.")
     writes_first = bool(args) and targets == [args[0]]  # only its first argument
     value = _new_value_function(node.target) if writes_first else None
-    return Mutation(targets, value, bool(aliased))
+    return Mutation(targets, value, returns_target)
 
 
 @cache

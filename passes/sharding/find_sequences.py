@@ -207,8 +207,8 @@ def _add_parts(gm: GraphModule, axes: Axes) -> None:
         candidates: set[int] = set()
         for result, operand in moves:
             if not axes.sequences.isdisjoint(result | operand):
-                for classes in (result, operand):
-                    candidates |= classes if len(classes) == 1 else set()  # a flattened dim has several
+                # A flattened dim has several classes.
+                candidates |= {name for classes in (result, operand) if len(classes) == 1 for name in classes}
         # A value with two sequences can be sharded along one only, so that the earlier sequence remains.
         new = {name for name in candidates - axes.sequences if not _has_rivals(axes, name)}
         if not new:
@@ -217,7 +217,7 @@ def _add_parts(gm: GraphModule, axes: Axes) -> None:
 
 
 def _find_strides(gm: GraphModule, axes: Axes) -> None:
-    """Set `axes.strides`: rows of a sequence per row of the last result of the strided windows that read it.
+    """Set `axes.strides`: for rows that strided windows read, their number per row of the last window's result.
 
     For two convolutions of stride 2 one after the other, it is 4 for the rows of the first operand and 2 for those of
     the second. Each rank then has a multiple of 4 rows, so that its shard of each result needs few rows of neighbors.

@@ -57,9 +57,9 @@ class CachedRows(Tensor):
         Returns:
             A view of the rows.
         """
-        found = rows.as_subclass(cls)
-        found.layer, found.positions, found.start, found.plain = layer, positions, start, rows
-        return found
+        view = rows.as_subclass(cls)
+        view.layer, view.positions, view.start, view.plain = layer, positions, start, rows
+        return view
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -172,7 +172,8 @@ class RowsLayer(CacheLayerMixin):
         self.length = keys.shape[2]
         if not _has_same_layout(keys, values):
             raise SpError("SP843", "the keys and the values of a layer are not sharded in the same way.")
-        (self._keys, self.positions), (self._values, _) = own_rows(keys, self.ranks), own_rows(values, self.ranks)
+        self._keys, self.positions = own_rows(keys, self.ranks)
+        self._values, _ = own_rows(values, self.ranks)  # at the same positions
         self.is_initialized = True
         if self.window is not None:
             self._keys, self._values = self._distribute(self._keys), self._distribute(self._values)
@@ -345,22 +346,22 @@ def own_rows(x: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
     length, dim, rank = x.shape[2], 2, current_communicator().rank(ranks.group)
     if isinstance(x, Sharded) and x.sharding.is_plain and x.sharding.dim == dim and x.sharding.n == ranks.n:
         layout = x.sharding
-        rows, index = x.local, own_positions(layout.frame(length), ranks.n, ranks.group, x.device)
+        rows, positions = x.local, own_positions(layout.frame(length), ranks.n, ranks.group, x.device)
         if layout.folds == 1:  # not zigzag: the positions of the ranks are consecutive, and the last ones are padding
-            valid: slice | Tensor = slice(0, max(0, min(len(index), length - len(index) * rank)))
+            valid: slice | Tensor = slice(0, max(0, min(len(positions), length - len(positions) * rank)))
         else:
-            valid = index < length
-        rows, index = rows[:, :, valid], index[valid]
+            valid = positions < length
+        rows, positions = rows[:, :, valid], positions[valid]
         if layout.balanced is not None:  # entry i of the order is the position of the row at place i of the new order
-            index = layout.balanced.order[index]
+            positions = layout.balanced.order[positions]
     else:
         full = x.full() if isinstance(x, Sharded) else x
         count = -(-length // ranks.n)
         first = min(length, count * rank)
         rows = full[:, :, first : first + count]
-        index = torch.arange(first, first + rows.shape[2], device=full.device)
+        positions = torch.arange(first, first + rows.shape[2], device=full.device)
     is_alone = rows.is_contiguous() and rows.untyped_storage().nbytes() == rows.numel() * rows.element_size()
-    return rows if is_alone else rows.clone(memory_format=torch.contiguous_format), index
+    return rows if is_alone else rows.clone(memory_format=torch.contiguous_format), positions
 
 
 def attend_to_rows(

@@ -91,7 +91,7 @@ def sharded_attention_rule(call: OpCall) -> BoundRule:
     others: list[Placement] = [Replicate(partial_grad=any(x is y for y in learned)) for x in call.operands[3:]]
     attended: tuple[Dims, ...] = (("b", "h", "q", "d"), ("b", "g", "k", "d"), ("b", "g", "k", "e"))
     names_of_others = [factor_names(call.ndim(i), f"{i}.") for i in range(3, len(call.operands))]
-    if call.get("mask_rows"):
+    if call.get("mask_rows"):  # the mask is the first of the other operands
         others[0], names_of_others[0] = queries, (*names_of_others[0][:SEQUENCE], "q", "keys")
     result = ("b", "h", "q", "out" if call["lse"] else "e")
     # Dims that the result does not have are "whole"; the fixed placements of the operands take precedence over kinds.
