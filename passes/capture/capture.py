@@ -115,7 +115,7 @@ def fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any
     The fake of a `Sharded` input is the full tensor. A dim that the guards restrict to one length has this length.
     Dims of two inputs whose rows the program combines have the same symbols.
     """
-    mode, fakes = _fake_inputs(example_inputs)
+    mode, fakes = _fake_inputs_with_symbols(example_inputs)
     torch_compat.equate_factors(mode)
     return mode, _replace_single_values(fakes, mode)
 
@@ -125,7 +125,7 @@ def specialize_inputs(example_inputs: Sequence[Any]) -> list[Any]:
 
     Tensor subclasses that wrap other tensors, such as `Sharded`, are not replaced.
     """
-    mode, fakes = _fake_inputs(example_inputs)
+    mode, fakes = _fake_inputs_with_symbols(example_inputs)
     results = list(example_inputs)
     for i, specialized in enumerate(_replace_single_values(fakes, mode)):
         if specialized is not fakes[i] and not torch_compat.is_wrapper(results[i]):
@@ -143,7 +143,7 @@ def fix_lengths(gm: GraphModule, example_inputs: Sequence[Any]) -> bool:
         True if any size was specialized.
     """
     context = torch_compat.TracingContext.get()
-    _, fakes = _fake_inputs(example_inputs)
+    _, fakes = _fake_inputs_with_symbols(example_inputs)
     marked_sizes = set[Any]()  # a constraint by the user is strict, one by Dynamo results in a warning only
     for x, fake in zip(example_inputs, fakes):
         symbolic_context = context.tensor_to_context.get(x) if isinstance(x, torch.Tensor) else None
@@ -170,7 +170,7 @@ def _symbolic_sizes(fakes: Sequence[Any]) -> list[torch.SymInt]:
     return [size for size in sizes if isinstance(size, torch.SymInt)]
 
 
-def _fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
+def _fake_inputs_with_symbols(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
     """Return the fake mode of the compilation, and the inputs in it with symbols for all dynamic dims.
 
     The values in Dynamo's meta["example_value"] belong to its finished trace and must not be mixed in.

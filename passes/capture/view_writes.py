@@ -133,7 +133,7 @@ def find_shared_results(gm: GraphModule) -> SharedResults:
             continue
         for group in _overlapping_groups(aliases, {i: nodes[i] for i in indices}):
             # The base is a result of which the others are views, or else the root, as a new, hidden result.
-            base = _common_base(aliases, [nodes[i] for i in group]) or root
+            base = _find_common_base(aliases, [nodes[i] for i in group]) or root
             if aliases.resolve(base) is not base:  # its shape was changed in place: it would be returned in the new one
                 continue
             base_index = next((i for i in group if nodes[i] is base), len(results))
@@ -199,7 +199,7 @@ def _view_chain(aliases: Aliases, node: Node, base: Node | None = None) -> list[
     return views[::-1]
 
 
-def _common_base(aliases: Aliases, nodes: Sequence[Node]) -> Node | None:
+def _find_common_base(aliases: Aliases, nodes: Sequence[Node]) -> Node | None:
     """Return the node among these of which all others are views, or None."""
     for base in nodes:
         if all(node is base or base in _view_chain(aliases, node) for node in nodes):

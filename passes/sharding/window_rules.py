@@ -222,7 +222,7 @@ def _conv_windows(call: OpCall) -> WindowCalls:
     # The sp:: op is called as op(x, *head, before, after, *tail): `head` has the weight and the bias.
     head, groups = (call["weight"], call["bias"]), call["groups"]
     if len(spatial) == 1:
-        return {first: WindowCall(slides[0], sp.conv1d.default, head, (stride[0], dilation[0], groups))}
+        return {first: WindowCall(slides[0], sp.conv1d.default, head, tail=(stride[0], dilation[0], groups))}
     tail = (stride, padding, dilation, groups)
     return {dim: WindowCall(x, sp.conv_along.default, (*head, dim), tail) for dim, x in enumerate(slides, first)}
 

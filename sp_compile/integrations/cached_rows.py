@@ -233,9 +233,9 @@ class RowsLayer(CacheLayerMixin):
         """Drop the rows that later queries do not attend to: the first ones, in a layer with a window."""
         if self.window is not None:
             count = len(self._window_positions(torch.device("cpu")))
-            self._keep(slice(len(self.positions) - count, None))
+            self._keep_rows(slice(len(self.positions) - count, None))
 
-    def _keep(self, rows: slice | Tensor) -> None:
+    def _keep_rows(self, rows: slice | Tensor) -> None:
         """Keep some rows, in memory of their own. A slice has no end: slice(2, None) drops the first two rows."""
         if isinstance(rows, slice) and rows.start == 0:  # all rows
             return
@@ -288,7 +288,7 @@ class RowsLayer(CacheLayerMixin):
             raise SpError("SP842", cause, "Call generate() without shard_cache for methods that crop the cache.")
         if self.is_initialized:
             self.length -= abs(tokens_to_remove)
-            self._keep(self.positions < self.length)
+            self._keep_rows(self.positions < self.length)
             self._drop_before_window()
 
     def reset(self) -> None:

@@ -320,12 +320,12 @@ class CoupledStates:
             """Return the results of one step, in which `operands` have these values, for zeros and for the basis."""
             coefficients = dict(zip(operands, values))
             zeros = [torch.zeros(self.shape, **self.options) for _ in self.states]
-            terms = self._run(coefficients, zeros, single_dims=None)
+            terms = self._run_body(coefficients, zeros, single_dims=None)
             basis = self._basis_vectors(shape)
 
             def run_linear(*vectors: torch.Tensor) -> list[torch.Tensor]:
                 """Return the linear part of the body on one vector of the basis."""
-                return self._run(coefficients, vectors, single_dims=single_dims)
+                return self._run_body(coefficients, vectors, single_dims=single_dims)
 
             return [*terms, *torch.func.vmap(run_linear)(*basis)]
 
@@ -355,7 +355,7 @@ class CoupledStates:
         parts = identity.split(self.rows, 1)  # of each state: (num_rows, mixed elements)
         return [x.reshape(num_rows, *mixed_shape).expand(num_rows, *shape) for x in parts]
 
-    def _run(
+    def _run_body(
         self, coefficients: dict[int, torch.Tensor], states: Sequence[torch.Tensor], single_dims: frozenset[int] | None
     ) -> list[torch.Tensor]:
         """Run the body, or its linear part, on tensors of one step, and return the new states.
@@ -373,7 +373,7 @@ class CoupledStates:
                 if isinstance(x, ColumnRef):
                     leaves.append(previous[x] if x.lag else values[x.column])
                 elif single_dims is not None and i in op.zeroed:
-                    leaves.append(self._zeros(op, i, single_dims))
+                    leaves.append(self._make_zeros(op, i, single_dims))
                 else:
                     leaves.append(coefficients.get(id(x), x))  # x itself if it is a constant
             node = op.column.node
@@ -382,7 +382,7 @@ class CoupledStates:
         # In the next step, the state p of lag 1 is the new value of p, and that of lag 2 is the present one of lag 1.
         return [values[x.column] if x.lag == 1 else previous[ColumnRef(x.column, x.lag - 1)] for x in self.states]
 
-    def _zeros(self, op: BodyOp, leaf: int, single_dims: frozenset[int]) -> Any:
+    def _make_zeros(self, op: BodyOp, leaf: int, single_dims: frozenset[int]) -> Any:
         """Return zeros in place of a term without a state, for the linear part of the body.
 
         Args:
