@@ -68,7 +68,8 @@ def shard_span(frame: FrameArg, n: int, stride: int = 1, shift: int = 0) -> Span
         stride: The number of ranks of a neighborhood: consecutive ranks that split the heads and have the same rows.
         shift: The number of ring steps by which the shard has moved.
     """
-    return [n // stride, frame_folds(frame), stride, shift, frame[2], frame[3]]
+    start, length = frame[2], frame[3]
+    return [n // stride, frame_folds(frame), stride, shift, start, length]
 
 
 def local_valid_rows(span: Sequence[int], local_length: int, group: str) -> Rows:

@@ -347,7 +347,7 @@ def _match_row_wise(node: Node, rows: RowsAt) -> RowWiseNode | None:
 
 
 def _late_inputs(cut: Node, source: Node, first: Node) -> list[Node] | None:
-    """Return the nodes not before a chain's first node that compute the indices or sizes of a slice, in graph order.
+    """Return the nodes from a chain's first node on that compute the indices or sizes of a slice, in graph order.
 
     They are moved before it, so that the inputs of the chain can be sliced there. The result is None if one of them may
     not move. Pure nodes of indices and sizes may, because no mode (autocast, no_grad) changes their values.

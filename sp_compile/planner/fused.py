@@ -42,7 +42,7 @@ def fuse_on_meta(gm: GraphModule) -> None:
 def _fuse_node(edit: GraphEditor, node: Node) -> Node | None:
     """Add a call of a kernel with the operands of an attention to the graph, and return it; None if none supports them.
 
-    The kernel is that of flash attention (half types, no mask, a head dim up to `MAX_HEAD_DIM`), else that of
+    The kernel is that of flash attention (half types, no mask, equal head dims up to `MAX_HEAD_DIM`), else that of
     memory-efficient attention (equal numbers of query and key heads).
     """
     call = OpCall(node)

@@ -162,8 +162,8 @@ def exchange_digest(gm: GraphModule) -> ProgramDigest:
     """Return the digest of the collectives of a graph, or of all ops if it has none.
 
     Ranks that have other shards of the weights, such as tensor-parallel ranks, compare it: their collectives must be
-    equal, but shapes, constants and inputs may differ. The lines, which locate a difference, have all ops, each with
-    the ops whose results it uses; they do not distinguish the inputs.
+    equal, not their shapes and constants. The lines, which locate a difference, have all ops, each with the ops whose
+    results it uses. They do not distinguish the inputs, since these may differ as well.
     """
     nodes = graph_lines(gm)
     inlined = list(inline_bodies(nodes))

@@ -37,17 +37,7 @@ def _attention_rule(call: OpCall) -> BoundRule:
     score function reads `tables`, and `heads`, one value per head. All of these except `heads` are gathered.
     """
     leading, sizes = _leading_names_and_sizes(call)
-    # Vectors (batch, rows) have one batch dim; of several batch dims of q it is the flattened one, with another name.
-    batch = leading[:1] if len(leading) <= 2 else ("batch",)
-    # The names of the operands after q, k and v, in the order of the schema.
-    vectors = [x for name in ("rows", "cols", "pieces") for x in call.get(name) or ()]
-    others: list[Dims] = [(*batch, f"vector{i}") for i in range(len(vectors))]
-    others += [("h",) for _ in call.get("heads") or ()]
-    others += [(*leading, "q", "k")] if call["attn_mask"] is not None else []
-    others += [("h",)] if call.get("sinks") is not None else []
-    table_ndims = [len(node_shape(x)) for x in call.get("tables") or ()]
-    others += [factor_names(ndim, f"table{i}_") for i, ndim in enumerate(table_ndims)]
-    all_names = ((*leading, "q", "d"), (*leading, "k", "d"), (*leading, "k", "e"), *others)
+    all_names = ((*leading, "q", "d"), (*leading, "k", "d"), (*leading, "k", "e"), *_other_operand_names(call, leading))
     # A dim of size 1 that broadcasts to a larger one gets the name "". Dims without a size in `sizes` do not broadcast.
     operands = tuple(
         align_names(call.shape(i), [sizes.get(f, 1) for f in names], names) for i, names in enumerate(all_names)
@@ -61,6 +51,19 @@ def _attention_rule(call: OpCall) -> BoundRule:
     result = (*leading, "q", last)
     # (3,) even without an operand 3, so that the text of the rule does not depend on the mask.
     return BoundRule(operands, (result,), kinds, masks=tuple(range(3, max(4, len(operands)))))
+
+
+def _other_operand_names(call: OpCall, leading: Dims) -> list[Dims]:
+    """Return the names of the dims of the operands after q, k and v, in the order of the schema."""
+    # Vectors (batch, rows) have one batch dim; of several batch dims of q it is the flattened one, with another name.
+    batch = leading[:1] if len(leading) <= 2 else ("batch",)
+    vectors = [x for name in ("rows", "cols", "pieces") for x in call.get(name) or ()]
+    others: list[Dims] = [(*batch, f"vector{i}") for i in range(len(vectors))]
+    others += [("h",) for _ in call.get("heads") or ()]
+    others += [(*leading, "q", "k")] if call["attn_mask"] is not None else []
+    others += [("h",)] if call.get("sinks") is not None else []
+    table_ndims = [len(node_shape(x)) for x in call.get("tables") or ()]
+    return others + [factor_names(ndim, f"table{i}_") for i, ndim in enumerate(table_ndims)]
 
 
 def _leading_names_and_sizes(call: OpCall) -> tuple[Dims, dict[str, Size]]:
