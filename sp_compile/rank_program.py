@@ -154,8 +154,8 @@ def compile_local(lowered: RankProgram, mode: str | None = None) -> Callable[...
     compiler = torch_compat.get_compiler(name, patches)
     policies: AbstractContextManager[Any] = nullcontext()  # of selective checkpointing, for the ops of this package
     partitioned = lowered.partitioned_passes()
-    has_rewrites = lowered.exchanges or partitioned is not None or torch_compat.has_checkpoint_regions(local)
-    if options.has_joint_passes and has_rewrites:
+    needs_joint_graph = lowered.exchanges or partitioned is not None or torch_compat.has_checkpoint_regions(local)
+    if options.has_joint_passes and needs_joint_graph:
         # The key is None, which disables torch's cache, if the passes exchange messages: every rank must run them.
         compiler = torch_compat.joint_compiler(name, joint, joint.key(), patches, partitioned)
         policies = apply_checkpoint_policies(local)
@@ -215,8 +215,8 @@ def guard_program(
     gm, info = program.graph, _describe_program(program, session, lowered)
     # A graph that is not split takes full tensors. `session.split` is True if ranks were to share its sequence, even if
     # every rank runs it unsplit. Sharded arguments are gathered here, or by the guard of a group.
-    gathers = bool(info.unsplit_reason) if session.split else not session.groups and any_sharded(program.inputs)
-    if run is not None and lowered is not None and gathers:
+    gathers_inputs = bool(info.unsplit_reason) if session.split else not session.groups and any_sharded(program.inputs)
+    if run is not None and lowered is not None and gathers_inputs:
         run = GatheredProgram(run, lowered.eager)
     # The innermost guard is that of the ranks of the sequence, around it are those of the groups.
     if session.split:
@@ -226,12 +226,12 @@ def guard_program(
         publish_stop(str(error), subject=info.subject)  # with an invalid mesh, the waiting ranks are not known
         run = GuardedProgram(None, SINGLE_RANK, info, ProgramDigest(), ComparedInputs(), error)
     for ranks in reversed(session.groups):  # the first group is checked first, as in CompileProtocol.start
-        # The inputs on whose equal values the passes rely, and the groups with collectives in the backward.
         joint = None if lowered is None else lowered.joint.job
-        labels = None if joint is None else joint.common_inputs.get(ranks.group)
-        backward = joint is not None and ranks.group in joint.backward
-        inputs = group_inputs(gm, program.inputs, session.facts.get(ranks.group, InputFacts()), labels)
-        run = GuardedProgram(run, ranks, info, exchange_digest(gm), inputs, error, backward=backward)
+        # The inputs whose values the passes assume to be equal on these ranks.
+        common_inputs = None if joint is None else joint.common_inputs.get(ranks.group)
+        has_backward_collectives = joint is not None and ranks.group in joint.backward
+        inputs = group_inputs(gm, program.inputs, session.facts.get(ranks.group, InputFacts()), common_inputs)
+        run = GuardedProgram(run, ranks, info, exchange_digest(gm), inputs, error, backward=has_backward_collectives)
     assert run is not None
     boundary = GraphBoundary() if lowered is None else lowered.boundary
     if boundary.results or boundary.writes or boundary.views:

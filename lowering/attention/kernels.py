@@ -96,8 +96,7 @@ def _fused_backward(
 ) -> Gradients:
     """Run flex_attention's backward; return dq, dk, dv and None (no gradient of a bias).
 
-    `args.pairs` has the texts of the mask and of the score function of all pairs of a query and a key.
-
+    `args.pairs` has the texts of the mask and of the score function, which flex evaluates for each query and key.
     Adds the gradients of the score function's tables to ``args.table_grads`` in place.
     """
     assert args.pairs is not None

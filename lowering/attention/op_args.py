@@ -226,8 +226,9 @@ class ShardArgs(AttentionArgs):
         scale = 1 / math.sqrt(q.shape[-1]) if self.scale is None else self.scale
         heads = [self._local_heads(x, 0, stride) for x in self.heads]
         return LocalArgs(
-            self._local_mask(stride), list(self.rows), list(self.cols), self.make_pieces(), list(self.sizes),
-            self.predicate, seed, self.dropout_p, scale, self.score, heads, list(self.tables),
+            mask=self._local_mask(stride), rows=list(self.rows), cols=list(self.cols), pieces=self.make_pieces(),
+            sizes=list(self.sizes), predicate=self.predicate, seed=seed, dropout_p=self.dropout_p, scale=scale,
+            score=self.score, heads=heads, tables=list(self.tables),
             q_span=shard_span(self.q_frame, self.n, stride), k_span=[], split_heads=stride, group=self.group,
         )  # fmt: skip
 

@@ -104,7 +104,8 @@ def _fold_ends(rank: int, n: int) -> RouteEnds:
     zigzag order, chunk c is on rank min(c, 2n - 1 - c); in contiguous order, on rank c // 2.
     """
     destinations = sorted(min(chunk, 2 * n - 1 - chunk) for chunk in (2 * rank, 2 * rank + 1))
-    return RouteEnds(destinations, [rank // 2, (2 * n - 1 - rank) // 2])
+    sources = [chunk // 2 for chunk in (rank, 2 * n - 1 - rank)]
+    return RouteEnds(destinations, sources)
 
 
 # Functions of the rank, the number of ranks and the numbers in the route's name, that return the ends of a route.

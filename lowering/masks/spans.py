@@ -68,7 +68,8 @@ def shard_span(frame: FrameArg, n: int, stride: int = 1, shift: int = 0) -> Span
         stride: The number of ranks of a neighborhood: consecutive ranks that split the heads and have the same rows.
         shift: The number of ring steps by which the shard has moved.
     """
-    return [n // stride, frame_folds(frame), stride, shift, frame[2], frame[3]]
+    start, length = frame[2], frame[3]
+    return [n // stride, frame_folds(frame), stride, shift, start, length]
 
 
 def local_valid_rows(span: Sequence[int], local_length: int, group: str) -> Rows:
@@ -118,8 +119,8 @@ def _join_segments(segments: Iterable[Segment]) -> Rows:
     """
     joined: list[Segment] = []
     for segment in segments:
-        last = joined[-1] if joined else Segment(-1, -1, 0)
-        if (last.first + last.length, last.offset + last.length) == (segment.first, segment.offset):
+        last = joined[-1] if joined else None
+        if last and (last.first + last.length, last.offset + last.length) == (segment.first, segment.offset):
             joined[-1] = last._replace(length=last.length + segment.length)
         else:
             joined.append(segment)
@@ -127,9 +128,10 @@ def _join_segments(segments: Iterable[Segment]) -> Rows:
 
 
 def sort_by_index(rows: Rows) -> Rows:
-    """Return rows with the same indices in the order of the sequence, without padding between them.
+    """Return the rows as segments of a tensor that has the same rows in the order of the sequence, without padding.
 
-    The number of pairs that attend does not depend on the order of rows.
+    It has fewer segments: those of consecutive ranks are joined. The pairs that attend are counted for it, since their
+    number does not depend on the order of the rows.
     """
     ordered = sorted(rows)
     offsets = accumulate((segment.length for segment in ordered), initial=0)

@@ -39,7 +39,7 @@ class ScanShards(NamedTuple):
     group: str = ""  # name of the process group
 
     def carry_exchange(self, x: Tensor, dim: int, reverse: bool) -> CarryExchange:
-        """Return the direction of a scan of x along dim, and the exchange of its carries between ranks.
+        """Return the exchange of the carries between ranks, for a scan of x along dim in this direction.
 
         Raises:
             SpError: The exchange is unknown, or does not support the frame.
@@ -99,8 +99,8 @@ def scan(
         accumulate = accumulate_dtype(op, dtype, x.device)
     if shards.frame is None and segments is None and not _may_need_gradient(x):
         # The code below is equivalent, but its overhead is measurable for short scans.
-        total = False  # not needed: the combination of all rows
-        return sp.local_scan(x, None, exchange.dim, op, exclusive, reverse, dtype, accumulate, total)[0]
+        returns_total = False  # the combination of all rows
+        return sp.local_scan(x, None, exchange.dim, op, exclusive, reverse, dtype, accumulate, returns_total)[0]
     x = x if torch.promote_types(x.dtype, dtype) == dtype else x.to(dtype)  # kernels widen x without a copy
     x = shards.fill_padding(x, exchange.dim, MONOIDS[op].identity(x.dtype))
     spec = ScanSpec(op, exclusive, exchange, _saved_dtype(x, op, dtype, accumulate), accumulate)

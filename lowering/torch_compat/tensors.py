@@ -166,7 +166,7 @@ def equate_factors(mode: FakeTensorMode) -> None:
     """Equate sizes whose products the guards equate, if they are equal in the traced call. The results become guards.
 
     Dynamo gives the dims of each input symbols of their own. Where a program reads `labels.view(-1)` next to rows of
-    `input_ids`, a guard equates `b * s` of one input with that of the other, from which no symbol follows.
+    `input_ids`, a guard equates `b * s` of one input with that of the other, which determines neither b nor s.
     """
     env = mode.shape_env
     for guard in [] if env is None else [*env.guards]:

@@ -50,7 +50,7 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any], *, fakes: Sequence[A
     Placeholders correspond to Dynamo's, with the same order, names and sources, so the result can replace `gm` in
     compile_fx. An input that the program mutates is written back by one aten.copy_ at the end. The results are followed
     by hidden results: tensors of which results are views and that the program does not return (`view_writes.py`).
-    Inside `cache_captures` each graph is captured once.
+    Inside `cache_captures` a graph without sub-graphs is captured once.
 
     Args:
         gm: Dynamo graph.
@@ -79,7 +79,7 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any], *, fakes: Sequence[A
 
 @contextmanager
 def cache_captures(cache: dict[GraphModule, GraphModule]) -> Iterator[None]:
-    """Capture each graph once inside the block, for dry runs of the same graphs with other options.
+    """Capture each graph without sub-graphs once inside the block, for dry runs with other options.
 
     Args:
         cache: Captured graph by Dynamo graph; updated.
@@ -115,7 +115,7 @@ def fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any
     The fake of a `Sharded` input is the full tensor. A dim that the guards restrict to one length has this length.
     Dims of two inputs whose rows the program combines have the same symbols.
     """
-    mode, fakes = _fake_inputs(example_inputs)
+    mode, fakes = _fake_inputs_with_symbols(example_inputs)
     torch_compat.equate_factors(mode)
     return mode, _replace_single_values(fakes, mode)
 
@@ -125,7 +125,7 @@ def specialize_inputs(example_inputs: Sequence[Any]) -> list[Any]:
 
     Tensor subclasses that wrap other tensors, such as `Sharded`, are not replaced.
     """
-    mode, fakes = _fake_inputs(example_inputs)
+    mode, fakes = _fake_inputs_with_symbols(example_inputs)
     results = list(example_inputs)
     for i, specialized in enumerate(_replace_single_values(fakes, mode)):
         if specialized is not fakes[i] and not torch_compat.is_wrapper(results[i]):
@@ -143,7 +143,7 @@ def fix_lengths(gm: GraphModule, example_inputs: Sequence[Any]) -> bool:
         True if any size was specialized.
     """
     context = torch_compat.TracingContext.get()
-    _, fakes = _fake_inputs(example_inputs)
+    _, fakes = _fake_inputs_with_symbols(example_inputs)
     marked_sizes = set[Any]()  # a constraint by the user is strict, one by Dynamo results in a warning only
     for x, fake in zip(example_inputs, fakes):
         symbolic_context = context.tensor_to_context.get(x) if isinstance(x, torch.Tensor) else None
@@ -170,7 +170,7 @@ def _symbolic_sizes(fakes: Sequence[Any]) -> list[torch.SymInt]:
     return [size for size in sizes if isinstance(size, torch.SymInt)]
 
 
-def _fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
+def _fake_inputs_with_symbols(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
     """Return the fake mode of the compilation, and the inputs in it with symbols for all dynamic dims.
 
     The values in Dynamo's meta["example_value"] belong to its finished trace and must not be mixed in.
@@ -299,9 +299,9 @@ def _copy_bodies(gm: GraphModule) -> None:
 
 
 def _copy_dynamo_meta(captured: GraphModule, gm: GraphModule) -> None:
-    """Copy the metadata of a Dynamo graph that later compilers read to the captured graph.
+    """Copy to the captured graph what later compilers read of Dynamo's graph `gm`: its metadata, also of placeholders.
 
-    The metadata and sources of placeholders are copied, too.
+    The sources, expressions from which Dynamo reads the inputs, are copied, too.
     """
     for new, old in zip(*(g.graph.find_nodes(op="placeholder") for g in (captured, gm)), strict=True):
         new.meta.update({key: old.meta[key] for key in _PLACEHOLDER_META if key in old.meta})
@@ -370,9 +370,9 @@ def _lift_constants(gm: GraphModule, fake_mode: FakeTensorMode | None) -> None:
 
 
 def _finish_capture(gm: GraphModule) -> GraphModule:
-    """Complete the IR in place: values of all nodes, and detaches at the ends of no-grad regions.
+    """Complete the IR in place, and return it: add detaches at the ends of no-grad regions.
 
-    Returns the same graph.
+    Nodes without a value, such as the output, get None as meta["val"].
     """
     for node in gm.graph.nodes:
         node.meta.setdefault("val", None)

@@ -81,7 +81,7 @@ def _kernel_functions(module: ModuleType) -> Iterator[tuple[str, FunctionType, b
 
 
 def wrapped_kernel(function: FunctionType) -> str | None:
-    """Return the name of the kernel for which transformers wraps a function, or None for other functions.
+    """Return the name of the kernel that a function of transformers wraps, or None if it is no such wrapper.
 
     A wrapper is a closure over `func_name`, the name of the kernel, and `implementation`, the function that it calls.
     One whose function in plain torch computes nothing (`WITHOUT_FALLBACK`) does not count.
@@ -140,7 +140,7 @@ def _replace_apply(cls: type[torch.autograd.Function]) -> None:
     arguments = [*forward.parameters.values()][1 if has_context else 0 :]
     grads = [*backward.parameters.values()][1:]  # without ctx
     count = None if any(x.kind is x.VAR_POSITIONAL for x in grads) else len(grads)  # number of results, if known
-    original, signature = _run_original(cls.__name__, cls.apply, None), forward.replace(parameters=arguments)
+    original, signature = _run_original(cls.__name__, cls.apply, traced=None), forward.replace(parameters=arguments)
     stand_in = make_stand_in(cls.__name__, signature, original, drops_unknown=False, results=count)
     torch_compat.trace_in_place_of_apply(cls, stand_in)
 
@@ -157,8 +157,12 @@ def _run_original(kernel: str, function: Callable[..., Any], traced: Callable[..
     run_between_graphs = torch_compat.run_eagerly(function)
 
     def run(reason: str, args: Any, kwargs: Any) -> Any:
-        """Trace the function in plain torch, or run the original one between two graphs; `reason` is for a warning."""
-        if traced is not None and all(kwargs.get(name) is None for name in DOCUMENTS):
+        """Trace the function in plain torch if it can compute the call, else run the original one between two graphs.
+
+        `reason` is for a warning about the latter.
+        """
+        separates_documents = any(kwargs.get(name) is not None for name in DOCUMENTS)
+        if traced is not None and not separates_documents:
             return traced(*args, **kwargs)
         _warn_unsplit(kernel, reason)
         return run_between_graphs(*args, **kwargs)

@@ -118,7 +118,7 @@ def find_shared_results(gm: GraphModule) -> SharedResults:
         return SharedResults()  # no two results, and no result and input, have the same memory
     aliases = _read_aliases(gm.graph)
     nodes = {i: aliases.resolve(x) for i, x in tensors.items()}  # result index -> its node at the end of the program
-    known = {size for node in inputs for size in symbolic_sizes(node) if isinstance(size, sympy.Symbol)}
+    input_symbols = {size for x in inputs for size in symbolic_sizes(x) if isinstance(size, sympy.Symbol)}
     results_of_root: dict[Node, list[int]] = {}  # node that owns the memory -> indices of results
     for i, node in nodes.items():
         results_of_root.setdefault(aliases.root(node), []).append(i)
@@ -126,19 +126,19 @@ def find_shared_results(gm: GraphModule) -> SharedResults:
     for root, indices in results_of_root.items():
         if root.op == "placeholder":  # views of an argument
             base_index = inputs.index(root)
-            candidates = [_result_view(aliases, i, nodes[i], root, True, base_index, known) for i in indices]
+            candidates = [_result_view(aliases, i, nodes[i], root, base_index, input_symbols) for i in indices]
             views += [view for view in candidates if view is not None]
             continue
         if root.op == "get_attr":  # a buffer: it is neither an argument nor a result, so it cannot be a base
             continue
         for group in _overlapping_groups(aliases, {i: nodes[i] for i in indices}):
             # The base is a result of which the others are views, or else the root, as a new, hidden result.
-            base = _common_base(aliases, [nodes[i] for i in group]) or root
+            base = _find_common_base(aliases, [nodes[i] for i in group]) or root
             if aliases.resolve(base) is not base:  # its shape was changed in place: it would be returned in the new one
                 continue
             base_index = next((i for i in group if nodes[i] is base), len(results))
             members = [i for i in group if i != base_index]
-            candidates = [_result_view(aliases, i, nodes[i], base, False, base_index, known) for i in members]
+            candidates = [_result_view(aliases, i, nodes[i], base, base_index, input_symbols) for i in members]
             group_views = [view for view in candidates if view is not None]
             if len(group_views) < len(members):  # view ops cannot express one of them
                 continue
@@ -199,7 +199,7 @@ def _view_chain(aliases: Aliases, node: Node, base: Node | None = None) -> list[
     return views[::-1]
 
 
-def _common_base(aliases: Aliases, nodes: Sequence[Node]) -> Node | None:
+def _find_common_base(aliases: Aliases, nodes: Sequence[Node]) -> Node | None:
     """Return the node among these of which all others are views, or None."""
     for base in nodes:
         if all(node is base or base in _view_chain(aliases, node) for node in nodes):
@@ -247,7 +247,7 @@ def _are_disjoint(aliases: Aliases, a: Node, b: Node) -> bool:
 
 
 def _result_view(
-    aliases: Aliases, number: int, node: Node, base: Node, of_argument: bool, base_index: int, known: Set[sympy.Symbol]
+    aliases: Aliases, number: int, node: Node, base: Node, base_index: int, known: Set[sympy.Symbol]
 ) -> ResultView | None:
     """Return the description of a result as a view of a base, or None if known view ops cannot express it.
 
@@ -256,8 +256,7 @@ def _result_view(
         number: Index of the result.
         node: Node of the result.
         base: Node of the base.
-        of_argument: True if the base is an argument, False if it is a result.
-        base_index: Index of the base.
+        base_index: Index of the base among the arguments, if it is one, else among the results.
         known: Symbols whose values are known after the run: sizes of inputs.
     """
     view_nodes = _view_chain(aliases, node, base)
@@ -270,14 +269,15 @@ def _result_view(
     known_steps = [step for step in steps if step is not None and step.symbols <= {*known, *shape}]
     if len(known_steps) < len(steps):
         return None
-    return ResultView(number, of_argument, base_index, tuple(known_steps), shape)
+    return ResultView(number, base.op == "placeholder", base_index, tuple(known_steps), shape)
 
 
 def _view_step(aliases: Aliases, node: Node) -> ViewStep | None:
     """Return a view op that computes the value of a view node from its base, or None if there is none.
 
     This is the op of the node, unless it copies depending on strides or reads other tensors: then `view` or
-    `as_strided` to the node's shape and strides, or `alias` if these are the base's. None for a view in another dtype.
+    `as_strided` to the node's shape and strides, or `alias` if these are the base's. None if these would have to
+    change the dtype.
     """
     source, value = aliases.parent[node], node.meta["val"]
     base = source.meta["val"]  # the tensor in whose memory the view is

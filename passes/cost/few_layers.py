@@ -78,17 +78,17 @@ class LayerList:
         return (first_common, second_common, *of_other_kinds)
 
     @property
-    def order(self) -> list[str]:
+    def representatives(self) -> list[str]:
         """Return for each layer the path of the layer of its kind that represents it in the reduced model.
 
         Of the most common kind, which has two, the second one represents all layers except the first itself. These two
         are the layers 0 and 1 of the reduced model (`reduced_positions`), and those of other kinds follow. For the
-        kinds (0, 1, 1, 1) the reduced model has the layers 1, 2 and 0 of the model, and the order is 2, 0, 1, 1.
+        kinds (0, 1, 1, 1) the reduced model has the layers 1, 2 and 0 of the model, and the result is 2, 0, 1, 1.
         """
         first_index, *later_indices = self.reduced_positions
-        representatives = {self.kinds[i]: position for position, i in enumerate(later_indices, 1)}
+        position_of_kind = {self.kinds[i]: position for position, i in enumerate(later_indices, 1)}
         prefix = f"{self.name}." if self.name else ""
-        return [f"{prefix}{0 if i == first_index else representatives[kind]}" for i, kind in enumerate(self.kinds)]
+        return [f"{prefix}{0 if i == first_index else position_of_kind[kind]}" for i, kind in enumerate(self.kinds)]
 
     @contextmanager
     def only(self, positions: Sequence[int]) -> Iterator[None]:

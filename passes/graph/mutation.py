@@ -112,19 +112,18 @@ def to_positional(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def find_mutation(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mutation:
-    """Return the arguments that `node` mutates if called with `args` and `kwargs`, to functionalize it.
+    """Return what `node` mutates if it is called with `args` and `kwargs`, and how to compute the new value.
 
     Raises:
         WriteError: If the op mutates several tensors and returns some of them: the schema does not declare which.
     """
-    schema = schema_of(node.target)
     targets = _mutated_arguments(node.target, args, kwargs)
-    aliased = [r for r in schema.returns if r.alias_info is not None]
-    if aliased and len(targets) != 1:
+    returns_target = any(result.alias_info is not None for result in schema_of(node.target).returns)
+    if returns_target and len(targets) != 1:
         raise WriteError("SP226", f"{node.name}: {node.target} at {node_line(node)} changes several tensors in place.")
     writes_first = bool(args) and targets == [args[0]]  # only its first argument
-    value = _new_value(node.target) if writes_first else None
-    return Mutation(targets, value, bool(aliased))
+    value = _new_value_function(node.target) if writes_first else None
+    return Mutation(targets, value, returns_target)
 
 
 @cache
@@ -154,7 +153,7 @@ def _functional_name(name: str) -> str:
     return name[:-1] if name.endswith("_") and not name.endswith("__") else ""
 
 
-def _new_value(target: OpOverload) -> NewValue | None:
+def _new_value_function(target: OpOverload) -> NewValue | None:
     """Return the function that computes what an in-place op writes to its first argument, or None."""
     if target in _NEW_VALUES:
         return _NEW_VALUES[target]
@@ -165,7 +164,7 @@ def _new_value(target: OpOverload) -> NewValue | None:
 
 
 def _copy_value(args: Any, kwargs: Any, emit: Callable[..., Node]) -> Node:
-    """Return the source of a copy_, on the device of its target; the caller converts the dtype and broadcasts it."""
+    """Return the source of a copy_, on the device of its target; the caller broadcasts it and converts other dtypes."""
     source, target = args[1], args[0].meta["val"]
     if source.meta["val"].device != target.device:
         source = emit(aten.to.device, source, target.device, target.dtype)

@@ -43,13 +43,13 @@ def match_strides(node: Node, value: Tensor) -> Node:
         value: Tensor with the same number of dims, only the strides of which are read.
     """
     order = order_of_strides(as_sizes(value.stride()))
-    steps: list[tuple[Any, list[Any], dict[str, Any]]] = [
-        (aten.permute.default, [order], {}),
-        (aten.clone.default, [], {"memory_format": torch.contiguous_format}),
-        (aten.permute.default, [inverse_permutation(order)], {}),
-    ]
+    steps: list[tuple[Any, list[Any], dict[str, Any]]]
+    steps = [(aten.clone.default, [], {"memory_format": torch.contiguous_format})]
+    if not is_identity(order):
+        steps.insert(0, (aten.permute.default, [order], {}))
+        steps.append((aten.permute.default, [inverse_permutation(order)], {}))
     last = node
-    for target, args, kwargs in steps[1:2] if is_identity(order) else steps:  # row-major needs no permutes
+    for target, args, kwargs in steps:
         result = target(last.meta["val"], *args, **kwargs)
         with node.graph.inserting_after(last):
             last = node.graph.call_function(target, (last, *args), kwargs)

@@ -24,7 +24,7 @@ from sp_compile.passes.graph.call import WAIT_OP, is_tensor, node_shape
 
 
 class SeparateResultStorage(Pass):
-    """Pass that lets the fake operand of a returned wait share its storage, and returns no views.
+    """Pass that shows in fake values that a returned wait has its operand's storage, and returns no views.
 
     The module docstring explains both. The storage is that of the fake tensor in meta["val"].
     """

@@ -171,23 +171,23 @@ def _find_nested_granules(axes: Axes, name: int, multiplied: Collection[int]) ->
 
 
 def chunk_blocks(axes: Axes, name: int, multiplied: Collection[int]) -> dict[int, int]:
-    """Return the positions of a chunk, by class of the dims of chunks into which a class of rows is split.
+    """Return the number of positions in a chunk, for each dim of chunks into which rows are split, by its class.
 
-    Chunks of chunks count, too. The result is empty for chunks of symbolic sizes.
+    Chunks that are split into chunks again count, too. Those of symbolic sizes are omitted.
 
     Args:
         axes: The axes.
         name: The class of the rows.
         multiplied: The classes of dims of products; others are omitted.
     """
-    blocks, found = dict[int, int](), [(name, 1)]  # found: (class, positions of the sequence in one row of it)
-    for source, rows in found:  # `found` grows in the loop
+    blocks, queue = dict[int, int](), [(name, 1)]  # queue: classes to search, and the positions in one entry of each
+    for source, rows in queue:  # the queue grows in the loop
         for split in axes.all_splits():
             chunks, chunk = axes.find(split.factors[0].name), size_product(a.size for a in split.factors[1:])
             is_new = axes.find(split.source.name) == source and chunks not in (name, *blocks)
             if is_new and chunks in multiplied and isinstance(chunk, int):
                 blocks[chunks] = rows * chunk
-                found.append((chunks, rows * chunk))
+                queue.append((chunks, rows * chunk))
     return blocks
 
 
@@ -207,8 +207,8 @@ def _add_parts(gm: GraphModule, axes: Axes) -> None:
         candidates: set[int] = set()
         for result, operand in moves:
             if not axes.sequences.isdisjoint(result | operand):
-                for classes in (result, operand):
-                    candidates |= classes if len(classes) == 1 else set()  # a flattened dim has several
+                # A flattened dim has several classes.
+                candidates |= {name for classes in (result, operand) if len(classes) == 1 for name in classes}
         # A value with two sequences can be sharded along one only, so that the earlier sequence remains.
         new = {name for name in candidates - axes.sequences if not _has_rivals(axes, name)}
         if not new:
@@ -217,7 +217,7 @@ def _add_parts(gm: GraphModule, axes: Axes) -> None:
 
 
 def _find_strides(gm: GraphModule, axes: Axes) -> None:
-    """Set `axes.strides`: rows of a sequence per row of the last result of the strided windows that read it.
+    """Set `axes.strides`: for rows that strided windows read, their number per row of the last window's result.
 
     For two convolutions of stride 2 one after the other, it is 4 for the rows of the first operand and 2 for those of
     the second. Each rank then has a multiple of 4 rows, so that its shard of each result needs few rows of neighbors.
@@ -278,7 +278,7 @@ def _find_evidence(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None
     # `found` is ordered by kind, the strongest one first.
     strongest = [x for x in found if x.kind == found[0].kind]
     long = [x for x in found if not is_same_size(x.atom.size, 1)]
-    # A sequence of one token, as in decoding, is a sequence only if there is no longer one: it cannot be sharded.
+    # A dim of one token, as in decoding, cannot be sharded: it is a sequence only if no longer one has such evidence.
     long_strongest = [x for x in long if x.kind == found[0].kind]
     axes.sequences = {axes.find(x.atom.name) for x in long_strongest or strongest}
     preferred = {axes.find(a.name) for node, index in sharded.items() for a in axes.dims[node, 0][index]}

@@ -207,12 +207,12 @@ def _conv_windows(call: OpCall) -> WindowCalls:
     first = call.ndim() - len(spatial)  # the first dim of the image
     if call.get("transposed") or first < 1 or not all(isinstance(k, int) for k in kernel):
         return {}
-    stride, dilation = (_image_numbers(call[name], 1, len(spatial)) for name in ("stride", "dilation"))
+    stride, dilation = (_image_numbers(call[name], default=1, count=len(spatial)) for name in ("stride", "dilation"))
     widths = [dilation[i] * (kernel[i] - 1) + 1 for i in spatial]
     if isinstance(call["padding"], str):
         padding = [(width - 1) // 2 if call["padding"] == "same" else 0 for width in widths]
     else:
-        padding = _image_numbers(call["padding"], 0, len(spatial))
+        padding = _image_numbers(call["padding"], default=0, count=len(spatial))
     has_equal_padding = call["padding"] != "same" or all(width % 2 for width in widths)  # before and after the image
     has_sp_form = call.ndim() == 3 if len(spatial) == 1 else has_equal_padding
     if not has_sp_form:
@@ -222,7 +222,7 @@ def _conv_windows(call: OpCall) -> WindowCalls:
     # The sp:: op is called as op(x, *head, before, after, *tail): `head` has the weight and the bias.
     head, groups = (call["weight"], call["bias"]), call["groups"]
     if len(spatial) == 1:
-        return {first: WindowCall(slides[0], sp.conv1d.default, head, (stride[0], dilation[0], groups))}
+        return {first: WindowCall(slides[0], sp.conv1d.default, head, tail=(stride[0], dilation[0], groups))}
     tail = (stride, padding, dilation, groups)
     return {dim: WindowCall(x, sp.conv_along.default, (*head, dim), tail) for dim, x in enumerate(slides, first)}
 
@@ -230,7 +230,7 @@ def _conv_windows(call: OpCall) -> WindowCalls:
 def _image_numbers(value: Any, default: Any, count: int = 1) -> list[Any]:
     """Return one number for each of `count` dims of an image or sequence: [2, 2] for an argument 2 or [2].
 
-    The default is for [].
+    ATen represents an omitted argument by [], for which each number is `default`.
     """
     numbers = list(value) if isinstance(value, Sequence) else [value]
     if len(numbers) != count:
@@ -245,15 +245,15 @@ def _avg_pool_windows(call: OpCall) -> WindowCalls:
     that end beyond the padding (ceil_mode), and, without count_include_pad, those of windows that contain padding.
     """
     # Each argument is a number or a list of one; the stride is [] if it is not given, and then the width.
-    (width,), (before,) = (_image_numbers(call[name], 0) for name in ("kernel_size", "padding"))
-    (stride,) = _image_numbers(call["stride"], width)
+    (width,), (before,) = (_image_numbers(call[name], default=0) for name in ("kernel_size", "padding"))
+    (stride,) = _image_numbers(call["stride"], default=width)
     sliding = SlidingRows(call.result_shapes()[0][-1], before, width, stride)
     after = sliding.num_after(call.shape()[-1])
     ends_in_padding = isinstance(after, int) and after <= before  # the call pads both ends with `before` rows
     counts_padding = before == 0 or call["count_include_pad"]
     if not ends_in_padding or not counts_padding:
         return {}
-    return {call.ndim() - 1: WindowCall(sliding, sp.avg_pool1d.default, (), (width, stride))}
+    return {call.ndim() - 1: WindowCall(sliding, sp.avg_pool1d.default, tail=(width, stride))}
 
 
 def _max_pool_windows(call: OpCall) -> WindowCalls:
@@ -261,10 +261,12 @@ def _max_pool_windows(call: OpCall) -> WindowCalls:
     if not call.results()[0].is_floating_point():
         return {}
     # Each argument is a number or a list of one; only the stride may be [], and is then the size of the kernel.
-    (rows,), (before,), (dilation,) = (_image_numbers(call[x], None) for x in ("kernel_size", "padding", "dilation"))
-    (stride,), width = _image_numbers(call["stride"], rows), dilation * (rows - 1) + 1
+    names = ("kernel_size", "padding", "dilation")
+    (rows,), (before,), (dilation,) = (_image_numbers(call[name], default=None) for name in names)
+    (stride,), width = _image_numbers(call["stride"], default=rows), dilation * (rows - 1) + 1
     sliding = SlidingRows(call.result_shapes()[0][-1], before, width, stride)
-    return {call.ndim() - 1: WindowCall(sliding, sp.max_pool1d.default, (), (-math.inf, width, stride, dilation))}
+    tail = (-math.inf, width, stride, dilation)  # -inf: the fill of padded rows
+    return {call.ndim() - 1: WindowCall(sliding, sp.max_pool1d.default, tail=tail)}
 
 
 def _unfold_windows(call: OpCall) -> WindowCalls:
@@ -275,16 +277,17 @@ def _unfold_windows(call: OpCall) -> WindowCalls:
     dim, width, stride = call.dim("dimension"), as_size(call["size"]), as_size(call["step"])
     if call.ndim() == 0 or not isinstance(stride, int):
         return {}
-    sliding = SlidingRows(call.result_shapes()[0][dim], 0, width, stride)
+    sliding = SlidingRows(call.result_shapes()[0][dim], before=0, width=width, stride=stride)
     fill = 0  # of rows beyond the ends, which no window reads
-    return {dim: WindowCall(sliding, sp.unfold.default, (dim,), (fill, width, stride))}
+    return {dim: WindowCall(sliding, sp.unfold.default, head=(dim,), tail=(fill, width, stride))}
 
 
 def _pad_windows(call: OpCall) -> WindowCalls:
     """Return the windows of a constant pad along each dim that it extends or cuts.
 
     They have one row: row j of the result is row j - before of the operand, or the fill. Along one dim, the call is a
-    pad of the other dims (`WindowCall.first`), then sp::shift along this one. The result is {} for other modes of pad.
+    pad of the other dims (`WindowCall.first`), then sp::shift along this one. The result is {} for other modes of pad,
+    and for a fill that is no constant.
     """
     fill = call["value"] if call["value"] is not None else 0
     if call.get("mode", "constant") != "constant" or not isinstance(fill, (bool, int, float)):
@@ -298,7 +301,7 @@ def _pad_windows(call: OpCall) -> WindowCalls:
         other_widths = [*widths[:i], 0, 0, *widths[i + 2 :]]
         first = (aten.constant_pad_nd.default, (other_widths, fill)) if any(other_widths) else None
         sliding = SlidingRows(call.result_shapes()[0][dim], before)
-        window_calls[dim] = WindowCall(sliding, sp.shift.default, (dim,), (fill,), first)
+        window_calls[dim] = WindowCall(sliding, sp.shift.default, head=(dim,), tail=(fill,), first=first)
     return window_calls
 
 
@@ -341,7 +344,7 @@ def _sp_windows(call: OpCall) -> WindowCalls:
     dim = call.dim() if "dim" in call.args else call.ndim() - 1
     if op is sp.roll.default:
         rows = call["shift"]
-        return {dim: WindowCall(SlidingRows(call.shape()[dim], rolls=rows), op, (dim, rows))}
+        return {dim: WindowCall(SlidingRows(call.shape()[dim], rolls=rows), op, head=(dim, rows))}
     width = call.get("width", 1)
     stride = call.get("stride", 1)
     if op is sp.conv1d.default:

@@ -26,7 +26,7 @@ MAX_ALIGN_ROUNDS = 8  # maximum number of rounds: each round may misalign window
 WindowStarts = Mapping[Node, Frame]
 
 
-def align_window_starts(propagated: Callable[[WindowStarts], PlacementPlan]) -> PlacementPlan:
+def align_window_starts(propagate_from: Callable[[WindowStarts], PlacementPlan]) -> PlacementPlan:
     """Return the placement plan in which the fewest operands are misaligned.
 
     Two operands of an op are misaligned if they have the same number of rows in frames of different sizes, such as
@@ -34,20 +34,20 @@ def align_window_starts(propagated: Callable[[WindowStarts], PlacementPlan]) -> 
     sequence starts at a node with replicated operands, as an embedding, it can start in the frame of the other one.
 
     Args:
-        propagated: Returns the plan of the graph in which sequences start at these nodes in these frames.
+        propagate_from: Returns the plan of the graph in which sequences start at these nodes in these frames.
     """
     starts: dict[Node, Frame] = {}
-    best = plan = propagated(starts)
+    best = plan = propagate_from(starts)
     for _ in range(MAX_ALIGN_ROUNDS):
-        best = _choose_better(best, plan)
         candidates: dict[Node, Frame] = {}
         for demand in _misaligned_demands(plan):
             candidates |= _start_candidates(demand, plan)
         if candidates.items() <= starts.items():  # nothing new
             break
         starts = {**starts, **candidates}
-        plan = propagated(starts)
-    return _choose_better(best, plan)
+        plan = propagate_from(starts)
+        best = _choose_better(best, plan)
+    return best
 
 
 def _choose_better(best: PlacementPlan, plan: PlacementPlan) -> PlacementPlan:

@@ -124,7 +124,7 @@ class HoistSlices(DemandPass):
         for x in _late_inputs(node, source, first_node) or ():  # nodes of the slice's indices and sizes
             first_node.prepend(x)
         new_slices = {i: self._rebuild_chain(chain, source, piece, node) for i, piece in _slices_read(node).items()}
-        self.replace(node, new_slices[0] if is_tensor(node) else new_slices)
+        self.replace(node, new_slices[0] if is_tensor(node) else new_slices)  # a split has several results, by index
         _defer_chain_outputs(chain)
         inputs = ", ".join(x.name for x in chain.inputs)
         for new in new_slices.values():
@@ -230,7 +230,7 @@ class HoistSlices(DemandPass):
         for x, rows in chain.inputs.items():
             with self.graph.inserting_before(chain.first_reader(x)):  # an input may be created after the first step
                 emitted[x] = self._slice_rows(x, rows, piece, like)
-        for step in reversed(chain.steps):
+        for step in reversed(chain.steps):  # the last node is the first in `steps`
             emitted[step.call.node] = self._rebuild_step(step, emitted, piece)
         if piece.keeps_dim:
             return emitted[source]
@@ -335,11 +335,10 @@ def _match_row_wise(node: Node, rows: RowsAt) -> RowWiseNode | None:
     if not is_pure(node) or is_random(node) or has_sizes:
         return None
     dim, first = rows
-    factor = rule.results[0][dim]
-    # For each operand with rows, by its index: the dim of the rows, and the index of the first one that is needed.
     if rule.window == dim:  # a slice of the rows, from `start` on
         start, _ = rule.spans[0]
-        return RowWiseNode(call, rule, dim, {0: (dim, first + start)})
+        return RowWiseNode(call, rule, dim, operands={0: (dim, first + start)})
+    factor = rule.results[0][dim]
     operands = {i: (dims.index(factor), first) for i, dims in enumerate(rule.operands) if factor in dims}
     # If the rows are one of several factors of an operand's dim, they are no range of it.
     is_grouped = any(factor in flatten_dims(dims) and factor not in dims for dims in rule.operands)
@@ -348,7 +347,7 @@ def _match_row_wise(node: Node, rows: RowsAt) -> RowWiseNode | None:
 
 
 def _late_inputs(cut: Node, source: Node, first: Node) -> list[Node] | None:
-    """Return the nodes, in order, that compute the indices or sizes of a slice, but only after a chain's first node.
+    """Return the nodes from a chain's first node on that compute the indices or sizes of a slice, in graph order.
 
     They are moved before it, so that the inputs of the chain can be sliced there. The result is None if one of them may
     not move. Pure nodes of indices and sizes may, because no mode (autocast, no_grad) changes their values.

@@ -43,7 +43,7 @@ class AffineCall(ShardCall):
         # torch.func cannot transform the operator: with its tensors as operands, its Python implementation is called.
         affine_scan = op_or_body(sp.affine_scan, ops.affine_scan, m, b, initial)
         options = self.dim, self.reverse, self.accumulate, self.exclusive
-        shards = self.arguments(b, 1)  # the bytes are not needed: the exchange is always "gather"
+        shards = self.arguments(b, element_bytes=1)  # the bytes are not needed: the exchange is always "gather"
         result: Tensor = affine_scan(m, b, initial, *options, *shards)
         return result
 

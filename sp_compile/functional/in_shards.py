@@ -79,6 +79,6 @@ def _make_sharded(rows: Tensor, dim: int, ranks: Ranks, length: int) -> Tensor:
     """Return the sharded tensor of global `length` along `dim` with these rows; on one rank, the rows."""
     if ranks.n == 1:
         return rows
-    layout = Layout(dim, ranks.n, ranks.group, tuple(range(rows.ndim)))
+    layout = Layout(dim, ranks.n, ranks.group, order=tuple(range(rows.ndim)))  # contiguous memory
     origin = Origin(f"the argument of in_shards, {list(rows.shape)}", partial(agree_to_read, ranks))
     return from_local(rows, layout, length, origin)

@@ -57,9 +57,9 @@ class CachedRows(Tensor):
         Returns:
             A view of the rows.
         """
-        found = rows.as_subclass(cls)
-        found.layer, found.positions, found.start, found.plain = layer, positions, start, rows
-        return found
+        view = rows.as_subclass(cls)
+        view.layer, view.positions, view.start, view.plain = layer, positions, start, rows
+        return view
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -69,10 +69,10 @@ class CachedRows(Tensor):
             SpError: The model applies an operation (SP843).
         """
         name = getattr(func, "__name__", str(func))
-        if name == "__get__":
-            found = func(args[0].plain)
-            if not isinstance(found, Tensor):  # x.mT is one
-                return found
+        if name == "__get__":  # a property, such as x.shape or x.mT
+            value = func(args[0].plain)
+            if not isinstance(value, Tensor):
+                return value
         raise SpError("SP843", f"{name} is called on cached keys or values, of which this rank has only a part.")
 
 
@@ -172,7 +172,8 @@ class RowsLayer(CacheLayerMixin):
         self.length = keys.shape[2]
         if not _has_same_layout(keys, values):
             raise SpError("SP843", "the keys and the values of a layer are not sharded in the same way.")
-        (self._keys, self.positions), (self._values, _) = own_rows(keys, self.ranks), own_rows(values, self.ranks)
+        self._keys, self.positions = own_rows(keys, self.ranks)
+        self._values, _ = own_rows(values, self.ranks)  # at the same positions
         self.is_initialized = True
         if self.window is not None:
             self._keys, self._values = self._distribute(self._keys), self._distribute(self._values)
@@ -232,9 +233,9 @@ class RowsLayer(CacheLayerMixin):
         """Drop the rows that later queries do not attend to: the first ones, in a layer with a window."""
         if self.window is not None:
             count = len(self._window_positions(torch.device("cpu")))
-            self._keep(slice(len(self.positions) - count, None))
+            self._keep_rows(slice(len(self.positions) - count, None))
 
-    def _keep(self, rows: slice | Tensor) -> None:
+    def _keep_rows(self, rows: slice | Tensor) -> None:
         """Keep some rows, in memory of their own. A slice has no end: slice(2, None) drops the first two rows."""
         if isinstance(rows, slice) and rows.start == 0:  # all rows
             return
@@ -287,7 +288,7 @@ class RowsLayer(CacheLayerMixin):
             raise SpError("SP842", cause, "Call generate() without shard_cache for methods that crop the cache.")
         if self.is_initialized:
             self.length -= abs(tokens_to_remove)
-            self._keep(self.positions < self.length)
+            self._keep_rows(self.positions < self.length)
             self._drop_before_window()
 
     def reset(self) -> None:
@@ -345,22 +346,22 @@ def own_rows(x: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
     length, dim, rank = x.shape[2], 2, current_communicator().rank(ranks.group)
     if isinstance(x, Sharded) and x.sharding.is_plain and x.sharding.dim == dim and x.sharding.n == ranks.n:
         layout = x.sharding
-        rows, index = x.local, own_positions(layout.frame(length), ranks.n, ranks.group, x.device)
+        rows, positions = x.local, own_positions(layout.frame(length), ranks.n, ranks.group, x.device)
         if layout.folds == 1:  # not zigzag: the positions of the ranks are consecutive, and the last ones are padding
-            valid: slice | Tensor = slice(0, max(0, min(len(index), length - len(index) * rank)))
+            valid: slice | Tensor = slice(0, max(0, min(len(positions), length - len(positions) * rank)))
         else:
-            valid = index < length
-        rows, index = rows[:, :, valid], index[valid]
+            valid = positions < length
+        rows, positions = rows[:, :, valid], positions[valid]
         if layout.balanced is not None:  # entry i of the order is the position of the row at place i of the new order
-            index = layout.balanced.order[index]
+            positions = layout.balanced.order[positions]
     else:
         full = x.full() if isinstance(x, Sharded) else x
         count = -(-length // ranks.n)
         first = min(length, count * rank)
         rows = full[:, :, first : first + count]
-        index = torch.arange(first, first + rows.shape[2], device=full.device)
+        positions = torch.arange(first, first + rows.shape[2], device=full.device)
     is_alone = rows.is_contiguous() and rows.untyped_storage().nbytes() == rows.numel() * rows.element_size()
-    return rows if is_alone else rows.clone(memory_format=torch.contiguous_format), index
+    return rows if is_alone else rows.clone(memory_format=torch.contiguous_format), positions
 
 
 def attend_to_rows(
@@ -380,10 +381,10 @@ def attend_to_rows(
     Args:
         module: The attention module.
         query: (B, Hq, Q, D), equal on all ranks.
-        key: `CachedRows` (B, Hkv, rows, D). Others, which are no part of the cache, are attended to as they are.
+        key: `CachedRows` (B, Hkv, rows, D). For regular tensors, which are not from the cache, SDPA is called.
         value: As key.
         attention_mask: bool or additive (B | 1, Hq | 1, Q, K) for all K positions.
-        dropout: Must be 0.
+        dropout: Must be 0 for `CachedRows`.
         scaling: Factor of the scores; 1 / sqrt(D) by default.
         softcap: Limit of the scores.
         s_aux: (Hq,), the logit of a sink of each head.
@@ -450,7 +451,7 @@ def _attend_locally(
         args = KernelArgs(scale, allowed=part if is_bool else None, bias=None if is_bool else part)
         # A decoding step has one query (rows=1): select a kernel without a minimum number of queries.
         key = KernelKey(
-            q.device, q.dtype, Kind.MASKED if is_bool else Kind.FULL, max(q.shape[-1], width), rows=1,
+            q.device, q.dtype, Kind.MASKED if is_bool else Kind.FULL, head_dim=max(q.shape[-1], width), rows=1,
             bias=None if is_bool else part.dtype, elements=max(k.numel(), v.numel(), queries.numel()),
         )  # fmt: skip
         outs.append(kernel_for(key).forward(queries, k.to(q.dtype), v.to(q.dtype), args))

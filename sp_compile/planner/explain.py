@@ -103,7 +103,7 @@ def run_few_layers(run: DryRun, layers: LayerList | None) -> list[DryRunResult]:
     """
     if layers is None:
         return run.run()
-    run.repeats = FewLayers(layers.order, ModelBytes.of(run.model))
+    run.repeats = FewLayers(layers.representatives, ModelBytes.of(run.model))
     with layers.only(layers.reduced_positions):
         return run.run()
 

@@ -42,7 +42,7 @@ def fuse_on_meta(gm: GraphModule) -> None:
 def _fuse_node(edit: GraphEditor, node: Node) -> Node | None:
     """Add a call of a kernel with the operands of an attention to the graph, and return it; None if none supports them.
 
-    The kernel is that of flash attention (half types, no mask, a head dim up to `MAX_HEAD_DIM`), else that of
+    The kernel is that of flash attention (half types, no mask, equal head dims up to `MAX_HEAD_DIM`), else that of
     memory-efficient attention (equal numbers of query and key heads).
     """
     call = OpCall(node)
@@ -51,12 +51,12 @@ def _fuse_node(edit: GraphEditor, node: Node) -> Node | None:
     q_shape, k_shape, v_shape = (x.meta["val"].shape for x in (q, k, v))  # (batch, heads, rows, head dim)
     if {len(q_shape), len(k_shape), len(v_shape)} != {4}:
         return None
-    scale, dtype = {"scale": call["scale"]}, q.meta["val"].dtype
+    kwargs, dtype = {"scale": call["scale"]}, q.meta["val"].dtype
     if mask is None and dtype in HALF and q_shape[3] == v_shape[3] <= MAX_HEAD_DIM:
-        return edit.compute(FLASH_OP, (q, k, v, dropout, causal), node, scale)
+        return edit.compute(FLASH_OP, (q, k, v, dropout, causal), node, kwargs)
     if q_shape[1] != k_shape[1]:
         return None
     if mask is not None:  # it is added to the scores
         mask = edit.cast(mask, dtype, node)
     computes_lse = True  # the backward of the kernel reads the log-sum-exp
-    return edit.compute(EFFICIENT_OP, (q, k, v, mask, computes_lse, dropout, causal), node, scale)
+    return edit.compute(EFFICIENT_OP, (q, k, v, mask, computes_lse, dropout, causal), node, kwargs)

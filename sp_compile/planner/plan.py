@@ -219,7 +219,7 @@ def _make_planner(
         options=options,
         shares=OFFLOAD_SHARES if offload == "auto" else (),
         per_weight=state_per_weight(optimizer),
-        tokens=_tokens([*args, *kwargs.values()]),
+        tokens=_count_tokens([*args, *kwargs.values()]),
         blocks=checkpoint_blocks(model),
         offload=0.0 if isinstance(offload, str) else float(offload),
     )
@@ -244,7 +244,7 @@ def _is_settled(result: StepPlan, n: int) -> bool:
     return result.fits_on_device(n) or best.seconds <= EQUAL_RATIO * as_written
 
 
-def _tokens(values: Iterable[Any]) -> int:
+def _count_tokens(values: Iterable[Any]) -> int:
     """Return the tokens of a step: the elements of the largest integer input, which are token ids.
 
     Without an integer input, it is the largest batch * sequence, the first two dims, of the others; 0 without tensors.

@@ -196,19 +196,25 @@ def _memory_json(step: StepMemory, n: int) -> dict[str, Any]:
         """Return the phase, node, source line and bytes of a moment of the step."""
         return {
             "phase": point.phase,
-            **_select_fields(point.moment, "node=name where"),
+            "node": point.moment.name,
+            "where": point.moment.where,
             "values_bytes": step.bytes_at(point),
         }
 
     def largest_values(point: StepMoment) -> list[dict[str, Any]]:
         """Return the largest values that are alive at a moment of the step."""
-        return [_select_fields(live, "origin where bytes=nbytes") for live in step.summary(point, MAX_ALIVE_VALUES)]
+        largest = step.summary(point, MAX_ALIVE_VALUES)
+        return [{"origin": live.origin, "where": live.where, "bytes": live.nbytes} for live in largest]
 
     return {
-        **_select_fields(step.weights, "parameters_bytes=parameters gradients_bytes=trainable"),
+        "parameters_bytes": step.weights.parameters,
+        "gradients_bytes": step.weights.trainable,
         "optimizer_bytes": step.optimizer,
         "buffers_bytes": step.weights.buffers,
-        **_select_fields(step, "inputs_bytes=inputs kept_bytes=saved constant_bytes=constant shards"),
+        "inputs_bytes": step.inputs,
+        "kept_bytes": step.saved,
+        "constant_bytes": step.constant,
+        "shards": step.shards,
         "offload": None if step.offloaded is None else asdict(step.offloaded),
         "peak_bytes": step.peak,
         # of FSDP over the ranks that shard the state already, else over all ranks

@@ -74,10 +74,11 @@ def require_agreement(ranks: Ranks, mine: Message, mismatch: SpError | None = No
     Args:
         ranks: The ranks that run the operation.
         mine: The message of this rank.
-        mismatch: The error to raise if fields or notes differ, to which the differences are added; None if they may.
+        mismatch: The error to raise if `Message.fields` or `Message.note` differ, to which the differences are added;
+            None to permit differences.
 
     Raises:
-        SpError: On every rank, if a rank has failed, or the ranks run different operations or have different fields.
+        SpError: On every rank, if a rank has failed, the ranks run different operations, or `mismatch` applies.
     """
     messages = all_gather_messages(ranks, mine) or []
     error = find_mismatch(messages, mismatch)
@@ -141,16 +142,17 @@ def make_exchange(ranks: Ranks, operation: Message) -> Callable[[Exception | Non
 def find_mismatch(messages: Sequence[Message], mismatch: SpError | None = None) -> SpError | None:
     """Return the error that every rank raises after an exchange, or None if the ranks agree.
 
-    The ranks do not agree if one has failed, or their operations or fields differ.
+    The ranks do not agree if one has failed, their operations differ, or `mismatch` applies.
 
     Args:
         messages: Message of each rank; [] if all are equal.
-        mismatch: The error if fields or notes differ, to which the differences are added; None if they may differ.
+        mismatch: The error if `Message.fields` or `Message.note` differ, to which the differences are added; None to
+            permit differences.
     """
     error = failure([message.error for message in messages]) or describe_operation_mismatch(messages)
     if error is not None or mismatch is None:
         return error
-    fields = [{"": message.note, **message.fields} for message in messages]  # notes are compared as a field, too
+    fields = [{"": message.note, **message.fields} for message in messages]  # the note is a field without a name
     cause = describe_field_mismatch(fields, mismatch.cause)
     return SpError(mismatch.code, cause, mismatch.fix) if cause else None
 
@@ -162,7 +164,7 @@ def describe_operation_mismatch(messages: Sequence[Message]) -> SpError | None:
     """
     if len({(message.verb, message.subject, message.model, message.number) for message in messages}) <= 1:
         return None
-    return _first_difference(messages).with_context(describe_raised(messages))
+    return _operation_error(messages).with_context(describe_raised(messages))
 
 
 def describe_raised(messages: Sequence[Message]) -> str:
@@ -174,7 +176,7 @@ def describe_raised(messages: Sequence[Message]) -> str:
     return "".join(f"rank {rank} raised {text}\n" for rank, text in raised)
 
 
-def _first_difference(messages: Sequence[Message]) -> SpError:
+def _operation_error(messages: Sequence[Message]) -> SpError:
     """Return the error of ranks with different operations, with the code of the first case below that applies."""
     n, verbs = len(messages), [message.verb for message in messages]
     operations = [f"{message}: {message.note}" if message.note else str(message) for message in messages]
@@ -229,7 +231,7 @@ def failure(errors: Sequence[SpError | None], ranks: Sequence[int] = ()) -> SpEr
     if first is None:
         return None
     first_ranks = ranks_by_text.pop(str(first))
-    others = "".join(f"\nrank {_format_ranks(ranks)}: {text}" for text, ranks in ranks_by_text.items())
+    others = "".join(f"\nrank {_format_ranks(failed)}: {text}" for text, failed in ranks_by_text.items())
     return SpError(first.code, f"rank {_format_ranks(first_ranks)}: {first.cause}{others}", first.fix)
 
 

@@ -162,8 +162,8 @@ def exchange_digest(gm: GraphModule) -> ProgramDigest:
     """Return the digest of the collectives of a graph, or of all ops if it has none.
 
     Ranks that have other shards of the weights, such as tensor-parallel ranks, compare it: their collectives must be
-    equal, not their shapes. A line of the digest has an op and the ops whose results it uses. It has no constants, and
-    does not distinguish the inputs, since these may differ as well.
+    equal, not their shapes and constants. The lines, which locate a difference, have all ops, each with the ops whose
+    results it uses. They do not distinguish the inputs, since these may differ as well.
     """
     nodes = graph_lines(gm)
     inlined = list(inline_bodies(nodes))
@@ -174,7 +174,7 @@ def exchange_digest(gm: GraphModule) -> ProgramDigest:
             for text in nodes
             if text.node.op != "output"
         ]
-    lines = []  # of all ops, to locate a difference between programs with different digests
+    lines = []
     for text in inlined:
         if text.node.op not in ("placeholder", "output"):
             # An operand is "input 3" for an input, of which the number is omitted, or the number of an op.

@@ -97,7 +97,7 @@ class ReplaceFlashFunctions(RewriteVarlenAttention):
         (index,) = read_results(node)  # one, as other calls are refused
         with self.graph.inserting_before(node):
             if kernel is node:
-                out = self._emit_kernel(node, lambda x: x, node)
+                out = self._emit_kernel(node, value_of=lambda x: x, like=node)  # its operands are in this graph
             else:
                 operands = node.args[2:]  # after the two bodies
                 out = self._inline_forward(bodies[0], operands, kernel, index, node)
@@ -124,7 +124,7 @@ class ReplaceFlashFunctions(RewriteVarlenAttention):
                 return None
             if node.target is operator.getitem and node.args[0] is kernel:
                 return self._emit_kernel(kernel, values.__getitem__, like)
-            if node.target in NON_DIFFERENTIABLE:  # a detach in the body must not detach in this graph
+            if node.target in NON_DIFFERENTIABLE:  # a detach in the forward of a Function does not stop its gradients
                 return values[node.args[0]]
             return self.copy_call(node, values, like)
 
@@ -157,11 +157,12 @@ class ReplaceFlashFunctions(RewriteVarlenAttention):
         enable_gqa = not is_same_size(node_shape(q)[2], node_shape(k)[2])
         heads_first = [self.compute(aten.transpose.int, (x, 1, 2), like) for x in (q, k, v)]
         if not options and predicate in ("", "(k <= q)"):
-            target = aten.scaled_dot_product_attention.default
-            args, options = (*heads_first, None, dropout_p, bool(predicate)), {"scale": scale, "enable_gqa": enable_gqa}
+            target, is_causal = aten.scaled_dot_product_attention.default, predicate != ""
+            args, options = (*heads_first, None, dropout_p, is_causal), {"scale": scale, "enable_gqa": enable_gqa}
         else:
             target = sp.masked_attention.default
-            args = (*heads_first, [], [], sizes if predicate else [], predicate, dropout_p, scale, enable_gqa)
+            vectors: tuple[list[Node], list[Node]] = [], []  # rows and cols: the predicate reads none
+            args = (*heads_first, *vectors, sizes if predicate else [], predicate, dropout_p, scale, enable_gqa)
         return self.compute(aten.transpose.int, (self.compute(target, args, like, options), 1, 2), like)
 
     def _score_options(self, arguments: Mapping[str, Any], value_of: Callable[[Node], Any]) -> dict[str, Any]:
@@ -185,7 +186,7 @@ def _kernel_name(node: Node) -> str:
 
 
 def _document_ends(args: Mapping[str, Any]) -> list[Any]:
-    """Return the cumulative ends of packed documents, [those of queries, those of keys]; None for no documents.
+    """Return [ends of the documents of queries, ends of those of keys], cumulative; each None if there are none.
 
     They are arguments of the varlen kernel, and of the only kernel of FlashAttention-3.
     """

@@ -180,7 +180,7 @@ class CoupledStates:
             raise error
         state_leaves = {i for i, x in enumerate(leaves) if isinstance(x, ColumnRef)}
         # The leaves of terms without a state, which are 0 in the linear part; None if the op is not affine in a state.
-        zeroed = _stateless_terms(terms, leaf_names(node), state_leaves)
+        zeroed = _stateless_leaves(terms, leaf_names(node), state_leaves)
         if zeroed is None or node.kwargs.get("rounding_mode") is not None:  # div that rounds is not linear
             raise error
         coefficients = set(range(len(leaves))) - state_leaves - set(zeroed)
@@ -320,12 +320,12 @@ class CoupledStates:
             """Return the results of one step, in which `operands` have these values, for zeros and for the basis."""
             coefficients = dict(zip(operands, values))
             zeros = [torch.zeros(self.shape, **self.options) for _ in self.states]
-            terms = self._run(coefficients, zeros, single_dims=None)
+            terms = self._run_body(coefficients, zeros, single_dims=None)
             basis = self._basis_vectors(shape)
 
             def run_linear(*vectors: torch.Tensor) -> list[torch.Tensor]:
                 """Return the linear part of the body on one vector of the basis."""
-                return self._run(coefficients, vectors, single_dims=single_dims)
+                return self._run_body(coefficients, vectors, single_dims=single_dims)
 
             return [*terms, *torch.func.vmap(run_linear)(*basis)]
 
@@ -355,7 +355,7 @@ class CoupledStates:
         parts = identity.split(self.rows, 1)  # of each state: (num_rows, mixed elements)
         return [x.reshape(num_rows, *mixed_shape).expand(num_rows, *shape) for x in parts]
 
-    def _run(
+    def _run_body(
         self, coefficients: dict[int, torch.Tensor], states: Sequence[torch.Tensor], single_dims: frozenset[int] | None
     ) -> list[torch.Tensor]:
         """Run the body, or its linear part, on tensors of one step, and return the new states.
@@ -373,7 +373,7 @@ class CoupledStates:
                 if isinstance(x, ColumnRef):
                     leaves.append(previous[x] if x.lag else values[x.column])
                 elif single_dims is not None and i in op.zeroed:
-                    leaves.append(self._zeros(op, i, single_dims))
+                    leaves.append(self._make_zeros(op, i, single_dims))
                 else:
                     leaves.append(coefficients.get(id(x), x))  # x itself if it is a constant
             node = op.column.node
@@ -382,7 +382,7 @@ class CoupledStates:
         # In the next step, the state p of lag 1 is the new value of p, and that of lag 2 is the present one of lag 1.
         return [values[x.column] if x.lag == 1 else previous[ColumnRef(x.column, x.lag - 1)] for x in self.states]
 
-    def _zeros(self, op: BodyOp, leaf: int, single_dims: frozenset[int]) -> Any:
+    def _make_zeros(self, op: BodyOp, leaf: int, single_dims: frozenset[int]) -> Any:
         """Return zeros in place of a term without a state, for the linear part of the body.
 
         Args:
@@ -420,8 +420,8 @@ class CoupledStates:
         return parts[0] if len(parts) == 1 else self._compute(aten.cat.default, parts, -2)
 
 
-def _stateless_terms(terms: Sequence[str], names: Sequence[str], states: set[int]) -> list[int] | None:
-    """Return the leaves of an op in its terms without a state, which are zero in the linear part of the op.
+def _stateless_leaves(terms: Sequence[str], names: Sequence[str], states: set[int]) -> list[int] | None:
+    """Return the leaves of an op that are in its terms without a state; they are zero in the linear part of the op.
 
     Of addmm(m, x, h) with the terms m and x * h, and the state h, this is the leaf of m.
 
@@ -433,7 +433,7 @@ def _stateless_terms(terms: Sequence[str], names: Sequence[str], states: set[int
     Returns:
         None if the op is not linear in the states: a term has several of them, or one is in no term.
     """
-    zeroed, linear = list[int](), set[int]()  # leaves of terms without a state, and states in a term
+    zeroed, states_in_terms = list[int](), set[int]()
     for term in terms:
         members = [i for i, name in enumerate(names) if name in term.split(" * ")]
         # "self * other" is one product; an argument like the `tensors` of a cat has one term for each tensor
@@ -442,10 +442,10 @@ def _stateless_terms(terms: Sequence[str], names: Sequence[str], states: set[int
             states_in_product = states.intersection(product)
             if len(states_in_product) > 1:
                 return None
-            linear |= states_in_product
+            states_in_terms |= states_in_product
             if not states_in_product:
                 zeroed += product
-    return zeroed if states <= linear else None
+    return zeroed if states <= states_in_terms else None
 
 
 def _is_zero(x: Value) -> bool:

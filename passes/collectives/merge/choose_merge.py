@@ -64,7 +64,7 @@ class MergeChooser:
         """
         links = tuple(range(len(chain.links)))
         all_blocks = [block for size in links for block in itertools.combinations(links, size + 1)]
-        names = {block: self._communicator(chain, block) for block in all_blocks}
+        names = {block: self._find_communicator(chain, block) for block in all_blocks}
         # block that one collective can replace -> name of its group
         communicators = {block: name for block, name in names.items() if name is not None}
         # All-reduces over the axes of a grid commute, so that a block may skip links.
@@ -79,12 +79,16 @@ class MergeChooser:
             in_order = all(block[-1] - block[0] == len(block) - 1 for block in blocks)  # consecutive links only
             if (commute or in_order) and all(block in communicators for block in blocks):
                 chosen = {block: communicators[block] for block in blocks}
-                seconds = sum(self._seconds(chain, block, name) for block, name in chosen.items())
+                seconds = sum(self._predict_seconds(chain, block, name) for block, name in chosen.items())
                 options.append(MergeOption(chosen, seconds))
         return options
 
     def best(self, options: list[MergeOption]) -> MergeOption:
-        """Return the option that the policy selects: of those it allows, the one with the fewest collectives."""
+        """Return the option that the policy selects: of those it allows, the one with the fewest collectives.
+
+        "auto" allows the options that take about as long as the fastest, "intra_node" those that merge collectives only
+        between ranks of one machine.
+        """
         if self.policy == "auto":
             fastest = min(option.time for option in options)
             tied = [option for option in options if option.time <= fastest * MERGE_TIE]
@@ -99,7 +103,7 @@ class MergeChooser:
         return all(map(self.groups.is_in_one_node, merged))
 
     def unmerged_reason(self, chain: CollectiveChain, options: list[MergeOption]) -> str:
-        """Return the reason, for the report, for which `best` merges none of the collectives of a chain.
+        """Return the reason, for the report, why `best` merges none of the collectives of a chain.
 
         If no option merges any, the reason is given for two of them, the last ones: why these cannot be merged.
 
@@ -107,12 +111,13 @@ class MergeChooser:
             chain: The chain of collectives.
             options: Result of `options`.
         """
-        merged = [option for option in options if option is not unmerged_option(options)]
+        unmerged = unmerged_option(options)
+        merged = [option for option in options if option is not unmerged]
         if merged and self.policy == "intra_node":
             return "the policy is 'intra_node', and the ranks are on several machines"
         if merged:
             fastest = min(merged, key=lambda option: option.time)
-            return f"predicted to be slower merged: {format_predictions(fastest, unmerged_option(options))}"
+            return f"predicted to be slower merged: {format_predictions(fastest, unmerged)}"
         block = (len(chain.links) - 2, len(chain.links) - 1)
         partitions, kind = self._link_groups(chain, block), chain.links[0].kind
         groups = " and ".join(repr(chain.links[i].group) for i in block)
@@ -131,7 +136,7 @@ class MergeChooser:
         """
         return [self.groups[chain.links[i].group] for i in block]
 
-    def _communicator(self, chain: CollectiveChain, block: LinkIndices) -> str | None:
+    def _find_communicator(self, chain: CollectiveChain, block: LinkIndices) -> str | None:
         """Return the name of the group over which one collective can replace those of the block, or None.
 
         None if the groups are not the axes of a grid, if no group of all their ranks is declared, or if the number of
@@ -157,7 +162,7 @@ class MergeChooser:
         rows = static_value(first.source).shape[first.dim]
         return bool(statically_known_true(rows % ranks == 0))
 
-    def _seconds(self, chain: CollectiveChain, block: LinkIndices, name: str) -> float:
+    def _predict_seconds(self, chain: CollectiveChain, block: LinkIndices, name: str) -> float:
         """Return the predicted seconds of a block as one collective over the communicator `name`.
 
         The cost model has the time of an all_reduce as a `line`, latency plus bytes / bandwidth: that measured for the
@@ -168,11 +173,11 @@ class MergeChooser:
         if line is None:
             machine = self.machine_of(chain.links[block[0]].node)
             line = machine.line("all_reduce", size, inside=self.groups.is_in_one_node(name))
-        nbytes = collective_bytes("all_reduce", self._bytes(chain, block), size)
+        nbytes = collective_bytes("all_reduce", self._count_bytes(chain, block), size)
         seconds = line.seconds(nbytes)
         return seconds if chain.links[0].kind == "all_reduce" else seconds / 2
 
-    def _bytes(self, chain: CollectiveChain, block: LinkIndices) -> float:
+    def _count_bytes(self, chain: CollectiveChain, block: LinkIndices) -> float:
         """Return the bytes that a block reduces, or gathers or scatters in total; nan if sizes are unknown."""
         first, result = chain.links[block[0]], static_value(chain.links[block[-1]].node)
         full = static_value(first.source) if first.kind == "reduce_scatter" else result

@@ -34,20 +34,10 @@ def _attention_rule(call: OpCall) -> BoundRule:
     There may be any number of leading dims (batch and heads), which may broadcast. With enable_gqa, a rank's query
     heads use its own key heads if the number of ranks divides both. The condition of sp::masked_attention reads
     vectors, such as document ids: `rows` at the query, `cols` at the key (`pieces` are their runs of equal values). Its
-    score function reads `tables`, and `heads`, one value per head. All but the latter are gathered.
+    score function reads `tables`, and `heads`, one value per head. All of these except `heads` are gathered.
     """
-    leading, sizes = _leading_names(call)
-    # Vectors (batch, rows) have one batch dim; of several batch dims of q it is the flattened one, with another name.
-    batch = leading[:1] if len(leading) <= 2 else ("batch",)
-    # The names of the operands after q, k and v, in the order of the schema.
-    vectors = [x for name in ("rows", "cols", "pieces") for x in call.get(name) or ()]
-    others: list[Dims] = [(*batch, f"vector{i}") for i in range(len(vectors))]
-    others += [("h",) for _ in call.get("heads") or ()]
-    others += [(*leading, "q", "k")] if call["attn_mask"] is not None else []
-    others += [("h",)] if call.get("sinks") is not None else []
-    table_ndims = [len(node_shape(x)) for x in call.get("tables") or ()]
-    others += [factor_names(ndim, f"table{i}_") for i, ndim in enumerate(table_ndims)]
-    all_names = ((*leading, "q", "d"), (*leading, "k", "d"), (*leading, "k", "e"), *others)
+    leading, sizes = _leading_names_and_sizes(call)
+    all_names = ((*leading, "q", "d"), (*leading, "k", "d"), (*leading, "k", "e"), *_other_operand_names(call, leading))
     # A dim of size 1 that broadcasts to a larger one gets the name "". Dims without a size in `sizes` do not broadcast.
     operands = tuple(
         align_names(call.shape(i), [sizes.get(f, 1) for f in names], names) for i, names in enumerate(all_names)
@@ -63,7 +53,20 @@ def _attention_rule(call: OpCall) -> BoundRule:
     return BoundRule(operands, (result,), kinds, masks=tuple(range(3, max(4, len(operands)))))
 
 
-def _leading_names(call: OpCall) -> tuple[Dims, dict[str, Size]]:
+def _other_operand_names(call: OpCall, leading: Dims) -> list[Dims]:
+    """Return the names of the dims of the operands after q, k and v, in the order of the schema."""
+    # Vectors (batch, rows) have one batch dim; of several batch dims of q it is the flattened one, with another name.
+    batch = leading[:1] if len(leading) <= 2 else ("batch",)
+    vectors = [x for name in ("rows", "cols", "pieces") for x in call.get(name) or ()]
+    others: list[Dims] = [(*batch, f"vector{i}") for i in range(len(vectors))]
+    others += [("h",) for _ in call.get("heads") or ()]
+    others += [(*leading, "q", "k")] if call["attn_mask"] is not None else []
+    others += [("h",)] if call.get("sinks") is not None else []
+    table_ndims = [len(node_shape(x)) for x in call.get("tables") or ()]
+    return others + [factor_names(ndim, f"table{i}_") for i, ndim in enumerate(table_ndims)]
+
+
+def _leading_names_and_sizes(call: OpCall) -> tuple[Dims, dict[str, Size]]:
     """Return the names of the leading dims of attention, (.., "b1", "b0", "h"), and the sizes of dims by name.
 
     The sizes are those of the leading dims in the result, and "q" and "k", the numbers of queries and keys. A leading
@@ -91,7 +94,7 @@ def sharded_attention_rule(call: OpCall) -> BoundRule:
     others: list[Placement] = [Replicate(partial_grad=any(x is y for y in learned)) for x in call.operands[3:]]
     attended: tuple[Dims, ...] = (("b", "h", "q", "d"), ("b", "g", "k", "d"), ("b", "g", "k", "e"))
     names_of_others = [factor_names(call.ndim(i), f"{i}.") for i in range(3, len(call.operands))]
-    if call.get("mask_rows"):
+    if call.get("mask_rows"):  # the mask is the first of the other operands
         others[0], names_of_others[0] = queries, (*names_of_others[0][:SEQUENCE], "q", "keys")
     result = ("b", "h", "q", "out" if call["lse"] else "e")
     # Dims that the result does not have are "whole"; the fixed placements of the operands take precedence over kinds.
