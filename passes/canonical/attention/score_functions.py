@@ -364,7 +364,7 @@ def _adds_fills(graph: Graph) -> bool:
     Constants in indices and conditions do not reach the result.
     """
     reaches_result = {graph.output_node().args[0]}
-    for node in reversed(graph.nodes):
+    for node in reversed(graph.nodes):  # from the result back to its operands
         packet = node_packet(node)
         if node not in reaches_result or packet in _COMPARISONS:  # a comparison returns no constant
             continue
@@ -386,13 +386,13 @@ def split_conditions(body: GraphModule) -> list[GraphModule]:
     Callers try to express each condition by a predicate.
     """
     conditions: list[GraphModule] = []
-    waiting = [body.graph.output_node().args[0]]
+    waiting = [body.graph.output_node().args[0]]  # a stack: its last entry is next
     while waiting:
         result = waiting.pop()
         if isinstance(result, Node) and result.target in _AND_OPS and result.meta["val"].dtype == torch.bool:
             waiting += reversed(result.args)
             continue
-        # Copy the whole graph, let it return the condition, and erase what the condition does not need.
+        # Copy the whole graph, let it return the condition, and erase what the condition does not need, users first.
         graph = torch.fx.Graph()
         copies: dict[Node, Node] = {}
         body_result = graph.graph_copy(body.graph, copies)

@@ -80,7 +80,7 @@ class StackWrittenRows(CanonicalPass):
         changed = False
         for user in value_readers(node):
             read = match_piece_read(user)  # its `rows` is 1 if it keeps the dim, as x[:, t : t + 1] does, and else 0
-            self.budget -= 1
+            self.budget -= 1  # limits the time of the pass (`apply`)
             if read is None or (read.dim, read.rows) != (write.dim, int(write.keeps_dim)) or self.budget < 0:
                 continue
             if read.position == write.index and write.row.meta["val"].dtype == user.meta["val"].dtype:

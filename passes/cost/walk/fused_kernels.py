@@ -67,8 +67,8 @@ class KernelSchedule:
     """
 
     def __init__(self, fused: bool) -> None:
-        # fused: Inductor compiles the graph and fuses kernels. on_gpu is set by the subclass.
-        self.fused, self.on_gpu = fused, False
+        self.fused = fused  # True if Inductor compiles the graph and fuses kernels
+        self.on_gpu = False  # True if a kernel runs on a GPU; set by `fuse`
         self.product_of_addition: dict[Node, Node] = {}  # addition -> product whose kernel also adds (`addmm`)
         self.kernel_writes: dict[Node, list[StorageKey]] = {}  # kernel -> storages; its order is that of the kernels
         self.kernel_reads: dict[Node, frozenset[StorageKey]] = {}  # kernel -> storages
@@ -86,9 +86,10 @@ class KernelSchedule:
             self._fuse_rows()
 
     def is_fused(self, node: Node) -> bool:
-        """Return True if Inductor generates the kernel that computes the node, in which it may fuse the node."""
+        """Return True if Inductor generates code for the node, which it may fuse; False for calls of a library."""
         target = node.target
-        if not self.fused or node in self.product_of_addition or not isinstance(target, OpOverload):
+        computed_by_library = node in self.product_of_addition  # by the kernel of the product
+        if not self.fused or computed_by_library or not isinstance(target, OpOverload):
             return False
         is_listed = target in REDUCTIONS or target in ELEMENTWISE or op_name(node) in PRIMS
         return is_listed or torch.Tag.pointwise in target.tags
@@ -125,15 +126,15 @@ class KernelSchedule:
         return self.kernel_reads[a] & self.kernel_reads[b]
 
     def _can_fuse_reductions(self, a: Node, b: Node) -> bool:
-        """Return True if two reductions have equal sizes and result shapes, and read enough common storages to fuse.
+        """Return True if two reductions have operands of equal size and results of equal shape, and common operands.
 
-        One is enough; for wide rows on GPUs two are required, as observed.
+        One common storage is enough; for wide rows on GPUs two are required, as observed.
         """
         x, y = (n.args[0].meta["val"] for n in (a, b))  # type: ignore[union-attr]
-        is_same_shape = tuple(a.meta["val"].shape) == tuple(b.meta["val"].shape)
+        have_equal_sizes = size_hint(x.numel()) == size_hint(y.numel())
+        have_equal_results = tuple(a.meta["val"].shape) == tuple(b.meta["val"].shape)
         required = 2 if is_on_gpu(a) and size_hint(x.shape[-1]) > WIDE_ROW else 1
-        is_same_size = size_hint(x.numel()) == size_hint(y.numel())
-        return is_same_size and is_same_shape and len(self._common_reads(a, b)) >= required
+        return have_equal_sizes and have_equal_results and len(self._common_reads(a, b)) >= required
 
     def _fuse_rows(self) -> None:
         """Fuse kernels that process a tensor row by row, if all that they read exists before the first one.
@@ -286,7 +287,7 @@ class KernelSchedule:
 def joined_results(graph: Graph) -> set[Node]:
     """Return values that only become parts of results, such as weight gradients in a cat, and so count as results."""
     joined: set[Node] = set()
-    for node in reversed(graph.nodes):
+    for node in reversed(graph.nodes):  # users first: `joined` then has all users that are joined themselves
         if node.users and all(user.op == "output" or (user in joined and _joins_operands(user)) for user in node.users):
             joined.add(node)
     return joined
@@ -345,9 +346,9 @@ def _is_reinterpretation(node: Node) -> bool:
 
 
 def _can_join_row_kernel(node: Node) -> bool:
-    """Return True if a row-wise GPU kernel can compute this reduction over all rows, too.
+    """Return True if a row-wise GPU kernel can also compute this reduction, which is over the rows of its operand.
 
-    Inductor (`MixOrderReduction`) does so for many elements and many more rows than columns.
+    Inductor (`MixOrderReduction`) does so for many elements, in at least twice as many rows as columns.
     """
     if not is_on_gpu(node):
         return False
