@@ -117,18 +117,18 @@ class ScoreOperand:
         if not is_same_shape(leading, before):
             return None
         # The tensor before the program merged its leading dims if it did, else this one, which `leading` reshapes.
-        source = _undo_batch_repeat(self.node, after)
+        source = _undo_merged_batch(self.node, after)
         return ScoreOperand(source, order) if source is not None else ScoreOperand(self.node, order, after)
 
 
-def _undo_batch_repeat(x: Node, leading: tuple[Size, ...]) -> Node | None:
-    """Return the mask or bias from which a program made x, with one leading dim for batch entries and heads, or None.
+def _undo_merged_batch(x: Node, leading: tuple[Size, ...]) -> Node | None:
+    """Return the mask or bias that a program reshaped or repeated to x (B * H, Q, K), or None if it did neither.
 
-    x is a reshape (B, H, Q, K) -> (B * H, Q, K), or a repetition of (H, Q, K) for each batch entry.
+    It is (B, H, Q, K) before a reshape, or (H, Q, K) before a repetition for each batch entry.
 
     Args:
         x: The tensor.
-        leading: The leading dims (B, H) of the scores, which the result has or broadcasts to.
+        leading: The leading dims (B, H) of the scores.
     """
     node = value_origin(x)
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
