@@ -325,9 +325,9 @@ def _coarsen(table: Ints, length: int) -> Ints:
     crowded = np.bincount(table[0] // CELL, minlength=length // CELL + 2) > MAX_PIECES
     if not crowded.any():
         return table
-    # Cut the pieces at both ends of crowded cells: where a cell, or the cell before it, is crowded. The first cell
-    # has none before it: its start, 0, is an edge, too.
-    edges = np.append(np.flatnonzero(crowded[1:] | crowded[:-1]) + 1, 0) * CELL
+    # Cut the pieces at both ends of crowded cells: at the start of each cell that is crowded or follows a crowded one,
+    # except 0, at which a piece starts in any case.
+    edges = (np.flatnonzero(crowded[1:] | crowded[:-1]) + 1) * CELL
     table = cut_pieces(table, edges[edges < length])
     starts, lows, highs, slopes = table
     minima, maxima = _piece_extremes(table, length)

@@ -195,7 +195,8 @@ class AttentionCall(RankCall):
     def _wrong_masks(self) -> Iterator[SpError]:
         """Yield errors for `window`, `documents` and `attn_mask`, whose lengths are those of all ranks."""
         options = self.options
-        (_, _, _, q_length, *_), (_, _, _, k_length, *_) = self.frames()  # rows of all ranks without padding
+        # A frame is [outer, size, start, length, ...]: `length` rows of all ranks, without padding.
+        q_length, k_length = (frame[3] for frame in self.frames())
         if options.window is not None and (not isinstance(options.window, int) or options.window < 1):
             expected = "an int of at least 1 (1: only the query's own position)"
             yield SpError("SP507", f"window: expected {expected}, got {options.window}.")

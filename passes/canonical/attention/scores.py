@@ -107,18 +107,17 @@ class ScoreOperand:
         Returns:
             The operand; None if it has only some of the leading dims, or another order.
         """
-        own_shape, order = self.shape, tuple(range(len(after) + 2))
-        leading = (*[1] * (len(before) + 2 - len(own_shape)), *own_shape)[:-2]  # 1 for missing dims
         if not is_identity(self.order):
             return None
-        # It broadcasts to any leading dims. If it has more dims than the scores will have, it is reshaped to these.
-        if all(is_same_size(extent, 1) for extent in leading):
-            return ScoreOperand(self.node, order, (1,) * len(after) if len(own_shape) > len(order) else ())
+        shape, order = self.shape, tuple(range(len(after) + 2))
+        leading = (*[1] * (len(before) + 2 - len(shape)), *shape)[:-2]  # 1 for missing dims
+        if all(is_same_size(extent, 1) for extent in leading):  # it broadcasts to any leading dims
+            has_too_many_dims = len(shape) > len(order)
+            return ScoreOperand(self.node, order, leading=(1,) * len(after) if has_too_many_dims else ())
         if not is_same_shape(leading, before):
             return None
-        # The tensor before the program merged its leading dims if it did, else this one, which `leading` reshapes.
-        source = _undo_merged_batch(self.node, after)
-        return ScoreOperand(source, order) if source is not None else ScoreOperand(self.node, order, after)
+        source = _undo_merged_batch(self.node, after)  # already has the leading dims, or broadcasts to them
+        return ScoreOperand(self.node, order, leading=after) if source is None else ScoreOperand(source, order)
 
 
 def _undo_merged_batch(x: Node, leading: tuple[Size, ...]) -> Node | None:

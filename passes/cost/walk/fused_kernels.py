@@ -98,8 +98,7 @@ class KernelSchedule:
         """Fuse nearby reductions that the graph only returns, if they read a common value and have equal shapes.
 
         These are rules of Inductor's scheduler (its methods `can_fuse` and `score_fusion`), which apply to gradients of
-        scales and biases. The fused kernel runs at the place of its first reduction; nodes between the reductions that
-        it does not need run after it.
+        scales and biases.
         """
         # Position in Inductor's order, in which an op with n > 1 results has 1 + n places: its own, and one for each.
         num_results = (len(node_tensors(node)) for node in self.kernel_writes)

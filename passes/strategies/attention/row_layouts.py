@@ -51,8 +51,9 @@ def candidate_orders(shapes: Iterable[AttentionShape], plan: PlacementPlan, job:
         return [BALANCED]
     if requested is not None and requested.is_balanced and shapes:  # without attention, nothing is to be balanced
         return [requested]
-    for order in (requested, row_order(job.folds)):
-        if order is not None and order.chunks > 1:  # zigzag, requested or that of the inputs
+    order_of_inputs = row_order(job.folds)
+    for order in (requested, order_of_inputs):
+        if order is not None and order.chunks > 1:  # zigzag
             return [order]
     if requested is not None:
         return [CONTIGUOUS]
