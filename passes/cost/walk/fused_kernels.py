@@ -83,7 +83,7 @@ class KernelSchedule:
         self.on_gpu = any(map(is_on_gpu, self.kernel_writes))
         self._fuse_reductions()
         if self.on_gpu:
-            self._fuse_rows()
+            self._fuse_row_kernels()
 
     def is_fused(self, node: Node) -> bool:
         """Return True if Inductor generates code for the node, which it may fuse; False for calls of a library."""
@@ -114,7 +114,7 @@ class KernelSchedule:
             is_near = position[merged[-1]] - position[merged[0]] <= MAX_FUSION_DISTANCE
             if group_of[a] is group_of[b] or not is_near:
                 continue
-            # A reduction that a row-wise kernel can compute (`_fuse_rows`) is fused with one other only.
+            # A reduction that a row-wise kernel can compute (`_fuse_row_kernels`) is fused with one other only.
             if len(merged) == 2 or not _can_join_row_kernel(a):
                 group_of.update(dict.fromkeys(merged, merged))
         distinct_groups = {id(group): group for group in group_of.values()}  # all members have the same list
@@ -135,7 +135,7 @@ class KernelSchedule:
         required = 2 if is_on_gpu(a) and size_hint(x.shape[-1]) > WIDE_ROW else 1
         return have_equal_sizes and have_equal_results and len(self._common_reads(a, b)) >= required
 
-    def _fuse_rows(self) -> None:
+    def _fuse_row_kernels(self) -> None:
         """Fuse kernels that process a tensor row by row, if all that they read exists before the first one.
 
         Examples are a norm or softmax (reductions over rows) with its users; on a GPU also the gradient of its scale.
