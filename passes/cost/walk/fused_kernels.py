@@ -347,7 +347,7 @@ def _is_reinterpretation(node: Node) -> bool:
 def _can_join_row_kernel(node: Node) -> bool:
     """Return True if a row-wise GPU kernel can also compute this reduction, which is over the rows of its operand.
 
-    Inductor (`MixOrderReduction`) does so for many elements, in at least twice as many rows as columns.
+    Inductor (`MixOrderReduction`) does so for many elements, if there are at least two rows for each column.
     """
     if not is_on_gpu(node):
         return False
