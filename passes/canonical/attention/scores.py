@@ -178,15 +178,15 @@ def match_scores(x: Any, keys_dim: int, *users: Node) -> ScoreChain | None:
         return None
     if keys_dim >= len(node_shape(x)):  # it broadcasts to its reader
         return None
-    call = OpCall(x) if isinstance(x.target, OpOverload) else None
     product = match_product(x, with_addend=True)
     if product is not None:
         candidates = (product, transpose_product(product))
         product = next((candidate for candidate in candidates if candidate.order[-1] == keys_dim), None)
         return _match_score_product(product, x) if product is not None else None
-    if call is None:
+    if not isinstance(x.target, OpOverload):
         return None
-    inner, steps = None, steps_between(x, value_origin(x)) or [x]  # x, or several ops that cancel
+    call, inner = OpCall(x), None
+    steps = steps_between(x, value_origin(x)) or [x]  # x, or several ops that cancel
     if any(set(a.users) != {b} for a, b in pairwise(steps)):  # another op reads the scores between the steps
         return None
     if steps != [x] or is_cast_op(x) or is_neutral_op(x):  # the scores do not change
