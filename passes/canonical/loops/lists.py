@@ -47,8 +47,8 @@ class _WriteChain(NamedTuple):
 
     rows: dict[int, Node]  # the row of the last write to each index
     first: Node  # the first write of the chain
-    written_twice: str | None = None  # text on a row that is written twice, if there is one
-    early_read: str | None = None  # text on another reader of the tensor before `first`, at which the chain ends
+    written_twice: str | None = None  # reason for a refusal, if a row is written twice
+    early_read: str | None = None  # the same, if another op reads the tensor before `first`, where the chain then ends
 
 
 @register_pass
