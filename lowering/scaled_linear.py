@@ -129,7 +129,7 @@ class _ScaledLinear(torch.autograd.Function):
         """Return the product of x and w_t."""
         from torchao.float8.float8_training_tensor import GemmInputRole as Role
 
-        # Float8 products require aligned inner dims, and the rows are one in the gradient of w. The number of rows of a
+        # Float8 products require aligned inner dims; that of the gradient of w are the rows. The number of rows of a
         # rank may be unaligned where that of the sequence is not.
         if n > 1:
             products = type(config.products)(*(p._replace(pad_inner_dim=True) for p in config.products))
@@ -194,7 +194,8 @@ def trace_scaled_linear(x: Tensor, w_t: Tensor, products: Any, casts: Any) -> An
             largest = magnitudes.amax(dims)
             return amax_to_scale(largest, config.target_dtype, casts.round_scales_to_power_of_2)
 
-        config, for_w = casts.cast_config_input, casts.cast_config_input_for_grad_weight
-        scale = compute_scale(config, by_column=False)
-        grad_scale = scale if config == for_w and scale is not None else compute_scale(for_w, by_column=True)
+        x_cast, grad_cast = casts.cast_config_input, casts.cast_config_input_for_grad_weight
+        scale = compute_scale(x_cast, by_column=False)
+        is_shared = scale is not None and x_cast == grad_cast  # one scale of all of x
+        grad_scale = scale if is_shared else compute_scale(grad_cast, by_column=True)
     return torch.ops.sp.scaled_linear(x, w_t, scale, grad_scale, register_config(products, casts))

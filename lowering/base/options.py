@@ -236,7 +236,7 @@ class SPConfig:
         """Return True if Inductor compiles the graphs, for its decompositions and its memory estimate.
 
         Returns:
-            True for the compiler "inductor"; False for a callable.
+            True for the compiler "inductor"; False for all others.
         """
         return self.compiler == "inductor"
 

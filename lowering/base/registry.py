@@ -69,7 +69,7 @@ class Table(dict[Any, TableRow]):
             A context manager that removes the row at its exit, and restores a replaced row.
 
         Raises:
-            SpError: The name is registered already.
+            SpError: The name is registered already, and the table does not replace rows.
         """
         if name in self and not self.replace:
             raise SpError("SP901", f"{self.title}: {name!r} is registered already.")

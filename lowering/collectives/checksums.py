@@ -146,7 +146,8 @@ def checksum_of(x: torch.Tensor) -> torch.Tensor:
     """Return a checksum of any tensor: () int64 on its device.
 
     It is the sum, modulo 2**64, of a hash of each element's bits and index, which is exact for any order of summation.
-    A sum of the bits alone would not suffice: it is the same for every order of the elements, as of a one-hot tensor.
+    A sum of the bits alone would not suffice: it is the same for every order of the elements, and so for all one-hot
+    tensors.
     """
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     first = 0  # index of the piece's first element

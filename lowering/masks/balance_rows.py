@@ -57,15 +57,16 @@ def balance_rows(
     all_rows = (Segment(0, 0, length),)
     plans = [plan_blocks(predicate, all_rows, all_rows, sizes, vectors, vectors) for predicate in predicates]
 
-    def work(positions: Sequence[int]) -> list[int]:
-        """Return the work before each of these positions: all pairs of the queries before it, weighted by plan."""
+    def work_before(positions: Sequence[int]) -> list[int]:
+        """Return the work before each of these positions: the pairs of the queries before it, weighted by plan."""
         totals = [0] * len(positions)
         for plan, weight in zip(plans, weights):
             totals = [total + weight * pairs for total, pairs in zip(totals, count_pairs_before(plan, positions))]
         return totals
 
     # Ranks that split the heads count as one, with the rows of all of them.
-    order = assign_chunks(work, length, n // stride, stride * -(-length // n), front, back)
+    num_runs, rows_per_run = n // stride, stride * -(-length // n)
+    order = assign_chunks(work_before, length, num_runs, rows_per_run, front, back)
     log.debug(
         "balanced %d positions in %d chunks over %d ranks: maximum over mean of pairs is %.3f, contiguous %.3f",
         *(length, len(order.firsts), n, order.imbalance, order.contiguous_imbalance),

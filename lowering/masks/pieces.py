@@ -248,14 +248,13 @@ def _line_starts(values: Ints) -> Ints:
     ends = np.append(starts[1:], length - 1)
     run_numbers, is_long = np.arange(len(starts)), ends - starts > 1
     last_long = np.maximum.accumulate(np.where(is_long, run_numbers, -1))  # number of the last long run, or -1
-    # A long run (of three or more positions) is a line. A short run (of two) shares both positions with its neighbors,
-    # so that only every second short run is a line. After a long run, which has the first position of the first short
-    # run, these are the second, the fourth, and so on; at the beginning, the first, the third, and so on.
-    # Example: 0 0 0 1 3 7 has the runs [0, 2], [2, 3], [3, 4] and [4, 5]. [0, 2] and [3, 4] are lines, and the last
-    # position is a line of its own.
-    is_line = np.where(last_long >= 0, run_numbers - last_long, run_numbers) % 2 == 0
-    # The first position of a run belongs to the run before it if that is a line.
-    starts = (starts + np.append(False, is_line[:-1]))[is_line]
+    # A line has all positions of its run, so that the next run loses its first one. A long run (of three or more) has
+    # two or more left, and is a line in any case; a short run (of two) is one if the run before it is none: every
+    # second one. 0 0 0 1 3 7 has the runs [0, 2], [2, 3], [3, 4] and [4, 5]: the first and the third are lines.
+    runs_since_long = np.where(last_long >= 0, run_numbers - last_long, run_numbers)
+    is_line = runs_since_long % 2 == 0
+    loses_first = np.append(False, is_line[:-1])
+    starts = (starts + loses_first)[is_line]
     return starts if is_line[-1] else np.append(starts, length - 1)  # the last position may be a line of its own
 
 
@@ -326,9 +325,9 @@ def _coarsen(table: Ints, length: int) -> Ints:
     crowded = np.bincount(table[0] // CELL, minlength=length // CELL + 2) > MAX_PIECES
     if not crowded.any():
         return table
-    # Cut the pieces at both ends of crowded cells: where a cell, or the cell before it, is crowded. The first cell
-    # has none before it: its start, 0, is an edge, too.
-    edges = np.append(np.flatnonzero(crowded[1:] | crowded[:-1]) + 1, 0) * CELL
+    # Cut the pieces at both ends of crowded cells: at the start of each cell that is crowded or follows a crowded one,
+    # except 0, at which a piece starts in any case.
+    edges = (np.flatnonzero(crowded[1:] | crowded[:-1]) + 1) * CELL
     table = cut_pieces(table, edges[edges < length])
     starts, lows, highs, slopes = table
     minima, maxima = _piece_extremes(table, length)

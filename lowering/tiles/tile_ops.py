@@ -89,6 +89,7 @@ def _run_tiles(
         for body, first, length in _iterate_tiles(program, rows, tiles):
             if first_seed is not None:
                 torch.manual_seed(first_seed + first)
+            # If the program computes both at once (`kinds` has both), `gradients` returns the results first.
             part = body.gradients if "gradients" in kinds else body.forward
             assert part is not None
             tile_results = iter(part(_slice_tile(operands, dims, first, length)))

@@ -58,10 +58,9 @@ def keep_state_sources(new: GraphModule, old: GraphModule) -> None:
 
 
 def unmark_static(placeholder: Node) -> None:
-    """Mark a placeholder that the program writes to as an input whose memory changes.
+    """Remove Dynamo's mark of a static input, a parameter or buffer, from a placeholder that the program writes to.
 
-    Dynamo marks parameters and buffers as static. From static inputs a partitioner may recompute values in the
-    backward, after the program has written to them.
+    From static inputs a partitioner may recompute values in the backward, after the program has written to them.
     """
     attributes = placeholder.meta.get("tensor_dict")
     if attributes:
@@ -250,7 +249,7 @@ def on_eager(
 
 
 def _classify_fallback(target: Any, code: CodeType, text: str) -> EagerFallback:
-    """Return the fallback, with its kind, for code that Dynamo runs eagerly.
+    """Return the fallback, with its reason, for code that Dynamo runs eagerly.
 
     Args:
         target: The module, or the name of a function.
@@ -306,9 +305,9 @@ _COMPILED_CALL = eval_frame.__file__, "compile_wrapper"
 
 
 def _entered_model(code: CodeType, caller: FrameType | None) -> Any:
-    """Return the module, or the function's name, that was passed to torch.compile, if `code` is its code.
+    """Return what was passed to torch.compile, the module or the name of the function, if `code` is its code.
 
-    Return None for other code, such as that after a graph break or of a submodule.
+    None for other code, such as that after a graph break or of a submodule.
 
     Args:
         code: The code that Dynamo compiles.
@@ -325,8 +324,9 @@ def _entered_model(code: CodeType, caller: FrameType | None) -> Any:
     if code.co_filename in (module_file, external_utils.__file__):  # torch's own wrappers
         return None
     _, callee_code = _describe_callee(caller.f_locals.get("fn"))
-    # Other code than that of the callee is a callback of the garbage collector, which can run at any time.
-    return code.co_qualname if callee_code is None or callee_code is code else None
+    if callee_code is not None and callee_code is not code:  # a callback of the garbage collector, run at any time
+        return None
+    return code.co_qualname
 
 
 def _shorten_reason(text: str) -> str:

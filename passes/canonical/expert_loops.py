@@ -110,7 +110,8 @@ class RewriteSortedRows(CanonicalPass):
             x = old.args[0] if is_same_size(times, 1) else self.repeat_each(old.args[0], 0, times, old)
             return self.emit(sp.to_sorted.default, (x, order), value, old)
         if old in uses.products:
-            return self.emit(sp.grouped_mm.default, (*old.args[:2], keys, uses.products[old]), value, old)
+            (x, w), op_name = old.args[:2], uses.products[old]  # such as "aten::_grouped_mm"
+            return self.emit(sp.grouped_mm.default, (x, w, keys, op_name), value, old)
         if old in uses.counts:  # a count of sorted keys equals that of unsorted ones
             x = self.cast(uses.ids, old.args[0].meta["val"].dtype, old)
             return self.emit(aten.histc.default, (x, *old.args[1:]), value, old, old.kwargs)
@@ -146,7 +147,7 @@ class _SortUses:
     inverse: set[Node] = field(default_factory=set)  # inverse permutations
     buffers: set[Node] = field(default_factory=set)  # tensors that the inverse is written into
     views: set[Node] = field(default_factory=set)  # views of rows, which other views may undo
-    products: dict[Node, str] = field(default_factory=dict)  # grouped products, to their names
+    products: dict[Node, str] = field(default_factory=dict)  # grouped products, to the names of their ops
     unsupported: Node | None = None  # first unsupported use
 
     def has_length(self, num_rows: Size) -> bool:
@@ -285,7 +286,7 @@ class _SortUses:
         if node.target is not aten.cumsum.default:
             return False
         counts = _skip_exact_casts(node.args[0])
-        if not self._match_counts(counts):
+        if not self._match_counts(counts):  # of the keys of this sort
             return False
         call = OpCall(counts)
         has_bin_for_each_key = call["min"] == 0 and call["max"] in (call["bins"] - 1, call["bins"])

@@ -196,10 +196,10 @@ def _measured_kernel(device: torch.device) -> Kernel:
 
 
 def _causal_args(scale: float, span: list[Any]) -> LocalArgs:
-    """Return the arguments of attention on one rank, with a causal mask, and no score function and dropout."""
-    vectors: dict[str, Any] = {"rows": [], "cols": [], "pieces": [], "sizes": [], "heads": [], "tables": []}
-    no_mask: dict[str, Any] = {"mask": None, "predicate": "k <= q", "score": "", "seed": None, "dropout_p": 0.0}
-    return LocalArgs(scale=scale, q_span=span, k_span=span, split_heads=1, group="", **vectors, **no_mask)
+    """Return the arguments of causal attention on one rank, without a score function or dropout."""
+    causal: dict[str, Any] = {"mask": None, "predicate": "k <= q", "rows": [], "cols": [], "pieces": [], "sizes": []}
+    unmodified: dict[str, Any] = {"score": "", "heads": [], "tables": [], "seed": None, "dropout_p": 0.0}
+    return LocalArgs(scale=scale, q_span=span, k_span=span, split_heads=1, group="", **causal, **unmodified)
 
 
 def _measure_attention(device: torch.device) -> Measurement:
@@ -346,7 +346,7 @@ def usable_memory(free: float, reserved: float) -> float:
 
     Args:
         free: Bytes that no process uses: all bytes without the contexts and what other processes have allocated.
-        reserved: Bytes that torch has allocated in this process, for tensors of the plan as well.
+        reserved: Bytes that torch has allocated in this process, which the tensors of the plan may use.
     """
     return max(0.0, (1 - FRAGMENTED_SHARE) * (free + reserved - COMMUNICATOR_BYTES))
 

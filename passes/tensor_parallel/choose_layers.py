@@ -70,11 +70,11 @@ def _best_scatter_axis(axes: Axes, nodes: Sequence[Node], n: int) -> int | None:
     # By axis, the number of sums that have a dim of rows along it.
     num_sums = Counter(axes.find(atom.name) for node in nodes for atom in {*_row_axes(axes, node)})
     position: dict[int, tuple[Atom, int]] = {}  # by axis, in its first sum: the dim, and its index among the rows
-    for node in reversed(nodes):
+    for node in reversed(nodes):  # the first sum replaces the entries of later ones
         position |= {axes.find(atom.name): (atom, i) for i, atom in enumerate(_row_axes(axes, node))}
 
     def priority(axis: int) -> tuple[int, bool, bool, int]:
-        """Return the key by which the best axis is the maximum: (sums, n divides it, and it is outermost, size)."""
+        """Return (number of sums, n divides the axis, the same and it is outermost, size): the maximum is the best."""
         atom, index = position[axis]  # index 0: the outermost dim of rows
         is_divided = divides(n, atom.size)
         return num_sums[axis], is_divided, is_divided and index == 0, assume_large(atom.size)

@@ -50,14 +50,14 @@ class DrawFullTensors(Pass):
         replicated = [node for node in draws if node not in varying]
         for node in replicated:
             if node.target in LIKE_OPS:
-                _draw_full(self, node)
+                _replace_rand_like(self, node)
             else:
-                _drop_full(self, node)
+                _replace_dropout(self, node)
         return len(replicated)
 
 
-def _draw_full(editor: GraphEditor, node: Node) -> None:
-    """Replace rand_like(x) by rand(sizes of x), which draws the full tensor even if x is sharded."""
+def _replace_rand_like(editor: GraphEditor, node: Node) -> None:
+    """Replace rand_like(x) or randn_like(x) by rand or randn of its sizes: full tensors, even if x is sharded."""
     value = node.meta["val"]
     with editor.graph.inserting_before(node):
         kwargs = {"dtype": value.dtype, "device": value.device}
@@ -65,7 +65,7 @@ def _draw_full(editor: GraphEditor, node: Node) -> None:
         editor.replace(node, editor.emit(LIKE_OPS[node.target], (shape,), value, node, kwargs))
 
 
-def _drop_full(editor: GraphEditor, node: Node) -> None:
+def _replace_dropout(editor: GraphEditor, node: Node) -> None:
     """Replace dropout(x) by x * dropout(ones), which draws for the full tensor even if x is sharded.
 
     native_dropout also returns a mask, which becomes that of dropout(ones).
@@ -78,12 +78,12 @@ def _drop_full(editor: GraphEditor, node: Node) -> None:
         ones = editor.emit(aten.ones.default, (editor.sizes.list(as_sizes(value.shape)),), value, node, kwargs)
         args, options = call.with_operands([ones])
         dropped = editor.emit(node.target, args, node.meta["val"], node, options)
-        factor, *masks = [dropped]
-        if not is_tensor(node):  # native_dropout: (factor, mask)
-            results = enumerate(node.meta["val"])
-            factor, *masks = (editor.emit(operator.getitem, (dropped, i), result, node) for i, result in results)
-        scaled = editor.emit(aten.mul.Tensor, (x, factor), value, node)
-    editor.replace(node, (scaled, *masks) if masks else scaled)
+        if is_tensor(node):
+            editor.replace(node, editor.emit(aten.mul.Tensor, (x, dropped), value, node))
+            return
+        results = enumerate(node.meta["val"])
+        factor, mask = (editor.emit(operator.getitem, (dropped, i), result, node) for i, result in results)
+        editor.replace(node, (editor.emit(aten.mul.Tensor, (x, factor), value, node), mask))
 
 
 class DropOverwrites(Pass):

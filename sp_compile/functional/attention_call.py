@@ -43,8 +43,8 @@ class AttentionOptions:
     sinks: Tensor | None  # one extra score per head in the softmax, without a value
     check: bool  # compare the calls of all ranks
 
-    def predicate_arguments(self) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[int], str]:
-        """Return the fields rows, cols, pieces, sizes and predicate of `AttentionArgs`.
+    def predicate_arguments(self) -> dict[str, Any]:
+        """Return the mask predicate and the values that it reads, by the names of the fields of `AttentionArgs`.
 
         Returns:
             The predicate combines `is_causal`, `window` and `documents`. In it, q and k are the positions of a query
@@ -57,7 +57,8 @@ class AttentionOptions:
         vectors = [] if self.documents is None else [self.documents]
         parts += ["Eq(row0, col0)"] if vectors else []
         sizes = [] if self.window is None else [self.window]
-        return vectors, vectors, [], sizes, " & ".join(parts)
+        predicate = " & ".join(parts)
+        return {"rows": vectors, "cols": vectors, "pieces": [], "sizes": sizes, "predicate": predicate}
 
 
 @dataclass(frozen=True)
@@ -104,13 +105,24 @@ class AttentionCall(RankCall):
         self.require()
         options, ranks = self.options, self.ranks
         seed = None if options.seed is None else torch.as_tensor(options.seed, device=self.q.device)
-        # The fields of `ShardArgs`, in order.
-        softmax_args = options.attn_mask, *options.predicate_arguments(), seed, options.dropout_p, options.scale
-        no_score_function: tuple[str, list[Tensor], list[Tensor]] = "", [], []  # of flex_attention
-        returns_lse, balances = False, False  # only graphs of the compiler request these
         q_frame, k_frame = self.frames()
-        score_args = *softmax_args, *no_score_function
-        shards = ShardArgs(*score_args, options.sinks, returns_lse, q_frame, k_frame, ranks.n, ranks.group, balances)
+        shards = ShardArgs(
+            mask=options.attn_mask,
+            **options.predicate_arguments(),
+            seed=seed,
+            dropout_p=options.dropout_p,
+            scale=options.scale,
+            score="",  # only flex_attention has a score function, with heads and tables
+            heads=[],
+            tables=[],
+            sinks=options.sinks,
+            lse=False,  # only graphs of the compiler request this and `balance`
+            q_frame=q_frame,
+            k_frame=k_frame,
+            n=ranks.n,
+            group=ranks.group,
+            balance=False,
+        )
         if torch.compiler.is_compiling():  # the groups of the call must exist before a compiled program runs
             _declare_routes(ranks.group, self.width or 1, self.steps())
         return self.function.run(self, (self.q, self.k, self.v, *shards.to_flat()))
@@ -195,7 +207,8 @@ class AttentionCall(RankCall):
     def _wrong_masks(self) -> Iterator[SpError]:
         """Yield errors for `window`, `documents` and `attn_mask`, whose lengths are those of all ranks."""
         options = self.options
-        (_, _, _, q_length, *_), (_, _, _, k_length, *_) = self.frames()  # rows of all ranks without padding
+        # A frame is [outer, size, start, length, ...]: `length` rows of all ranks, without padding.
+        q_length, k_length = (frame[3] for frame in self.frames())
         if options.window is not None and (not isinstance(options.window, int) or options.window < 1):
             expected = "an int of at least 1 (1: only the query's own position)"
             yield SpError("SP507", f"window: expected {expected}, got {options.window}.")
@@ -211,7 +224,7 @@ class AttentionCall(RankCall):
             expected = "bool (True: may attend) or floating-point (added)"
             yield SpError("SP505", f"attn_mask: expected {expected}, got {mask.dtype}.")
         # Some functions always merge results of key blocks; all do so with a predicate (causal, window or documents).
-        is_merged = self.function.merges or bool(options.predicate_arguments()[-1])
+        is_merged = self.function.merges or bool(options.predicate_arguments()["predicate"])
         if options.check and is_merged and mask.is_floating_point() and not mask.is_meta and _has_fills(mask):
             yield SpError(
                 "SP455",

@@ -107,7 +107,7 @@ def ulysses_attention(
         layout, length, kv_length, is_causal, window, documents, attn_mask, dropout_p, seed, scale, sinks, check
     )
     ranks = ranks_of(mesh)
-    return _call_attention(ULYSSES_FUNCTION, q, k, v, ranks, options, ranks.n)
+    return _call_attention(ULYSSES_FUNCTION, q, k, v, ranks, options, width=ranks.n)
 
 
 def ring_attention(
@@ -173,7 +173,8 @@ def ring_attention(
     options = AttentionOptions(
         layout, length, kv_length, is_causal, window, documents, attn_mask, dropout_p, seed, scale, sinks, check
     )
-    return _call_attention(RING_FUNCTION, q, k, v, ranks_of(mesh), options, 1, kv_grads)  # 1: exchanges no heads
+    width = 1  # no heads are exchanged
+    return _call_attention(RING_FUNCTION, q, k, v, ranks_of(mesh), options, width=width, kv_grads=kv_grads)
 
 
 def hybrid_attention(
@@ -246,7 +247,7 @@ def hybrid_attention(
     width = ulysses if ulysses is not None else ranks.ulysses
     if ranks.n == 1:  # nothing is exchanged, so the mesh need not have an axis "ulysses"
         width = 1
-    return _call_attention(HYBRID_FUNCTION, q, k, v, ranks, options, width, kv_grads)
+    return _call_attention(HYBRID_FUNCTION, q, k, v, ranks, options, width=width, kv_grads=kv_grads)
 
 
 def gathered_attention(

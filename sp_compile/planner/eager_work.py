@@ -33,7 +33,7 @@ class CountEagerWork(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True: Dynamo compiles inside of this mode.
+        """Return True, so that torch.compile works inside of this mode: torch disables the mode while it compiles.
 
         Returns:
             True.

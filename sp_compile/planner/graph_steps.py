@@ -24,7 +24,7 @@ from .fused import fuse_on_meta
 from .unroll import Unroll
 
 
-def graph_step(lowered: RankProgram, options: SPConfig, offloads: bool) -> GraphStep:
+def graph_step(lowered: RankProgram, options: SPConfig, with_hosted: bool) -> GraphStep:
     """Predict the live bytes of one graph over a training step, without running it.
 
     The notes and runs of the passes over the joint graph are added to the report of the program.
@@ -32,16 +32,17 @@ def graph_step(lowered: RankProgram, options: SPConfig, offloads: bool) -> Graph
     Args:
         lowered: The program of one rank.
         options: The options with which it would be compiled.
-        offloads: True to predict the two limits between which a plan chooses a share of saved values on the host.
+        with_hosted: True to predict two steps, with nothing and with all offloadable values on the host, between which
+            a plan chooses a share.
 
     Returns:
-        The step as the options offload it. With `offloads`, the step with nothing on the host, and as its `hosted` that
-        with all offloadable values there.
+        The step as the options offload it. With `with_hosted`, the step with nothing on the host, and as its `hosted`
+        that with all offloadable values there.
     """
     # `requested` are all passes over the two graphs, `passes` those that the partition runs; both are None if there is
-    # nothing to overlap or to offload. With `offloads`, `passes` omit the offload of all values, which is run between
-    # two walks of the graphs.
-    if offloads:
+    # nothing to overlap or to offload. With `with_hosted`, `requested` offload all values: `passes` omit that, and it
+    # is run below, between the two steps.
+    if with_hosted:
         requested = lowered.partitioned_passes(replace(options, offload=1.0))
         passes = requested and PartitionedPasses(replace(requested.job, options=replace(options, offload="never")))
     else:
@@ -62,7 +63,7 @@ def graph_step(lowered: RankProgram, options: SPConfig, offloads: bool) -> Graph
     step = walk_graphs()
     if requested is None or passes is None:
         return step
-    if offloads and backward is not None:  # the partition has set `results`, the number of the forward's results
+    if with_hosted and backward is not None:  # the partition has set `results`, the number of the forward's results
         OffloadValues().run(forward, replace(requested.job, backward=backward, results=passes.job.results))
         step = replace(step, hosted=walk_graphs())
     offloaded_step = step if step.hosted is None else step.hosted
@@ -72,7 +73,7 @@ def graph_step(lowered: RankProgram, options: SPConfig, offloads: bool) -> Graph
 
 
 def unroll_step(
-    step: GraphStep, lowered: RankProgram, repeats: FewLayers | None, steps: list[Unroll] | None
+    step: GraphStep, lowered: RankProgram, repeats: FewLayers | None, unrolls: list[Unroll] | None
 ) -> GraphStep:
     """Return the step of the model with all layers, with the share of saved values on the host that an option requests.
 
@@ -80,26 +81,26 @@ def unroll_step(
         step: The step of a graph that may have a few of the layers, from `graph_step`.
         lowered: The program of one rank.
         repeats: The layers that the graph represents; None if it has all layers.
-        steps: A list to which the `Unroll` is appended, from which a plan computes the step for any share; or None.
+        unrolls: A list to which the `Unroll` is appended, from which a plan computes the step for any share; or None.
     """
     options, n = lowered.options, lowered.ranks.n
     context = PassContext(lowered.ranks, options, machine=lowered.machine)  # only to select the machine
     machine = context.machine_of_nodes(lowered.graph.graph.find_nodes(op="placeholder"))
     unroll = Unroll.of(step, () if repeats is None else repeats.order, machine)
-    if steps is not None:
-        steps.append(unroll)
+    if unrolls is not None:
+        unrolls.append(unroll)
     if repeats is None:  # the graph has all layers
         return replace(step, hosted=None)
     if options.offload == "never" or step.hosted is None:
         return unroll.step()
     weights, is_sharded = repeats.weights, options.state == "sharded"
 
-    def fits(graph_step: GraphStep) -> bool:
+    def fits(candidate: GraphStep) -> bool:
         """Return True if the values of a step and the model's state fit in the memory of the device.
 
         As in `OffloadValues`, the state of the optimizer counts only if it is sharded; else it is unknown.
         """
-        memory = StepMemory(weights, ADAMW_STATE if is_sharded else 0.0, [graph_step])
+        memory = StepMemory(weights, ADAMW_STATE if is_sharded else 0.0, [candidate])
         # `fsdp(n)` is the peak on each of n ranks that share the weights and the state of the optimizer.
         return (memory.fsdp(n) if is_sharded else memory.peak) <= machine.memory
 

@@ -58,7 +58,9 @@ def build_tables(plan: BlockPlan, queries: int, keys: int, has_mask: bool, devic
         device: Device of the tables.
     """
     kinds = tile_kinds(plan, queries, keys, tile_size(queries, keys))
-    kinds = copy_async(kinds.clamp(max=PARTIAL_TILE) if has_mask else kinds, device)
+    if has_mask:
+        kinds = kinds.clamp(max=PARTIAL_TILE)  # FULL, the greatest kind, becomes PARTIAL
+    kinds = copy_async(kinds, device)
     # A number table and an index table each: of the PARTIAL and FULL tiles by query tile, then of those by key tile.
     sides = (kinds == PARTIAL_TILE, kinds == FULL_TILE, kinds.T == PARTIAL_TILE, kinds.T == FULL_TILE)
     return BlockTables(*chain(*map(_sort_selected, sides)))

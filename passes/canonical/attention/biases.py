@@ -152,7 +152,8 @@ class BiasReader:
         """
         if node.op != "call_function" or not isinstance(node.target, OpOverload):
             raise NotSymbolic("does not depend on positions and heads only", node)
-        # An expression is computed in the dtype of q, or in float32 for half precision, and is not rounded in between.
+        # An op of another dtype than that of q rounds its result, and so does each op in half precision: an expression
+        # is computed in the dtype of q, or in float32 for half precision, without rounding in between.
         if node.meta["val"].dtype != self.dtype or self.dtype in HALF:
             raise NotSymbolic(f"is rounded to {node.meta['val'].dtype}", node)
         moved = map_coordinates(node, coords)  # (operand, its coordinates) of an op that only moves elements

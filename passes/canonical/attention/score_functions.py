@@ -188,7 +188,7 @@ class _ScoreWriter:
         self.outer_nodes: list[Node] = []  # emitted nodes of the outer graph
         self.heads: list[Node] = []  # per-head vectors that it reads, inputs head0, head1, ...
         self.tables: list[Node] = []  # other tensors that it reads, inputs table0, table1, ...
-        self.head_numbers: Node | None = None  # the vector 0, 1, ..., H - 1, if it is read
+        self.head_indices: Node | None = None  # the vector 0, 1, ..., H - 1, if it is read
         # the arguments b, h, q and k of a score_mod or mask_mod; h, which `_HEAD` represents, is no input
         self.indices = [self.read_input("b"), _HEAD, self.read_input("q"), self.read_input("k")]
 
@@ -207,7 +207,7 @@ class _ScoreWriter:
 
     def inline(self, body: GraphModule, operands: Sequence[Any]) -> Any:
         """Write the ops of a score_mod or mask_mod to the score function, and return its result, a node or number."""
-        return self._argument(interpret_graph(body, operands, self._inline_node))
+        return self._to_argument(interpret_graph(body, operands, self._inline_node))
 
     def _inline_node(self, node: Node, values: Mapping[Node, Any]) -> Any:
         """Return the value of a node of a score_mod or mask_mod.
@@ -236,7 +236,7 @@ class _ScoreWriter:
         if not (node.target in _ELEMENT_OPS or is_pure_pointwise(node.target)) or node.meta["val"].ndim:
             raise NotSymbolic(f"it calls {node.target}, which is not elementwise over pairs")
         args, kwargs = pytree.tree_map(
-            lambda x: self._argument(values[x] if isinstance(x, Node) else x), (list(node.args), dict(node.kwargs))
+            lambda x: self._to_argument(values[x] if isinstance(x, Node) else x), (list(node.args), dict(node.kwargs))
         )
         # A size that other calls may change was a number when the body was traced, and is a tensor (a table) here, for
         # which the op has another overload.
@@ -263,23 +263,24 @@ class _ScoreWriter:
             self.outer_nodes.append(cast)
         return cast
 
-    def _argument(self, value: Any) -> Any:
+    def _to_argument(self, value: Any) -> Any:
         """Return a value of `_inline_node` as an argument of a call: a number or a node of the score function.
 
         Elements and 0-dim values of the outer graph become inputs of the score function.
         """
         if value is _HEAD:
-            return self._head_number()
+            return self._read_head_index()
         if isinstance(value, _TableElement):
             if None in value.indices:
                 raise NotSymbolic(f"it indexes only some dims of {value.table.name}")
             if self._is_head_vector(value):
-                return self._head(value.table)
-            return self.call(aten.index.Tensor, [self._table(value.table), [*map(self._argument, value.indices)]], {})
+                return self._read_head_element(value.table)
+            table, indices = self._read_table(value.table), [*map(self._to_argument, value.indices)]
+            return self.call(aten.index.Tensor, [table, indices], {})
         if self._is_outer(value):
             if is_tensor(value) and value.meta["val"].ndim:
                 raise NotSymbolic(f"it reads {value.name} without an index")
-            return self._table(value)
+            return self._read_table(value)
         if not isinstance(value, Node | bool | int | float | torch.dtype | None):
             raise NotSymbolic(f"it has the operand {value!r}")
         return value
@@ -320,13 +321,13 @@ class _ScoreWriter:
             return False
         return is_same_size(node_shape(x.table)[0], as_size(self.q.shape[1]))
 
-    def _head(self, x: Node) -> Node:
+    def _read_head_element(self, x: Node) -> Node:
         """Return the input head0, head1, ... of the score function for vector[h] of a per-head vector x."""
         if x not in self.heads:
             self.heads.append(x)
         return self.read_input(f"head{self.heads.index(x)}")
 
-    def _table(self, x: Node) -> Node:
+    def _read_table(self, x: Node) -> Node:
         """Return the input table0, table1, ... of the score function for a tensor x of the outer graph.
 
         A size, which may change between calls, becomes a 0-dim tensor.
@@ -341,16 +342,16 @@ class _ScoreWriter:
             self.tables.append(x)
         return self.read_input(f"table{self.tables.index(x)}")
 
-    def _head_number(self) -> Node:
+    def _read_head_index(self) -> Node:
         """Return the input of the score function that is the index h of the query's head.
 
         It is an element of the vector 0, 1, ..., H - 1, so that a rank with a share of the heads has the right indices.
         """
-        if self.head_numbers is None:
+        if self.head_indices is None:
             options = {"dtype": torch.int64, "device": self.q.device}
             num_heads = self.editor.sizes(as_size(self.q.shape[1]))
-            self.head_numbers = self._emit_outer(aten.arange.default, (num_heads,), options)
-        return self._head(self.head_numbers)
+            self.head_indices = self._emit_outer(aten.arange.default, (num_heads,), options)
+        return self._read_head_element(self.head_indices)
 
     def _emit_outer(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
         """Emit an op in the outer graph, and record it, so that `write_score` can erase it after an error."""
@@ -364,7 +365,7 @@ def _adds_fills(graph: Graph) -> bool:
     Constants in indices and conditions do not reach the result.
     """
     reaches_result = {graph.output_node().args[0]}
-    for node in reversed(graph.nodes):
+    for node in reversed(graph.nodes):  # from the result back to its operands
         packet = node_packet(node)
         if node not in reaches_result or packet in _COMPARISONS:  # a comparison returns no constant
             continue
@@ -386,13 +387,13 @@ def split_conditions(body: GraphModule) -> list[GraphModule]:
     Callers try to express each condition by a predicate.
     """
     conditions: list[GraphModule] = []
-    waiting = [body.graph.output_node().args[0]]
+    waiting = [body.graph.output_node().args[0]]  # a stack: its last entry is next
     while waiting:
         result = waiting.pop()
         if isinstance(result, Node) and result.target in _AND_OPS and result.meta["val"].dtype == torch.bool:
             waiting += reversed(result.args)
             continue
-        # Copy the whole graph, let it return the condition, and erase what the condition does not need.
+        # Copy the whole graph, let it return the condition, and erase what the condition does not need, users first.
         graph = torch.fx.Graph()
         copies: dict[Node, Node] = {}
         body_result = graph.graph_copy(body.graph, copies)

@@ -107,28 +107,27 @@ class ScoreOperand:
         Returns:
             The operand; None if it has only some of the leading dims, or another order.
         """
-        own_shape, order = self.shape, tuple(range(len(after) + 2))
-        leading = (*[1] * (len(before) + 2 - len(own_shape)), *own_shape)[:-2]  # 1 for missing dims
         if not is_identity(self.order):
             return None
-        # It broadcasts to any leading dims. If it has more dims than the scores will have, it is reshaped to these.
-        if all(is_same_size(extent, 1) for extent in leading):
-            return ScoreOperand(self.node, order, (1,) * len(after) if len(own_shape) > len(order) else ())
+        shape, order = self.shape, tuple(range(len(after) + 2))
+        leading = (*[1] * (len(before) + 2 - len(shape)), *shape)[:-2]  # 1 for missing dims
+        if all(is_same_size(extent, 1) for extent in leading):  # it broadcasts to any leading dims
+            has_too_many_dims = len(shape) > len(order)
+            return ScoreOperand(self.node, order, leading=(1,) * len(after) if has_too_many_dims else ())
         if not is_same_shape(leading, before):
             return None
-        # The tensor before the program merged its leading dims if it did, else this one, which `leading` reshapes.
-        source = _undo_batch_repeat(self.node, after)
-        return ScoreOperand(source, order) if source is not None else ScoreOperand(self.node, order, after)
+        source = _undo_merged_batch(self.node, after)  # already has the leading dims, or broadcasts to them
+        return ScoreOperand(self.node, order, leading=after) if source is None else ScoreOperand(source, order)
 
 
-def _undo_batch_repeat(x: Node, leading: tuple[Size, ...]) -> Node | None:
-    """Return the mask or bias from which a program made x, with one leading dim for batch entries and heads, or None.
+def _undo_merged_batch(x: Node, leading: tuple[Size, ...]) -> Node | None:
+    """Return the mask or bias that a program reshaped or repeated to x (B * H, Q, K), or None if it did neither.
 
-    x is a reshape (B, H, Q, K) -> (B * H, Q, K), or a repetition of (H, Q, K) for each batch entry.
+    It is (B, H, Q, K) before a reshape, or (H, Q, K) before a repetition for each batch entry.
 
     Args:
         x: The tensor.
-        leading: The leading dims (B, H) of the scores, which the result has or broadcasts to.
+        leading: The leading dims (B, H) of the scores.
     """
     node = value_origin(x)
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
@@ -179,15 +178,15 @@ def match_scores(x: Any, keys_dim: int, *users: Node) -> ScoreChain | None:
         return None
     if keys_dim >= len(node_shape(x)):  # it broadcasts to its reader
         return None
-    call = OpCall(x) if isinstance(x.target, OpOverload) else None
     product = match_product(x, with_addend=True)
     if product is not None:
         candidates = (product, transpose_product(product))
         product = next((candidate for candidate in candidates if candidate.order[-1] == keys_dim), None)
         return _match_score_product(product, x) if product is not None else None
-    if call is None:
+    if not isinstance(x.target, OpOverload):
         return None
-    inner, steps = None, steps_between(x, value_origin(x)) or [x]  # x, or several ops that cancel
+    call, inner = OpCall(x), None
+    steps = steps_between(x, value_origin(x)) or [x]  # x, or several ops that cancel
     if any(set(a.users) != {b} for a, b in pairwise(steps)):  # another op reads the scores between the steps
         return None
     if steps != [x] or is_cast_op(x) or is_neutral_op(x):  # the scores do not change

@@ -47,8 +47,8 @@ class _WriteChain(NamedTuple):
 
     rows: dict[int, Node]  # the row of the last write to each index
     first: Node  # the first write of the chain
-    written_twice: str | None = None  # text on a row that is written twice, if there is one
-    early_read: str | None = None  # text on another reader of the tensor before `first`, at which the chain ends
+    written_twice: str | None = None  # reason for a refusal, if a row is written twice
+    early_read: str | None = None  # the same, if another op reads the tensor before `first`, where the chain then ends
 
 
 @register_pass
@@ -80,7 +80,7 @@ class StackWrittenRows(CanonicalPass):
         changed = False
         for user in value_readers(node):
             read = match_piece_read(user)  # its `rows` is 1 if it keeps the dim, as x[:, t : t + 1] does, and else 0
-            self.budget -= 1
+            self.budget -= 1  # limits the time of the pass (`apply`)
             if read is None or (read.dim, read.rows) != (write.dim, int(write.keeps_dim)) or self.budget < 0:
                 continue
             if read.position == write.index and write.row.meta["val"].dtype == user.meta["val"].dtype:

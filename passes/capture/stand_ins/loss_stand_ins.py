@@ -8,7 +8,8 @@ not trace. The functions of this file are the linear layer and the loss in plain
 linear layer is marked, so that tiles="auto" runs it in tiles, as the original runs it in chunks.
 
 Statistics are computed in float32, or float64 for such logits, as in the kernels. Ranks divide the sum over all tokens
-by the number of all tokens that are not ignored; without any, the loss is 0.
+by the number of all tokens that are not ignored; without any, the loss is 0. A function returns NotImplemented for
+options that it does not support: the package's function then runs instead, uncompiled (`kernel_stand_ins.py`).
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ def _cross_entropy(
 ) -> Any:
     """Compute Liger's cross-entropy of logits (N, V) and targets (N), with a weight for each of V classes.
 
-    Returns the loss, and the part of it that is the z-loss, the accuracy and the predicted tokens, or None for those
-    that are not returned. They are numbers, or (N) with reduction="none".
+    Returns (loss, z-loss, accuracy, predicted tokens), numbers or (N) with reduction="none"; predicted tokens are (N).
+    The loss includes the z-loss. An entry whose `return_...` is False is None.
     """
     if reduction not in LOSS_REDUCTIONS:
         return NotImplemented
@@ -96,9 +97,9 @@ def _cross_entropy(
     is_valid = target != ignore_index
     num_valid = is_valid.sum()
     count = num_valid.clamp(min=1)  # without a valid target the loss is 0
-    total = count  # the divisor of a mean: the number of valid targets, or the sum of the weights of their classes
+    total_weight = count  # the divisor of a mean: the number of valid targets, or the sum of their classes' weights
     if weight is not None:
-        total = torch.where(num_valid > 0, (weight[target.where(is_valid, 0)] * is_valid).sum(), 1)
+        total_weight = torch.where(num_valid > 0, (weight[target.where(is_valid, 0)] * is_valid).sum(), 1)
     losses = F.cross_entropy(
         logits, target, weight, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
     )
@@ -111,7 +112,7 @@ def _cross_entropy(
         """Return the rows, their sum, or their mean."""
         return rows if reduction == "none" else rows.sum() if reduction == "sum" else rows.sum() / divisor
 
-    loss, z_loss, accuracy, predicted = reduce(losses, total), None, None, None
+    loss, z_loss, accuracy, predicted = reduce(losses, total_weight), None, None, None
     if z_losses is not None:
         z_loss = reduce(z_losses, count)
         loss = loss + z_loss
@@ -162,7 +163,7 @@ def _linear_cross_entropy_of_fla(
 ) -> Any:
     """Compute flash-linear-attention's fused head and cross-entropy.
 
-    NotImplemented with `use_l2warp`, a penalty that changes only the gradient.
+    Not supported: `use_l2warp`, a penalty that changes only the gradient, and unknown reductions.
     """
     if use_l2warp or reduction not in LOSS_REDUCTIONS:
         return NotImplemented

@@ -132,7 +132,7 @@ class MergeDimsBeforeExchange(Pass):
         The exchange and the nodes after it that only move data are replaced, up to the farthest one whose dims are
         permuted or merged dims of the exchange.
         """
-        for result in downstream_moves(node)[::-1]:
+        for result in reversed(downstream_moves(node)):  # the farthest first
             chain = exclusive_chain(node, result)  # None if other nodes read a value in between
             if chain is None or any(user.op == "output" for user in result.users):  # an output keeps its strides
                 continue

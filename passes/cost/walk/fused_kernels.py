@@ -67,8 +67,8 @@ class KernelSchedule:
     """
 
     def __init__(self, fused: bool) -> None:
-        # fused: Inductor compiles the graph and fuses kernels. on_gpu is set by the subclass.
-        self.fused, self.on_gpu = fused, False
+        self.fused = fused  # True if Inductor compiles the graph and fuses kernels
+        self.on_gpu = False  # True if a kernel runs on a GPU; set by `fuse`
         self.product_of_addition: dict[Node, Node] = {}  # addition -> product whose kernel also adds (`addmm`)
         self.kernel_writes: dict[Node, list[StorageKey]] = {}  # kernel -> storages; its order is that of the kernels
         self.kernel_reads: dict[Node, frozenset[StorageKey]] = {}  # kernel -> storages
@@ -83,12 +83,13 @@ class KernelSchedule:
         self.on_gpu = any(map(is_on_gpu, self.kernel_writes))
         self._fuse_reductions()
         if self.on_gpu:
-            self._fuse_rows()
+            self._fuse_row_kernels()
 
     def is_fused(self, node: Node) -> bool:
-        """Return True if Inductor generates the kernel that computes the node, in which it may fuse the node."""
+        """Return True if Inductor generates code for the node, which it may fuse; False for calls of a library."""
         target = node.target
-        if not self.fused or node in self.product_of_addition or not isinstance(target, OpOverload):
+        computed_by_library = node in self.product_of_addition  # by the kernel of the product
+        if not self.fused or computed_by_library or not isinstance(target, OpOverload):
             return False
         is_listed = target in REDUCTIONS or target in ELEMENTWISE or op_name(node) in PRIMS
         return is_listed or torch.Tag.pointwise in target.tags
@@ -97,8 +98,7 @@ class KernelSchedule:
         """Fuse nearby reductions that the graph only returns, if they read a common value and have equal shapes.
 
         These are rules of Inductor's scheduler (its methods `can_fuse` and `score_fusion`), which apply to gradients of
-        scales and biases. The fused kernel runs at the place of its first reduction; nodes between the reductions that
-        it does not need run after it.
+        scales and biases.
         """
         # Position in Inductor's order, in which an op with n > 1 results has 1 + n places: its own, and one for each.
         num_results = (len(node_tensors(node)) for node in self.kernel_writes)
@@ -114,7 +114,7 @@ class KernelSchedule:
             is_near = position[merged[-1]] - position[merged[0]] <= MAX_FUSION_DISTANCE
             if group_of[a] is group_of[b] or not is_near:
                 continue
-            # A reduction that a row-wise kernel can compute (`_fuse_rows`) is fused with one other only.
+            # A reduction that a row-wise kernel can compute (`_fuse_row_kernels`) is fused with one other only.
             if len(merged) == 2 or not _can_join_row_kernel(a):
                 group_of.update(dict.fromkeys(merged, merged))
         distinct_groups = {id(group): group for group in group_of.values()}  # all members have the same list
@@ -125,17 +125,17 @@ class KernelSchedule:
         return self.kernel_reads[a] & self.kernel_reads[b]
 
     def _can_fuse_reductions(self, a: Node, b: Node) -> bool:
-        """Return True if two reductions have equal sizes and result shapes, and read enough common storages to fuse.
+        """Return True if two reductions have operands of equal size and results of equal shape, and common operands.
 
-        One is enough; for wide rows on GPUs two are required, as observed.
+        One common storage is enough; for wide rows on GPUs two are required, as observed.
         """
         x, y = (n.args[0].meta["val"] for n in (a, b))  # type: ignore[union-attr]
-        is_same_shape = tuple(a.meta["val"].shape) == tuple(b.meta["val"].shape)
+        have_equal_sizes = size_hint(x.numel()) == size_hint(y.numel())
+        have_equal_results = tuple(a.meta["val"].shape) == tuple(b.meta["val"].shape)
         required = 2 if is_on_gpu(a) and size_hint(x.shape[-1]) > WIDE_ROW else 1
-        is_same_size = size_hint(x.numel()) == size_hint(y.numel())
-        return is_same_size and is_same_shape and len(self._common_reads(a, b)) >= required
+        return have_equal_sizes and have_equal_results and len(self._common_reads(a, b)) >= required
 
-    def _fuse_rows(self) -> None:
+    def _fuse_row_kernels(self) -> None:
         """Fuse kernels that process a tensor row by row, if all that they read exists before the first one.
 
         Examples are a norm or softmax (reductions over rows) with its users; on a GPU also the gradient of its scale.
@@ -286,7 +286,7 @@ class KernelSchedule:
 def joined_results(graph: Graph) -> set[Node]:
     """Return values that only become parts of results, such as weight gradients in a cat, and so count as results."""
     joined: set[Node] = set()
-    for node in reversed(graph.nodes):
+    for node in reversed(graph.nodes):  # users first: `joined` then has all users that are joined themselves
         if node.users and all(user.op == "output" or (user in joined and _joins_operands(user)) for user in node.users):
             joined.add(node)
     return joined
@@ -345,9 +345,9 @@ def _is_reinterpretation(node: Node) -> bool:
 
 
 def _can_join_row_kernel(node: Node) -> bool:
-    """Return True if a row-wise GPU kernel can compute this reduction over all rows, too.
+    """Return True if a row-wise GPU kernel can also compute this reduction, which is over the rows of its operand.
 
-    Inductor (`MixOrderReduction`) does so for many elements and many more rows than columns.
+    Inductor (`MixOrderReduction`) does so for many elements, if there are at least two rows for each column.
     """
     if not is_on_gpu(node):
         return False

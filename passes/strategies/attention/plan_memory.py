@@ -57,7 +57,7 @@ def memory_needed(
     n, options = job.ranks.n, job.options
     inputs = [node for op in ("placeholder", "get_attr") for node in gm.graph.find_nodes(op=op) if is_tensor(node)]
     # A graph of a few layers may represent one of many (`job.repeats`), whose weights are known.
-    state = _state_bytes(inputs, plan, n) if job.repeats is None else job.repeats.weights
+    state = _weight_bytes(inputs, plan, n) if job.repeats is None else job.repeats.weights
     weights, gradients = state.sharded_bytes(n) if options.state == "sharded" else (state.parameters, state.trainable)
     counts = Counter[Node]()  # of saved values; above 1 for a node that represents equal layers
     for value, count in _saved_values(trained, job):
@@ -80,8 +80,8 @@ def memory_needed(
     )
 
 
-def _state_bytes(inputs: Iterable[Node], plan: PlacementPlan, n: int) -> ModelBytes:
-    """Return the bytes of the weights of a graph on one rank: of parameters, those with gradients, buffers, and layers.
+def _weight_bytes(inputs: Iterable[Node], plan: PlacementPlan, n: int) -> ModelBytes:
+    """Return the bytes of the parameters and buffers of a graph on one rank.
 
     Args:
         inputs: The inputs and attributes of the graph. Names such as "self_modules_layers_modules_0_..." identify the
@@ -145,10 +145,11 @@ def _saved_values(trained: Iterable[Node], job: PassContext) -> Iterator[tuple[N
         for operand in node.all_input_nodes:
             if operand not in trained:
                 continue
-            enters_region = operand.meta.get("ac_graph_id") != region
-            is_saved = _backward_reads_operands(node) if region is None else enters_region
+            if region is None:
+                value, is_saved = _storage_owner(operand), _backward_reads_operands(node)
+            else:
+                value, is_saved = operand, operand.meta.get("ac_graph_id") != region  # it enters the region
             if is_saved:
-                value = _storage_owner(operand) if region is None else operand
                 yield value, job.times(node) if node_layer(value) else 1
 
 

@@ -10,7 +10,7 @@ a graph that cannot process that order gathers them (`unpermute_seconds`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch.fx import GraphModule, Node
 
@@ -33,7 +33,7 @@ ORDERED_ROWS = ("gathered", "no rule", "align", "halo")  # demands of readers of
 BALANCE_SECONDS, BALANCE_SECONDS_PER_ROW = 3e-3, 5e-8
 
 
-def candidate_orders(shapes: Iterable[AttentionShape], plan: PlacementPlan, job: PassContext) -> list[RowOrder]:
+def candidate_orders(shapes: Sequence[AttentionShape], plan: PlacementPlan, job: PassContext) -> list[RowOrder]:
     """Return the orders of rows, such as zigzag, in which the attention of a program may run; the cost model chooses.
 
     Args:
@@ -51,8 +51,9 @@ def candidate_orders(shapes: Iterable[AttentionShape], plan: PlacementPlan, job:
         return [BALANCED]
     if requested is not None and requested.is_balanced and shapes:  # without attention, nothing is to be balanced
         return [requested]
-    for order in (requested, row_order(job.folds)):
-        if order is not None and order.chunks > 1:  # zigzag, requested or that of the inputs
+    order_of_inputs = row_order(job.folds)
+    for order in (requested, order_of_inputs):
+        if order is not None and order.chunks > 1:  # zigzag
             return [order]
     if requested is not None:
         return [CONTIGUOUS]
