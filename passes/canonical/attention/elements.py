@@ -61,10 +61,10 @@ class NotSymbolic(Exception):
         super().__init__(self.cause)
         self.node = node
 
-    def of(self, node: Node) -> NotSymbolic:
-        """Return the error with the name of `node`, or unchanged if it names a node.
+    def with_node(self, node: Node) -> NotSymbolic:
+        """Return the error with the name of `node` in its text; the error itself if it has that of a node already.
 
-        A reader calls it at each level of its recursion, from the innermost one on, whose node the error thus names.
+        `ElementReader` calls it at each level of its recursion, so that the error names the innermost node.
         """
         return self if self.node is not None else NotSymbolic(str(self), node)
 
@@ -134,7 +134,7 @@ class ElementReader:
                 return self._leaf(node, coords)
             return cast_element(as_number(constant), node.meta["val"].dtype)
         except NotSymbolic as error:
-            raise (op_error or error).of(node) from None
+            raise (op_error or error).with_node(node) from None
         finally:
             del op_error  # avoids a reference cycle between the error and this frame
 
@@ -266,8 +266,7 @@ def cast_element(value: Element, dtype: torch.dtype) -> Element:
     """Return an element in another dtype. Raises NotSymbolic if the cast could round a position, or wrap."""
     if dtype == torch.bool:
         return as_truth(value)
-    cases = as_cases(value)
-    cases = round_constants(cases, dtype)
+    cases = round_constants(as_cases(value), dtype)
     for _, number in cases:
         is_exact_constant = number.is_infinite or (
             number.is_Integer and (dtype.is_floating_point or abs(number) < 128)  # int8 has numbers up to 127
