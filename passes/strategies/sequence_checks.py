@@ -88,14 +88,14 @@ class FindSequences(Pass):
         # With inputs="local", inputs have the rows of a rank. If `seq_dims` does not name their sequence dims, those in
         # `job.inputs` were guessed before the capture; they are compared with the ones found here.
         if job.options.inputs == "local" and job.seq_dims is None and axes.sequences:
-            _refuse_local(sequence_dims, job)
+            _check_local_inputs(sequence_dims, job)
         if not axes.sequences:
-            self._refuse_without_sequence(gm, inputs, job)
+            self._refuse_or_replicate(gm, inputs, job)
         elif not any(isinstance(p, Shard) for ps in job.plan(gm).placements.values() for p in ps):
             self._note_nothing_sharded(inputs, job)
         return fixed
 
-    def _refuse_without_sequence(self, gm: GraphModule, inputs: list[Node], job: PassContext) -> None:
+    def _refuse_or_replicate(self, gm: GraphModule, inputs: list[Node], job: PassContext) -> None:
         """Set `job.refusal` for a complete model without a sequence; otherwise note that the graph runs replicated.
 
         It runs replicated if it is a fragment (`job.fragment`), or if it is called after a graph with sharded outputs
@@ -108,9 +108,10 @@ class FindSequences(Pass):
             text = f"the model has no attention or scan whose dim could be traced to an input{_describe_candidates(gm)}"
             job.refusal = Refusal(RefusalKind.NO_SEQUENCE, "SP301", "no sequence found", text, fix)
             return
-        kind, text = NoteKind.SEQUENCE_LOST, f"{LOST_IN_EAGER_CODE} {fix}"
         if job.fragment:
             kind, text = NoteKind.REPLICATED, FRAGMENT_TEXT
+        else:
+            kind, text = NoteKind.SEQUENCE_LOST, f"{LOST_IN_EAGER_CODE} {fix}"
         where = next((node_line(node) for node in gm.graph.nodes if node.op == "call_function"), "the graph")
         self.notes.append(Note(kind, self.name, text, where=where))
 
@@ -126,7 +127,7 @@ class FindSequences(Pass):
         self.notes.append(Note(NoteKind.REPLICATED, self.name, why))
 
 
-def _refuse_local(sequence_dims: dict[Node, list[int]], job: PassContext) -> None:
+def _check_local_inputs(sequence_dims: dict[Node, list[int]], job: PassContext) -> None:
     """Raise SpError for inputs='local' if inputs with a sequence were not captured with the length of a rank's rows.
 
     Those that were are in `job.inputs`. The length of another one sets the number of steps of the program, so that it

@@ -60,7 +60,11 @@ def is_on_host(node: Node) -> bool:
 
 
 def nearest_line(node: Node) -> str:
-    """Return the user's line of a node, or else of the nearest of its first operands that has one."""
+    """Return the user's line of a node, or else of the nearest of its first operands that has one.
+
+    Of values without a line of their own, it returns a text if the search meets one: for tangents (gradients of
+    outputs), and for the concatenated gradients of parameters.
+    """
     for _ in range(MAX_WALK_STEPS):
         if is_tangent(node):
             return TANGENTS_LINE

@@ -239,10 +239,12 @@ def _group_by_frame(moved: dict[Node, Shard]) -> list[list[Node]]:
     """
     groups: list[list[Node]] = []
     for operand, have in moved.items():
-        group = next((group for group in groups if have.has_same_positions(moved[group[0]])), [])
-        if not group:
-            groups.append(group)
-        group.append(operand)
+        for group in groups:
+            if have.has_same_positions(moved[group[0]]):
+                group.append(operand)
+                break
+        else:
+            groups.append([operand])
     return groups
 
 
