@@ -131,7 +131,8 @@ def _sum_linear_terms(cells: Cells, terms: Sequence[tuple[str, int]]) -> _Condit
         low, high, slope = (factor * x for x in cells.lines[name])  # a negative factor exchanges the bounds
         lows, highs, slopes = lows + np.minimum(low, high), highs + np.maximum(low, high), slopes + slope
     rise = slopes * (cells.lengths - 1)
-    return _ConditionSide(lows + np.minimum(rise, 0), highs + np.maximum(rise, 0), lows, slopes, lows == highs)
+    lowest, highest = lows + np.minimum(rise, 0), highs + np.maximum(rise, 0)
+    return _ConditionSide(lowest, highest, firsts=lows, slopes=slopes, known=lows == highs)
 
 
 class _LinearSums(NamedTuple):

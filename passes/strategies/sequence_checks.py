@@ -237,7 +237,8 @@ def _check_local_outputs(gm: GraphModule, plan: PlacementPlan, job: PassContext)
 def _guard_divisible(node: Node, have: Shard, n: int) -> bool:
     """Return True if n divides the symbolic length of a sharded value in this call, and add a guard.
 
-    With the guard, the program is compiled again for a length that n does not divide.
+    With the guard, the program is compiled again for a length that n does not divide. Returns False for a window of
+    the sequence and for a flattened dim, whose lengths are not that of the sequence.
     """
     length = node.meta["val"].shape[have.dim]
     is_full_sequence = is_same_size(have.frame.start, 0) and is_same_size(have.frame.length, have.frame.size)
