@@ -105,7 +105,7 @@ class FindSequences(Pass):
         names = [argument_name(node) for node in inputs if is_tensor(node)]
         fix = f"Name the sequence: options={{'seq_dims': {{'<input>': <dim>}}}} with an input out of {names}."
         if not job.fragment and (not job.has_sharded_peer or job.options.fallback == "error"):
-            text = f"the model has no attention or scan whose dim could be traced to an input{_describe_candidates(gm)}"
+            text = f"the model has no attention or scan whose dim could be traced to an input{_describe_loops(gm)}"
             job.refusal = Refusal(RefusalKind.NO_SEQUENCE, "SP301", "no sequence found", text, fix)
             return
         if job.fragment:
@@ -153,8 +153,8 @@ def _check_local_inputs(sequence_dims: dict[Node, list[int]], job: PassContext) 
         )
 
 
-def _describe_candidates(gm: GraphModule) -> str:
-    """Return text for SP301 on loops and scans that do not show which dim is the sequence, or "" if there are none.
+def _describe_loops(gm: GraphModule) -> str:
+    """Return the part of the text of SP301 on loops and scans that do not show which dim is the sequence; "" without.
 
     An example is " (there is while_loop at <the user's line>, whose effect on its values is not known)".
     """
@@ -165,8 +165,8 @@ def _describe_candidates(gm: GraphModule) -> str:
         if name in NO_SEQUENCE_REASONS or node_info(node).scanned is not None:
             why = NO_SEQUENCE_REASONS.get(name, "whose dim is created inside the model")
             reasons.setdefault(f"{name} at {node_line(node)}", why)
-    candidates = "; ".join(f"{op}, {why}" for op, why in reasons.items())
-    return f" (there is {candidates})" if candidates else ""
+    loops = "; ".join(f"{op}, {why}" for op, why in reasons.items())
+    return f" (there is {loops})" if loops else ""
 
 
 class PlaceOutputs(Pass):

@@ -74,16 +74,17 @@ class ScatterContext(PassContext):
         """
         axes = name_axes(gm)
         inputs = dict.fromkeys(self.varying, VARYING)
-        plan = propagate(gm, axes, self.ranks.n, inputs, starts_sequences=False, declines=decline_product)
+        plan = propagate(gm, axes, self.ranks.n, inputs, starts_sequences=False, declines=decline_shards)
         plan.demands = [d for d in plan.demands if d.kind not in IGNORED_DEMANDS]
         return axes, plan
 
 
-def decline_product(call: OpCall, rule: BoundRule | None, have: Sequence[Placement]) -> str | None:
-    """Return the reason why a product should run on gathered operands, although its rule allows shards; None otherwise.
+def decline_shards(call: OpCall, rule: BoundRule | None, have: Sequence[Placement]) -> str | None:
+    """Return the reason why a call should run on gathered operands, although its rule allows shards; None otherwise.
 
-    On shards, the result may have to be gathered later, or all-reduced (twice its bytes) if it sums over the sharded
-    dim. The product is declined if this is more than a gather of its operands.
+    On shards, the result of a product may have to be gathered later, or all-reduced (twice its bytes) if it sums over
+    the sharded dim. Shards are declined if this is more than a gather of the operands. They are declined, too, for a
+    sum or mean of all elements, in practice the end of a loss, whose result has no rows.
 
     Args:
         call: The call of a node.
@@ -92,7 +93,6 @@ def decline_product(call: OpCall, rule: BoundRule | None, have: Sequence[Placeme
     """
     if rule is None:
         return None
-    # Not only products: a sum or mean of all elements, in practice the end of a loss, has no sharded result.
     if rule.vanishing and all(is_same_size(size_product(shape), 1) for shape in call.result_shapes()):
         return "the result of the last layer is reduced to one number, so it has no rows to scatter"
     if not rule.is_contraction:

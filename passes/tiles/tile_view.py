@@ -119,7 +119,7 @@ def token_view(local: GraphModule, planned: PlacementPlan, n: int, tiles: int) -
     without_grad = no_grad_nodes(local.graph)
     rejected: set[Node] = set()  # nodes that mix rows
     while True:
-        view = _TokenViewBuilder(local, planned, n, rejected).view(tiles, without_grad)
+        view = _TokenViewBuilder(local, planned, n, rejected).build(tiles, without_grad)
         demanding = {view.to_local[demand.node] for demand in view.plan.demands if demand.node.op != "output"}
         if not demanding:
             return view
@@ -223,7 +223,7 @@ class _TokenViewBuilder:
     flags: set[Node] = field(default_factory=set)  # as in `TokenView`
     inputs: dict[Node, Placement] = field(default_factory=dict)  # placement of the view's inputs
 
-    def view(self, tiles: int, without_grad: set[Node]) -> TokenView:
+    def build(self, tiles: int, without_grad: set[Node]) -> TokenView:
         """Return the view for this number of tiles. `token_view` rejects the nodes for which its plan has demands."""
         graph = Graph()
         for node in self.local.graph.nodes:

@@ -273,7 +273,7 @@ class CacheSharing:
         cache, prompt = arguments[cache_name], self._new_cache()
         is_dummy, layers = cache.is_dummy, self._rows_layers(cache)
         prompt.layers = [old if dummy else PromptLayer(old.is_sliding) for old, dummy in zip(cache.layers, is_dummy)]
-        # Of an equal function, backend and options torch finds the compiled code of an earlier prompt.
+        # torch.compile finds the code of an earlier prompt if function, backend and options are equal.
         compiled = torch.compile(forward, backend=sp, options=dict(self.options))
         with compile_prompt():
             out = compiled(**{**arguments, cache_name: prompt})

@@ -202,10 +202,10 @@ def group_inputs(
         labels: Labels of the inputs on whose equal values the program relies; None to compare no values.
     """
     graph_inputs = _graph_inputs(gm, inputs)
+    # `facts.differing` has the labels of inputs whose values differ between the ranks: data of a rank's own, or a part
+    # of a tensor if it is no data, such as a parameter.
     has_own_data = any(x.is_data and x.label in facts.differing for x in graph_inputs)
     names = []  # "" for inputs whose sizes are not compared
-    # `facts.differing` has the labels of inputs whose values differ between the ranks. One that is no data, such as a
-    # parameter, is then a part of a tensor.
     for x in graph_inputs:
         is_part = not x.is_data and x.label in facts.differing
         belongs_to_data = has_own_data and is_python_number(x.node)

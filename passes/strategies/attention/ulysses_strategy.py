@@ -83,7 +83,7 @@ class UlyssesAttention(AttentionPass):
         """Insert the exchanges around an attention, or around each of several groups of its heads."""
         placed = {x: self.plan.of(x) for x in OpCall(node).operands[:3]}
         if self._needs_repeat(OpCall(node)):
-            placed.update(self._repeat(node, placed))
+            placed.update(self._repeat_heads(node, placed))
         num_groups = self._group_count(node)
         if num_groups == 1:
             _, text = self._exchange_around(node, placed)
@@ -196,7 +196,7 @@ class UlyssesAttention(AttentionPass):
         is_grouped = isinstance(keys, int) and keys == values and divides(keys, heads)
         return is_grouped and call.ndim(1) == call.ndim(0) and not divides(self.job.ranks.n, keys)
 
-    def _repeat(self, node: Node, placed: dict[Node, Placement]) -> dict[Node, Placement]:
+    def _repeat_heads(self, node: Node, placed: dict[Node, Placement]) -> dict[Node, Placement]:
         """Repeat the key and value heads of an attention, and return the placements of the new k and v.
 
         Args:
