@@ -376,7 +376,7 @@ def without_padding(tile: CellPair, key_ranges: Sequence[Range]) -> Iterator[Cel
 
 
 def _merge_cells(pairs: list[CellPair]) -> Iterator[CellPair]:
-    """Yield the pairs of one query cell with its key cells; adjacent key cells that it sees in full are one pair."""
+    """Yield the pairs of one query cell; adjacent key cells to which all of its queries attend are joined."""
     previous = pairs[0]
     for pair in pairs[1:]:
         if previous.undecided or pair.undecided or previous.k[1] != pair.k[0]:

@@ -140,7 +140,7 @@ class MarkVarying(Pass):
         op is changed.
         """
         mark_collectives(gm, job.ranks.group, job.facts.grid)
-        mark_varying_scalars(gm, job.facts)
+        mark_readers_of_varying_scalars(gm, job.facts)
         for node in gm.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 # No gradient leaves the graph through autograd: a joint graph computes those of its inputs by nodes.
@@ -178,7 +178,7 @@ def mark_collectives(gm: GraphModule, group: str, grid: GroupGrid | None = None)
             set_node_info(node, result=result)
 
 
-def mark_varying_scalars(gm: GraphModule, facts: InputFacts) -> None:
+def mark_readers_of_varying_scalars(gm: GraphModule, facts: InputFacts) -> None:
     """Mark results as varying if their ops read a scalar that differs between ranks, such as the offset of a slice.
 
     Args:

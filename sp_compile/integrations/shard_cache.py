@@ -80,7 +80,7 @@ def shard_cache(model: nn.Module, mesh: DeviceMesh | None = None, **options: Any
             )
     options = {"mesh": mesh, "outputs": "lazy", **options}
     ranks = SPConfig.of(options).ranks()
-    generating = _find_generating(model) if ranks.has_other_processes else None
+    generating = _find_generating_model(model) if ranks.has_other_processes else None
     if generating is None or generating in _sharing_models:  # a single rank, or a context in another one
         yield model
         return
@@ -95,7 +95,7 @@ def shard_cache(model: nn.Module, mesh: DeviceMesh | None = None, **options: Any
         _sharing_models.discard(generating)
 
 
-def _find_generating(model: nn.Module) -> Any:
+def _find_generating_model(model: nn.Module) -> Any:
     """Return the model of transformers inside of a model or wrapper.
 
     Raises:
@@ -150,7 +150,7 @@ class CacheSharing:
             """Return the result of `generate()` with a sharded cache."""
             own = self.model.generation_config
             given = kwargs.get("generation_config") or own
-            settings = _settings(given, kwargs)
+            settings = _plain_settings(given, kwargs)
             refused = [name for name in REFUSED if kwargs.get(name) or settings.get(name)]
             # The kind of cache in the model's own configuration is not refused: it is replaced below.
             if not kwargs.get("cache_implementation") and given is own:
@@ -305,7 +305,7 @@ def _find_cache_error(cache: Any, name: str) -> SpError | None:
     return None
 
 
-def _settings(config: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _plain_settings(config: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of `generate()`: a configuration's values that are not the defaults, replaced by arguments.
 
     Only numbers, strings, and lists of them, since ranks compare their text.

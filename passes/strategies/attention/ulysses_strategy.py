@@ -188,7 +188,7 @@ class UlyssesAttention(AttentionPass):
         return result, f"{len(moved)} operands in {len(groups)} all-to-all, the result in 1"
 
     def _needs_repeat(self, call: OpCall) -> bool:
-        """Return True if there are fewer key heads than query heads, and the ranks do not divide them.
+        """Return True if the ranks do not divide the key heads, of which each serves a number of query heads.
 
         The key heads, and with them the value heads, are then repeated, and each rank gets those that it needs.
         """
@@ -306,9 +306,6 @@ def exchange_seconds(shape: AttentionShape, machine: Machine, ranks: int, num_gr
         machine: The machine.
         ranks: The number of neighbors.
         num_groups: The number of groups of heads; the result is their total.
-
-    Returns:
-        Seconds.
     """
     if ranks == 1:
         return 0.0

@@ -48,7 +48,7 @@ class ItemCounter:
     get_tp_size: Any  # method of the Trainer
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """Multiply the Trainer's number of items by the number of ranks with the same batch (`get_tp_size`).
+        """Return the Trainer's number of items, times the number of ranks with the same batch (`get_tp_size`).
 
         The Trainer has summed the items of all ranks with `gather`, and divided the sum by this number, as these ranks
         count the same items. But `SequenceParallelAccelerator.gather` does not sum over these ranks.

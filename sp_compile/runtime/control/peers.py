@@ -52,7 +52,7 @@ class PeerLinks:
 
         Args:
             value: A signed integer of 64 bits.
-            differs: If True, the result is False.
+            differs: True if this rank knows of a difference already; the result is then False.
             on_wait: Called while the rank waits.
         """
         self.number += 1
@@ -250,7 +250,7 @@ def _describe_failure(peer: int, reason: Any) -> str:
 
 
 def _set_options(sock: socket.socket) -> socket.socket:
-    """Set the options of a connection, which sends small values at once, and return it."""
+    """Configure a connection to send small values without delay and to wait in slices, and return it."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.settimeout(WAIT_SECONDS)
     return sock
