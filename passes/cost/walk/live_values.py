@@ -62,8 +62,8 @@ def is_on_host(node: Node) -> bool:
 def nearest_line(node: Node) -> str:
     """Return the user's line of a node, or else of the nearest of its first operands that has one.
 
-    Of values without a line of their own, it returns a text if the search meets one: for tangents (gradients of
-    outputs), and for the concatenated gradients of parameters.
+    The search ends at a tangent (the gradient of an output) and at a cat of the gradients of parameters: these have no
+    line, and the result is a text that names them.
     """
     for _ in range(MAX_WALK_STEPS):
         if is_tangent(node):
