@@ -88,14 +88,14 @@ class FindSequences(Pass):
         # With inputs="local", inputs have the rows of a rank. If `seq_dims` does not name their sequence dims, those in
         # `job.inputs` were guessed before the capture; they are compared with the ones found here.
         if job.options.inputs == "local" and job.seq_dims is None and axes.sequences:
-            _refuse_local(sequence_dims, job)
+            _check_local_inputs(sequence_dims, job)
         if not axes.sequences:
-            self._refuse_without_sequence(gm, inputs, job)
+            self._refuse_or_replicate(gm, inputs, job)
         elif not any(isinstance(p, Shard) for ps in job.plan(gm).placements.values() for p in ps):
             self._note_nothing_sharded(inputs, job)
         return fixed
 
-    def _refuse_without_sequence(self, gm: GraphModule, inputs: list[Node], job: PassContext) -> None:
+    def _refuse_or_replicate(self, gm: GraphModule, inputs: list[Node], job: PassContext) -> None:
         """Set `job.refusal` for a complete model without a sequence; otherwise note that the graph runs replicated.
 
         It runs replicated if it is a fragment (`job.fragment`), or if it is called after a graph with sharded outputs
@@ -105,12 +105,13 @@ class FindSequences(Pass):
         names = [argument_name(node) for node in inputs if is_tensor(node)]
         fix = f"Name the sequence: options={{'seq_dims': {{'<input>': <dim>}}}} with an input out of {names}."
         if not job.fragment and (not job.has_sharded_peer or job.options.fallback == "error"):
-            text = f"the model has no attention or scan whose dim could be traced to an input{_describe_candidates(gm)}"
+            text = f"the model has no attention or scan whose dim could be traced to an input{_describe_loops(gm)}"
             job.refusal = Refusal(RefusalKind.NO_SEQUENCE, "SP301", "no sequence found", text, fix)
             return
-        kind, text = NoteKind.SEQUENCE_LOST, f"{LOST_IN_EAGER_CODE} {fix}"
         if job.fragment:
             kind, text = NoteKind.REPLICATED, FRAGMENT_TEXT
+        else:
+            kind, text = NoteKind.SEQUENCE_LOST, f"{LOST_IN_EAGER_CODE} {fix}"
         where = next((node_line(node) for node in gm.graph.nodes if node.op == "call_function"), "the graph")
         self.notes.append(Note(kind, self.name, text, where=where))
 
@@ -126,7 +127,7 @@ class FindSequences(Pass):
         self.notes.append(Note(NoteKind.REPLICATED, self.name, why))
 
 
-def _refuse_local(sequence_dims: dict[Node, list[int]], job: PassContext) -> None:
+def _check_local_inputs(sequence_dims: dict[Node, list[int]], job: PassContext) -> None:
     """Raise SpError for inputs='local' if inputs with a sequence were not captured with the length of a rank's rows.
 
     Those that were are in `job.inputs`. The length of another one sets the number of steps of the program, so that it
@@ -152,8 +153,8 @@ def _refuse_local(sequence_dims: dict[Node, list[int]], job: PassContext) -> Non
         )
 
 
-def _describe_candidates(gm: GraphModule) -> str:
-    """Return text for SP301 on loops and scans that do not show which dim is the sequence, or "" if there are none.
+def _describe_loops(gm: GraphModule) -> str:
+    """Return the part of the text of SP301 on loops and scans that do not show which dim is the sequence; "" without.
 
     An example is " (there is while_loop at <the user's line>, whose effect on its values is not known)".
     """
@@ -164,8 +165,8 @@ def _describe_candidates(gm: GraphModule) -> str:
         if name in NO_SEQUENCE_REASONS or node_info(node).scanned is not None:
             why = NO_SEQUENCE_REASONS.get(name, "whose dim is created inside the model")
             reasons.setdefault(f"{name} at {node_line(node)}", why)
-    candidates = "; ".join(f"{op}, {why}" for op, why in reasons.items())
-    return f" (there is {candidates})" if candidates else ""
+    loops = "; ".join(f"{op}, {why}" for op, why in reasons.items())
+    return f" (there is {loops})" if loops else ""
 
 
 class PlaceOutputs(Pass):
@@ -236,7 +237,8 @@ def _check_local_outputs(gm: GraphModule, plan: PlacementPlan, job: PassContext)
 def _guard_divisible(node: Node, have: Shard, n: int) -> bool:
     """Return True if n divides the symbolic length of a sharded value in this call, and add a guard.
 
-    With the guard, the program is compiled again for a length that n does not divide.
+    With the guard, the program is compiled again for a length that n does not divide. Returns False for a window of
+    the sequence and for a flattened dim, whose lengths are not that of the sequence.
     """
     length = node.meta["val"].shape[have.dim]
     is_full_sequence = is_same_size(have.frame.start, 0) and is_same_size(have.frame.length, have.frame.size)
