@@ -38,7 +38,7 @@ from .predicate import Verdict, is_query_symbol
 from .spans import Rows, index_boundaries, index_intervals, valid_extent
 
 TILE_ROWS = 128  # tiles with fewer query rows than twice this are not cut to skip keys; keys are skipped in such units
-MIN_CUT_SAVING = 0.9  # cut a tile, or skip keys inside it, if at most this share of its work remains
+MAX_REMAINING_SHARE = 0.9  # cut a tile, or skip keys inside it, if at most this share of its work remains
 MAX_MASK_ELEMENTS = 1 << 22  # maximum number of elements of a block's mask; larger tiles are cut
 
 Vectors = tuple[Pieces, ...]
@@ -374,7 +374,7 @@ class BlockPlanner:
         if q[1] - q[0] < 2 * TILE_ROWS:
             return None
         halves_work = self._needed_pairs((q[0], cut), k) + self._needed_pairs((cut, q[1]), k)
-        return cut if halves_work <= MIN_CUT_SAVING * self._needed_pairs(q, k) else None
+        return cut if halves_work <= MAX_REMAINING_SHARE * self._needed_pairs(q, k) else None
 
     def _middle_cut(self, q: Range) -> int:
         """Return a row to cut q near its middle, preferably where a vector's piece or a segment begins."""
@@ -404,7 +404,7 @@ class BlockPlanner:
         Each part is a kernel call, so that skipping few keys would not be faster.
         """
         parts = self._attended_parts(q, k) if undecided else [k]
-        return parts if sum(high - low for low, high in parts) <= MIN_CUT_SAVING * (k[1] - k[0]) else [k]
+        return parts if sum(high - low for low, high in parts) <= MAX_REMAINING_SHARE * (k[1] - k[0]) else [k]
 
     def _attended_parts(self, q: Range, k: Range) -> list[Range]:
         """Return the parts of k to which q may attend, by halving k down to about TILE_ROWS keys; parts are joined."""
