@@ -138,8 +138,8 @@ class KernelSelector:
         if not self._has_mask and not self.select(Kind.PACKED, self._rows).supports_masks:
             packed = [(call, self._select_for(call)) for call in self._plan.packed]  # for kernels with windows
             blocks = [(block, self._select_for(block)) for block in self._plan.others]  # blocks in no packed call
-            window_kernels = [kernel for _, kernel in packed]  # MASKED blocks have no window: any kernel may run them
-            window_kernels += [kernel for block, kernel in blocks if block.kind is not Kind.MASKED]
+            window_kernels = [kernel for _, kernel in packed]
+            window_kernels += [kernel for block, kernel in blocks if block.kind is not Kind.MASKED]  # no window
             if not any(kernel.supports_masks for kernel in window_kernels):
                 return [*self._split_by_length(packed, len(blocks))], blocks
         return [], [(block, self._select_for(block)) for block in self._plan.blocks]
@@ -265,10 +265,10 @@ def _split_scale_sign(q: Tensor, scale: float) -> tuple[Tensor, int, float]:
 def _parse_backward(arguments: Sequence[Any]) -> tuple[LocalArgs, bool, str]:
     """Return (LocalArgs, mask_grad, packed) of the arguments after lse of ``attend_backward``, which documents them.
 
-    They are the fields of LocalArgs, mask_grad, and optionally ``after``, which is not read, and ``packed``.
+    For ``attend_backward_parts``, which has no such argument, packed is "".
     """
-    args, (mask_grad, *optional) = LocalArgs.of(arguments)
-    packed = optional[1] if len(optional) > 1 and isinstance(optional[1], str) else ""
+    args, (mask_grad, *others) = LocalArgs.of(arguments)
+    packed = next((x for x in others if isinstance(x, str)), "")  # the only string among the others
     return args, mask_grad, packed
 
 
@@ -299,7 +299,7 @@ def _key_grad_buffers(k: Tensor, v: Tensor, dtype: torch.dtype, packed: str) -> 
     return both, k.new_empty((0,), dtype=dtype)
 
 
-def _score_bytes(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bool, tensors: int) -> int:
+def _score_bytes(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bool, num_tensors: int) -> int:
     """Return the bytes of the score tensors that one kernel call has at a time if the kernel is dense; else 0.
 
     A dense kernel computes the matrix of scores. Estimates of memory call this before the attention runs. For tensors
@@ -311,7 +311,7 @@ def _score_bytes(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bo
         v: The values.
         args: The arguments of the attention.
         mask_grad: Whether the mask needs a gradient.
-        tensors: The number of tensors of the size of the scores.
+        num_tensors: The number of tensors of the size of the scores.
     """
     queries, keys = size_hint(q.shape[2]), size_hint(k.shape[2])
     device, has_dropout = torch.device("cuda") if q.is_meta else q.device, args.dropout_p > 0
@@ -321,8 +321,8 @@ def _score_bytes(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bo
     max_scores = CPU_SCORES if device.type == "cpu" else GPU_SCORES
     scores = min(max_scores, size_hint(math.prod(q.shape[:2])) * queries * keys)
     # The intermediate scores of a score function count as one: strips then have fewer rows (`_max_strip_rows`).
-    tensors += num_saved_tensors(args.score) > 1
-    return tensors * scores * accumulation_dtype(q.dtype).itemsize
+    num_tensors += 1 if num_saved_tensors(args.score) > 1 else 0
+    return num_tensors * scores * accumulation_dtype(q.dtype).itemsize
 
 
 def _forward_workspace(workspace: int, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> int:

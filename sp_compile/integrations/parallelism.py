@@ -47,7 +47,7 @@ def axis_sizes(config: ParallelismConfig | None, processes: int, is_sharded: boo
 
     Args:
         config: The sizes that the user has passed. None: all ranks share each sequence.
-        processes: The number of processes.
+        processes: The number of processes. With one, all sizes are 1, and `config` is ignored.
         is_sharded: True if FSDP shards the weights.
 
     Returns:

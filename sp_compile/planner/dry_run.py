@@ -116,7 +116,7 @@ class DryRun:
         Raises:
             SpError: An option has no effect, no configuration is possible, or Dynamo finds nothing to compile.
         """
-        kwargs = self._start()
+        kwargs = self._add_results()
         captures = nullcontext() if self.captured is None else cache_captures(self.captured.captured)
         # With `skip_graph_printing` a graph generates its code when it first runs. Simulated ranks (`compare`) run the
         # graphs in several threads, which would generate it at the same time.
@@ -133,10 +133,10 @@ class DryRun:
             raise SpError("SP201", f"{self.entry}: torch.compile finds nothing to compile in the model.")
         return self.results
 
-    def _start(self) -> dict[str, Any]:
-        """Check the configurations and append a result for each; return the keyword arguments of the model.
+    def _add_results(self) -> dict[str, Any]:
+        """Check the configurations, append a result for each, and return the keyword arguments of the model.
 
-        Each configuration has them next to its options; they are equal in all.
+        Users pass these next to the options, so that each configuration has them; they are equal in all.
 
         Raises:
             SpError: An option is not supported, or a number of ranks is not positive (SP711).
@@ -267,7 +267,7 @@ class DryRun:
         if predicts_step or (examines_collectives and options.has_joint_passes):
             self._add_step(lowered, result)
         elif self.entry != "plan" and not lowered.unsplit_reason:
-            partition_joint_graph(copy_graph(lowered.graph), lowered.inputs, None, for_inductor=False)
+            partition_joint_graph(copy_graph(lowered.graph), lowered.inputs, transform=None, for_inductor=False)
 
     def _add_step(self, lowered: RankProgram, result: DryRunResult) -> None:
         """Predict the training step of a graph, and add it to the result and its report."""
@@ -355,10 +355,10 @@ def _modules_of(model: Callable[..., Any]) -> Iterator[torch.nn.Module]:
 
 
 def _simulate_ranks(session: CompileSession, sp: int | None, simulate: bool) -> int:
-    """Set `session.ranks` to ranks that need no processes, and return their number.
+    """Set `session.ranks` to the ranks of a configuration, and return their number.
 
     Args:
-        session: The session. If the user has passed a mesh, its ranks remain, so that the report has their groups.
+        session: The session. The ranks of a mesh of the user remain, so that the report has their groups.
         sp: The number of ranks that the user requests; None for that of the mesh, or for two.
         simulate: True if the ranks will run as threads of this process, also those of a mesh.
 
@@ -366,7 +366,8 @@ def _simulate_ranks(session: CompileSession, sp: int | None, simulate: bool) -> 
         SpError: `sp` differs from the size of the mesh (SP712).
     """
     ranks = session.ranks
-    if session.has_mesh and session.problem is None and sp not in (None, ranks.n):
+    has_valid_mesh = session.has_mesh and session.problem is None  # lowering raises `problem`
+    if has_valid_mesh and sp not in (None, ranks.n):
         raise SpError("SP712", f"sp: expected {ranks.n}, the ranks of the mesh that share the sequence, got {sp}.")
     if not session.has_mesh:
         session.ranks = Ranks(2 if sp is None else sp, SIMULATED_GROUP)

@@ -99,7 +99,7 @@ _COMBINE_OPS: dict[Any, Callable[..., sympy.Expr]] = {
 
 
 def expression_of(value: Node, symbol: Callable[[Node], sympy.Symbol | None]) -> sympy.Expr | None:
-    """Return the function that computes a value as an expanded expression, such as x0*x3 + x2, to compare functions.
+    """Return a value as an expanded expression of a function's arguments, such as x0*x3 + x2, to compare functions.
 
     Args:
         value: The node whose value is the result of the function.
@@ -290,12 +290,12 @@ def unmoved_operands(leaves: list[Node], dim: int = 0) -> _ScanOperands:
 def _source_dim(node: Node, dim: int) -> int | None:
     """Return the dim of the operand of a permutation or flip that becomes dim `dim` of its result.
 
-    None for other ops, and for a flip of other dims.
+    None for other ops, for a flip of other dims, and for ops with keyword arguments, such as a copy to another layout.
     """
     if flips_along(node, dim):
         return dim
-    order = permutation_of(node) if not node.kwargs else None
-    return None if order is None else order[dim]
+    order = permutation_of(node)
+    return None if order is None or node.kwargs else order[dim]
 
 
 class ExpandAssociativeScans(Pass):
