@@ -333,7 +333,7 @@ def _forward_workspace(workspace: int, q: Tensor, k: Tensor, v: Tensor, *argumen
     """
     args, _ = LocalArgs.of(arguments)
     num_score_tensors = 4 if args.dropout_p else 3  # of a dense kernel at a time
-    workspace = _score_bytes(q, k, v, args, False, num_score_tensors) or workspace
+    workspace = _score_bytes(q, k, v, args, mask_grad=False, num_tensors=num_score_tensors) or workspace
     rows = size_hint(math.prod(q.shape[:3]))
     out_bytes = rows * size_hint(v.shape[3]) * q.element_size()
     lse_bytes = rows * accumulation_dtype(q.dtype).itemsize

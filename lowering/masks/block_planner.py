@@ -311,8 +311,8 @@ class BlockPlanner:
     def _cover_causal(self, q: Range, k: Range, shift: int, undecided: tuple[str, ...]) -> Iterator[Block]:
         """Yield the FULL and CAUSAL blocks of the pairs with ``k <= q + shift``, in terms of indices.
 
-        Every query of q sees a key, and every key is seen by a query. Queries are cut into parts in which each query
-        sees exactly one key more than the query before it.
+        q and k are trimmed: every query sees a key, and every key is seen by a query. Queries are cut into parts in
+        which each query sees exactly one key more than the query before it.
         """
         if shift == 0 and index_intervals(self._q_rows, *q) == index_intervals(self._k_rows, *k):
             yield Block.of(q, k, Kind.CAUSAL, undecided)  # the same indices, in any number of segments
@@ -363,7 +363,7 @@ class BlockPlanner:
     def _best_cut(self, q: Range, k: Range, undecided: tuple[str, ...]) -> int | None:
         """Return the row at which to cut q, near its middle; None to keep q.
 
-        It is cut if the mask of its block would be too large, or if both parts together have less work.
+        It is cut if the mask of its block would be too large, or if both parts together have clearly less work.
         """
         symbols = {name for condition in undecided for name in language.predicate_symbols(condition)}
         if q[1] - q[0] < 2 or not any(map(is_query_symbol, symbols)):  # all queries see the same keys
@@ -399,7 +399,7 @@ class BlockPlanner:
         return (q[1] - q[0]) * sum(high - low for low, high in self._attended_parts(q, k))
 
     def _skip_unneeded(self, q: Range, k: Range, undecided: tuple[str, ...]) -> list[Range]:
-        """Return the parts of k to which q may attend if they are much fewer keys than k; else [k].
+        """Return the parts of k to which q may attend if they are clearly fewer keys than k; else [k].
 
         Each part is a kernel call, so that skipping few keys would not be faster.
         """

@@ -100,7 +100,7 @@ def _attended_products(gm: GraphModule, axes: Axes) -> set[tuple[int, ...]]:
 
 
 def _find_windowed_rows(axes: Axes, attentions: dict[int, set[Node]]) -> dict[int, set[Node]]:
-    """Return the classes of dims split into (windows, positions), if attention reads positions but no windows.
+    """Find dims that are split into (windows, positions), of which attention reads the positions, but not the windows.
 
     A class is the number of all dims that are equal: the dim H of several values, for example.
 

@@ -264,8 +264,9 @@ class DryRun:
         # Only passes on the joint graph depend on the option `compiler`, and here none runs.
         elif self.entry == "explain" and not lowered.exchanges and not predicts_step:
             options.refuse(self.entry, compiler="compiles nothing of a program without its own collectives")
-        if predicts_step or (examines_collectives and options.has_joint_passes):
-            self._add_step(lowered, result)
+        runs_joint_passes = examines_collectives and options.has_joint_passes
+        if predicts_step or runs_joint_passes:
+            self._add_step(lowered, result)  # which runs these passes, too
         elif self.entry != "plan" and not lowered.unsplit_reason:
             partition_joint_graph(copy_graph(lowered.graph), lowered.inputs, transform=None, for_inductor=False)
 
@@ -309,22 +310,22 @@ def split_kwargs(
         SpError: A name is another name for the number of ranks (SP102), such as `ranks` in a call of `explain`.
     """
     passed = dict(passed)
-    kwargs, config = dict(passed.pop("kwargs", {})), dict[str, Any]()
+    kwargs, options = dict(passed.pop("kwargs", {})), dict[str, Any]()
     field_names = [field.name for field in fields(SPConfig)]
-    names, accepts_any = _parameter_names(model)
+    parameter_names, accepts_any = _parameter_names(model)
     if accepts_any:
-        names = names.union(*(_parameter_names(module)[0] for module in _modules_of(model)))
+        parameter_names = parameter_names.union(*(_parameter_names(module)[0] for module in _modules_of(model)))
     ranks_name = RANKS_ARGUMENTS[entry]
     for name, value in passed.items():
-        if name in OTHER_RANKS_NAMES and name not in names:
+        if name in OTHER_RANKS_NAMES and name not in parameter_names:
             raise SpError("SP102", f"{entry}: unknown option {name!r}.", f"Use {ranks_name}={value!r}.")
         is_similar = bool(suggest_option(name, [*field_names, *ENTRY_ARGUMENTS]))
-        is_parameter = name in names or (accepts_any and not is_similar)
+        is_parameter = name in parameter_names or (accepts_any and not is_similar)
         if is_parameter and name not in field_names:
             kwargs[name] = value
         else:
-            config[name] = value
-    return config, kwargs
+            options[name] = value
+    return options, kwargs
 
 
 RANKS_ARGUMENTS = {"explain": "sp", "verify": "sp", "plan": "ranks"}  # the argument with the number of ranks

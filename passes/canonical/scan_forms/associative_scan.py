@@ -138,7 +138,7 @@ def _evaluate_node(node: Node, expressions: Mapping[Node, sympy.Expr]) -> sympy.
 
 
 def scan_of_leaf(expression: sympy.Expr | None, i: int, left: list[Any], right: list[Any]) -> CombineOp | None:
-    """Return the scan of leaf `i` alone, such as a sum, that combines rows by an expression, or None for others.
+    """Return the scan, such as a sum, that computes leaf `i` from this leaf alone, or None if there is none.
 
     Args:
         expression: The result of the combine function for the leaf; None if it is unknown.
