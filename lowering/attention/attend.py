@@ -123,7 +123,7 @@ class KernelSelector:
     def _select_for(self, call: Block | PackedCall) -> Kernel:
         """Return the kernel of a block or of a packed call, from its sizes and window."""
         queries, keys = call.query_rows[1], call.key_rows[1]
-        if isinstance(call, PackedCall):  # without a window it does not matter whether it is square
+        if isinstance(call, PackedCall):  # `square` matters only with a left limit
             return self.select(call.kind, queries, call.window, call.window.left is not None and call.square)
         return self.select(call.kind, min(queries, keys), call.window, queries == keys)
 

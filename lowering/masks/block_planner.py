@@ -129,10 +129,15 @@ class BlockPlanner:
         None if the pairs of some part of the mask are not those of a window, or if there would be too many tiles.
         """
         tiles = self._nonempty_tiles()
-        runs_of_tiles = None if tiles is None else [part_runs(tile) for tile in tiles]
-        if runs_of_tiles is None or None in runs_of_tiles:
+        if tiles is None:
             return None
-        return tuple(block_of(run) for runs in runs_of_tiles for run in runs or ())
+        runs = list[AttendedRun]()
+        for tile in tiles:
+            known_runs = part_runs(tile)
+            if known_runs is None:
+                return None
+            runs += known_runs
+        return tuple(map(block_of, runs))
 
     def _covers_all(self, run: AttendedRun) -> bool:
         """Return True if the run has all valid queries and keys.
@@ -216,9 +221,9 @@ class BlockPlanner:
         """
         groups = list[list[TileBlocks]]()
         for tile, create_blocks in tile_blocks:
-            # The first and the last tile of the present group.
-            if groups and self._can_merge(groups[-1][0][0], groups[-1][-1][0], tile):
-                groups[-1].append((tile, create_blocks))
+            group = groups[-1] if groups else []
+            if group and self._can_merge(first=group[0][0], last=group[-1][0], tile=tile):
+                group.append((tile, create_blocks))
             else:
                 groups.append([(tile, create_blocks)])
         for group in groups:
@@ -423,11 +428,7 @@ class BlockPlanner:
     def _undecided_conditions(self, q: Range, k: Range) -> tuple[str, ...]:
         """Return the conditions that do not hold for all pairs, which a block of q x k must evaluate."""
         boxes = list(self._index_boxes(q, k))
-        return tuple(
-            condition
-            for condition in self._conditions
-            if not all(language.evaluate_over(condition, box) for box in boxes)
-        )
+        return tuple(c for c in self._conditions if not all(language.evaluate_over(c, box) for box in boxes))
 
     def verdict(self, q: Range, k: Range) -> Verdict:
         """Return True if all pairs of q x k attend, False if none does or there is none, None if unknown."""

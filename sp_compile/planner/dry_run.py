@@ -275,6 +275,7 @@ class DryRun:
         options = result.user_options
         if not lowered.unsplit_reason:
             lowered.add_boundary_outputs()
+        # The nodes of regions of activation checkpointing have "ac_graph_id".
         result.checkpoints |= any("ac_graph_id" in node.meta for node in lowered.graph.graph.nodes)
         # The field `hosted` of a step is the same step with all saved values on the host. Steps with a part of the
         # values there are computed from the two. It is needed
