@@ -79,8 +79,8 @@ def _kernel_key(
     kind = Kind.FULL if mask is None or bias is not None else Kind.MASKED  # an additive mask excludes no pair
     head_dim = max(q.shape[3], v.shape[3])
     q_rows, k_rows = math.prod(q.shape[:3]), v.shape[0] * v.shape[2]
+    # Elements of the largest operand: as it is, and with key heads repeated to the query heads, as some kernels need.
     sizes = [head_dim * max(q_rows, k_rows * key_heads) for key_heads in (v.shape[1], q.shape[1])]
-    # Of the largest operand, also with key heads repeated to the query heads, as some kernels need.
     elements, repeated_elements = (size if isinstance(size, int) else 0 for size in sizes)  # a symbol: unknown
     return KernelKey(
         device, q.dtype, kind, head_dim, rows, dropout=dropout, score=score, bias=bias, bias_grad=mask_grad,
