@@ -65,7 +65,7 @@ def _reaches_reader(
         node: The value.
         user: A user of the value.
         plan: The plan of the graph.
-        read_nodes: The nodes after the value of which a reader may depend on padded rows, as found so far.
+        read_nodes: The later nodes whose padded rows reach a reader that may depend on them.
         ignores_padding: Returns True for ops whose valid rows do not depend on padded rows of this kind.
     """
     if user.op == "output":

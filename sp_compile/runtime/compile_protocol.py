@@ -46,18 +46,18 @@ class CompileProtocol:
         self.opened = False
         self.stopped_groups: dict[Ranks, RankMismatchError] = {}
 
-    def start(self, also: Sequence[Ranks] = ()) -> None:
+    def start(self, more_groups: Sequence[Ranks] = ()) -> None:
         """Check that the other ranks compile as well.
 
         Args:
-            also: Groups without exchanges in this compilation, whose ranks wait for each other.
+            more_groups: Groups that may have no exchange in this compilation, but whose ranks must compile as well.
 
         Raises:
             SpError: The ranks of a group run different operations; every rank of the group, and of the other groups of
                 these ranks, raises. Or a rank does not arrive; `finish` forwards this error to the other groups.
         """
         self.opened, mine = True, Message(COMPILE_VERB, note=f"in mode {mode_fields()}")
-        for ranks in dict.fromkeys([*(ranks for ranks, _ in self.remaining), *also]):
+        for ranks in dict.fromkeys([*(ranks for ranks, _ in self.remaining), *more_groups]):
             try:
                 if ranks.has_other_processes:
                     self._all_gather(ranks, mine if self.opened else STOP_VERB)

@@ -132,7 +132,10 @@ class _Watcher:
             abort_groups(self.notice)
 
     def _is_stalled(self) -> bool:
-        """Return True if a program or its autograd runs and no thread has progressed since the last check."""
+        """Return True if a program or its autograd runs and no thread has progressed since the last check.
+
+        The present state is stored for the next check.
+        """
         threads = {*_active_runs, *backward_threads()}
         cpu_seconds, progress = {thread: _cpu_seconds(thread) for thread in threads}, _progress_state()
         before = self.cpu_seconds
