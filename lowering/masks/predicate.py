@@ -476,6 +476,11 @@ def evaluate_mask(text: str, values: Mapping[str, Tensor | int]) -> Tensor | boo
     return _evaluate_text(text, tensors=True)(values)
 
 
+def check_operations(text: str) -> None:
+    """Raise an SpError if a predicate has an operation that cannot be evaluated, such as a power."""
+    _evaluate_text(text, tensors=True)
+
+
 @lru_cache(maxsize=1024)
 def _evaluate_text(text: str, tensors: bool) -> Evaluator:
     """Return a function that evaluates the predicate for tensors, or else for bounds, of its symbols; cached."""

@@ -23,6 +23,7 @@ from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape
 from sp_compile.passes.graph.sizes import Size, is_same_size
 
 from .elements import (
+    Cases,
     Coords,
     Element,
     ElementReader,
@@ -31,8 +32,10 @@ from .elements import (
     as_cases,
     as_number,
     as_truth,
+    cast_cases,
+    cast_number,
     element_handler,
-    round_constants,
+    exact_range,
     select_element,
 )
 from .proofs import IndexBox
@@ -201,10 +204,15 @@ def _diff_element(reader: ElementReader, call: OpCall, coords: Coords) -> Elemen
 @element_handler("cumsum")
 def _cumsum_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
     """Return the element of the cumulative sum of a constant c: c * (i + 1) at row i."""
-    cases = as_cases(reader.at(call.operands[0], coords))
+    dim = call.dim()
+    extent = sympy.sympify(call.shape()[dim])
+    row = sympy.Symbol(f"row_of_{extent}", integer=True)  # counts all summed rows, also those that are not read
+    reader.box.last[row] = extent - 1
+    cases = as_cases(reader.at(call.operands[0], (*coords[:dim], row, *coords[dim + 1 :])))
     if len(cases) != 1 or not cases[0][1].is_number:
         raise NotSymbolic("sums a value that is not constant")
-    return ((sympy.true, sympy.expand(cases[0][1] * (coords[call.dim()] + 1))),)
+    _require_exact(reader, ((sympy.true, cases[0][1] * extent),), call.node)
+    return ((sympy.true, sympy.expand(cases[0][1] * (coords[dim] + 1))),)
 
 
 def _operands(reader: ElementReader, call: OpCall, coords: Coords) -> list[Element]:
@@ -212,12 +220,25 @@ def _operands(reader: ElementReader, call: OpCall, coords: Coords) -> list[Eleme
     return [reader.operand(call[name], coords) for name in ("self", "other") if name in call.args]
 
 
+def _cast_operands(reader: ElementReader, call: OpCall, coords: Coords) -> list[Cases]:
+    """Return the elements of the operands of an arithmetic op, which casts them to the dtype of its result."""
+    dtype = call.node.meta["val"].dtype
+    return [cast_cases(as_cases(x), dtype, reader.box) for x in _operands(reader, call, coords)]
+
+
+def _require_exact(reader: ElementReader, cases: Cases, node: Node) -> None:
+    """Raise NotSymbolic unless numbers are exact integers in the dtype of a node, which computes with them."""
+    dtype = node.meta["val"].dtype
+    if not all(reader.box.is_bounded(number, *exact_range(dtype)) for _, number in cases):
+        raise NotSymbolic(f"may round or overflow in {dtype}")
+
+
 def _register_pointwise(function: Callable[..., Any], *names: str) -> None:
     """Register a handler for the pointwise ops with these names: `function` computes their result from numbers."""
 
     def handler(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
         """Return the element of the result of the pointwise op."""
-        return apply_by_cases(function, *_operands(reader, call, coords))
+        return apply_by_cases(function, *_cast_operands(reader, call, coords))
 
     element_handler(*names)(handler)
 
@@ -225,8 +246,10 @@ def _register_pointwise(function: Callable[..., Any], *names: str) -> None:
 @element_handler("add", "sub", "rsub")
 def _add_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
     """Return the element of add, a + alpha * b; of sub, a - alpha * b; or of rsub, b - alpha * a."""
-    a, b = _operands(reader, call, coords)
+    a, b = _cast_operands(reader, call, coords)
     alpha, name = reader.integer(as_number(call["alpha"])), schema_of(call.node.target).name
+    if alpha != 1:  # a product, which may be rounded
+        _require_exact(reader, apply_by_cases(lambda x: alpha * x, a if "rsub" in name else b), call.node)
     if "rsub" in name:
         return apply_by_cases(lambda x, y: y - alpha * x, a, b)
     factor = -alpha if "sub" in name else alpha
@@ -243,7 +266,7 @@ _register_pointwise(sympy.Min, "minimum")
 @element_handler("floor_divide", "div", "remainder")
 def _divide_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
     """Return the element of an integer division, rounded down, or of a remainder, for positive constant divisors."""
-    a, b = _operands(reader, call, coords)
+    a, b = _cast_operands(reader, call, coords)
     name, rounding = schema_of(call.node.target).name, call.get("rounding_mode")
     if call.node.meta["val"].dtype.is_floating_point or not all(v.is_Integer and v > 0 for _, v in as_cases(b)):
         raise NotSymbolic("divides floats, or by a value that is not a positive constant")
@@ -271,16 +294,32 @@ def _register_comparison(compare: Compare, *names: str) -> None:
     def handler(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
         """Return the element of the comparison, as a condition: it holds for one of the combinations of cases."""
         conditions = []
-        # Both operands are compared in their common dtype: of 256 and 257 in bfloat16, none is larger.
         values = [x.meta["val"] if isinstance(x, Node) else x for x in (call["self"], call["other"])]
         dtype = torch.result_type(*values)
-        x_cases, y_cases = (round_constants(as_cases(x), dtype) for x in _operands(reader, call, coords))
+        x_cases, y_cases = map(as_cases, _operands(reader, call, coords))
         for (x_condition, x), (y_condition, y) in itertools.product(x_cases, y_cases):
             if And(x_condition, y_condition) != sympy.false:
-                conditions.append(And(x_condition, y_condition, compare(reader.box, _difference(x, y))))
+                difference = _difference(*_cast_pair(x, y, dtype, reader.box))
+                if not reader.box.is_bounded(difference, *exact_range(torch.int64)):  # in which predicates are computed
+                    raise NotSymbolic("compares numbers whose difference may overflow")
+                conditions.append(And(x_condition, y_condition, compare(reader.box, difference)))
         return Or(*conditions)
 
     element_handler(*names)(handler)
+
+
+def _cast_pair(x: sympy.Expr, y: sympy.Expr, dtype: torch.dtype, box: IndexBox) -> tuple[sympy.Expr, sympy.Expr]:
+    """Return two numbers as they are compared in their common dtype: of 256 and 257 in bfloat16, none is larger.
+
+    Raises NotSymbolic if rounding could change the result.
+    """
+    # Casts to float are monotone, so that an integer and a constant between exact integers need no other proof: for
+    # n > 2.5, the integer n is at least 3, and so is its representation.
+    limit = exact_range(dtype)[1] if dtype.is_floating_point else 0
+    numbers = [cast_number(number, dtype, box) if number.is_number else number for number in (x, y)]
+    if any(number.is_Rational and abs(number) < limit for number in numbers):
+        return numbers[0], numbers[1]
+    return cast_number(numbers[0], dtype, box), cast_number(numbers[1], dtype, box)
 
 
 def _difference(x: sympy.Expr, y: sympy.Expr) -> sympy.Expr:

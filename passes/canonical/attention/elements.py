@@ -7,7 +7,8 @@ The *element* of a tensor at *coordinates*, one expression per dim, is a conditi
 (condition, number) of which exactly one holds. Nothing is executed: `ElementReader.at` derives the element of an op
 from the elements of its operands, by the handlers of `element_ops.py` or by the op's rule. A value without either is a
 *leaf*, a function of its coordinates, if it has an integer or bool dtype and is indexed by a query or a key. Floats are
-supported only if they are exact: integers and infinities, never values whose rounding could matter.
+supported only if they are exact: integers and infinities, never values whose rounding could matter. The bounds of an
+expression prove that no op of the program rounds it or wraps around in its dtype.
 
 The indices b, h, q and k count batch entries, heads, queries and keys; expressions are over these. Readers raise
 `NotSymbolic` at any depth if an element has no expression. The passes catch it, leave the tensor in the
@@ -49,8 +50,8 @@ Coords: TypeAlias = tuple[sympy.Expr, ...]
 Handler: TypeAlias = Callable[["ElementReader", OpCall, Coords], Element]
 HANDLERS: Table[Handler] = Table("elements of ops")
 MAX_CASES = 8  # maximum number of cases of an element
+LEAF_RANGE = (-(1 << 61), 1 << 61)  # assumed range of int64 data, whose sums and differences then do not overflow
 LEAF_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-POSITION_DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)  # can represent any position; half cannot
 
 
 class NotSymbolic(Exception):
@@ -125,14 +126,14 @@ class ElementReader:
         try:
             computed = self._computed_element(node, coords)
             if computed is not None:
-                return cast_element(computed, node.meta["val"].dtype)
+                return cast_element(computed, node.meta["val"].dtype, self.box)
         except NotSymbolic as error:  # the result may still be a leaf
             op_error = error
         try:
             constant = constant_value(node)
             if constant is None:
                 return self._add_leaf(node, coords)
-            return cast_element(as_number(constant), node.meta["val"].dtype)
+            return cast_element(as_number(constant), node.meta["val"].dtype, self.box)
         except NotSymbolic as error:
             raise (op_error or error).with_node(node) from None
         finally:
@@ -174,6 +175,7 @@ class ElementReader:
         if len(set(indices)) < len(indices) or {QUERY_INDEX, KEY_INDEX} <= set(indices):
             raise NotSymbolic("depends on a query and a key")
         self.leaves[name] = node
+        self.box.leaf_ranges[name] = LEAF_RANGE if value.dtype == torch.int64 else exact_range(value.dtype)
         element = sympy.Function(name, integer=True)(*coords)
         return Ne(element, 0) if value.dtype == torch.bool else ((sympy.true, element),)
 
@@ -262,37 +264,56 @@ def as_truth(value: Element) -> Boolean:
     return Or(*(And(condition, Ne(number, 0)) for condition, number in value))
 
 
-def cast_element(value: Element, dtype: torch.dtype) -> Element:
-    """Return an element in another dtype. Raises NotSymbolic if the cast could round a position, or wrap."""
+def cast_element(value: Element, dtype: torch.dtype, box: IndexBox) -> Element:
+    """Return an element in another dtype.
+
+    Raises NotSymbolic if the cast could round a position, or wrap a number, or for a fraction.
+    """
     if dtype == torch.bool:
         return as_truth(value)
-    cases = round_constants(as_cases(value), dtype)
-    for _, number in cases:
-        is_exact_constant = number.is_infinite or (
-            number.is_Integer and (dtype.is_floating_point or abs(number) < 128)  # int8 has numbers up to 127
-        )
-        # float32 represents every position, but not every value of an integer leaf (an applied function).
-        may_round = dtype == torch.float32 and number.has(AppliedUndef)
-        is_exact_position = number.is_integer and dtype in POSITION_DTYPES and not may_round
-        if not is_exact_constant and not is_exact_position:
-            raise NotSymbolic(f"may round or overflow in {dtype}")
+    cases = cast_cases(as_cases(value), dtype, box)
+    if not all(number.is_infinite or number.is_integer for _, number in cases):
+        raise NotSymbolic(f"may be a fraction in {dtype}")
     return cases
 
 
-def round_constants(cases: Cases, dtype: torch.dtype) -> Cases:
-    """Return cases with their integer constants as a floating dtype represents them, in bfloat16 257 as 256."""
+def cast_cases(cases: Cases, dtype: torch.dtype, box: IndexBox) -> Cases:
+    """Return cases as a tensor of the dtype represents them: in bfloat16, the constant 257 is 256.
 
-    def _round(number: sympy.Expr) -> sympy.Expr:
-        """Return a constant as the dtype represents it; expressions such as q + 1 are returned unchanged."""
-        if not number.is_Integer or not dtype.is_floating_point:
-            return number
-        represented = round_to_dtype(float(number), dtype)
-        if represented is None:
+    Raises NotSymbolic for a constant that does not fit, and for an expression, such as q + 1, that is not an integer
+    within the exact integers of the dtype for all indices.
+    """
+    return tuple((condition, cast_number(number, dtype, box)) for condition, number in cases)
+
+
+def cast_number(number: sympy.Expr, dtype: torch.dtype, box: IndexBox) -> sympy.Expr:
+    """Return a number of `cast_cases` as the dtype represents it; expressions are returned unchanged."""
+    if dtype.is_floating_point and number.is_infinite:
+        return number
+    if dtype.is_floating_point and number.is_Rational:
+        try:
+            represented = round_to_dtype(number.p / number.q, dtype)  # a division of ints is rounded correctly
+        except OverflowError:
+            represented = None
+        if represented is None or math.isinf(represented):
             raise NotSymbolic(f"overflows in {dtype}")
-        ((_, value),) = as_cases(as_number(represented))  # a constant has one case, (True, value)
-        return value
+        return sympy.Rational(represented)
+    if not number.is_integer or not box.is_bounded(number, *exact_range(dtype)):
+        raise NotSymbolic(f"may round or overflow in {dtype}")
+    return number
 
-    return tuple((condition, _round(number)) for condition, number in cases)
+
+def exact_range(dtype: torch.dtype) -> tuple[int, int]:
+    """Return the least and the greatest of the consecutive integers that a dtype represents exactly.
+
+    Raises NotSymbolic for a complex dtype.
+    """
+    if dtype.is_complex:
+        raise NotSymbolic("is complex")
+    if dtype.is_floating_point:
+        limit = int(2 / torch.finfo(dtype).eps)  # 2**24 in float32
+        return -limit, limit
+    return (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
 
 
 def apply_by_cases(function: Callable[..., Any], *values: Element) -> Cases:

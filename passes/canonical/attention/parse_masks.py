@@ -27,6 +27,7 @@ from sympy.core.function import AppliedUndef
 from torch.fx import Graph, GraphModule, Node
 
 from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.masks.predicate import check_operations
 from sp_compile.passes import base
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall, node_shape
@@ -402,10 +403,12 @@ class RewriteMasks(base.CanonicalPass):
     def emit_predicate(self, mask: AttentionMask, like: Node) -> tuple[list[Node], list[Node], list[Any], str]:
         """Return rows, cols, sizes and the predicate of `sp.masked_attention` for a mask; emits them at the first call.
 
-        Raises NotSymbolic if no predicate describes the mask, and SpError if the graph cannot compute a size.
+        Raises NotSymbolic if no predicate describes the mask, and SpError if the graph cannot compute a size, or a rank
+        the predicate.
         """
         printer = MaskPrinter()
         predicate = _make_predicate(printer, mask)
+        check_operations(str(predicate))
         rows = [self._leaf_vector(mask, leaf, QUERY_INDEX, like) for leaf in printer.rows]
         cols = [self._leaf_vector(mask, leaf, KEY_INDEX, like) for leaf in printer.cols]
         sizes = self.sizes.list(as_size(e) for e in printer.sizes)
@@ -424,7 +427,10 @@ class RewriteMasks(base.CanonicalPass):
         if key not in self.vectors:
             source = mask.leaves[leaf.func.__name__]
             with self.insert_after(source):
-                self.vectors[key] = self._slice_vector(source, leaf.args, index, mask.extent[index], like)
+                vector = self._slice_vector(source, leaf.args, index, mask.extent[index], like)
+                if vector.meta["val"].dtype not in (torch.bool, torch.int64):  # the predicate is computed in int64
+                    vector = self.compute(aten.to.dtype, (vector, torch.int64), like)
+                self.vectors[key] = vector
         return self.vectors[key]
 
     def _slice_vector(self, source: Node, coords: Any, index: sympy.Symbol, length: Size, like: Node) -> Node:

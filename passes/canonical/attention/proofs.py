@@ -12,7 +12,8 @@ count batch entries, heads, queries and keys. A *leaf* is a function of them wit
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeAlias
+from functools import reduce
+from typing import Any, TypeAlias
 
 import sympy
 from sympy import And, Eq, Ge, Le, Lt, Ne, Not, Or
@@ -23,6 +24,8 @@ from sp_compile.passes.graph.sizes import Size
 
 BATCH_INDEX, HEAD_INDEX, QUERY_INDEX, KEY_INDEX = INDICES = sympy.symbols("b h q k", integer=True, is_nonnegative=True)
 Boolean: TypeAlias = sympy.logic.boolalg.Boolean
+Bounds: TypeAlias = tuple[Any, Any]  # least and greatest value, both included
+MAX_SIZE = 1 << 24  # assumed maximum of a symbolic size, an index below which is exact in float32
 
 
 class IndexBox:
@@ -33,6 +36,7 @@ class IndexBox:
 
     def __init__(self, sizes: Mapping[sympy.Symbol, Size]) -> None:
         self.last = {index: sympy.sympify(size) - 1 for index, size in sizes.items()}
+        self.leaf_ranges: dict[str, Bounds] = {}  # least and greatest value of a leaf, by the name of its function
 
     def is_nonnegative(self, e: sympy.Expr) -> bool:
         """Return True if e >= 0 provably for all indices and sizes.
@@ -52,6 +56,31 @@ class IndexBox:
     def is_within(self, e: sympy.Expr, extent: Size) -> bool:
         """Return True if 0 <= e < extent provably for all indices and sizes."""
         return self.is_nonnegative(e) and self.is_nonnegative(extent - 1 - e)
+
+    def is_bounded(self, e: sympy.Expr, least: int, greatest: int) -> bool:
+        """Return True if least <= e <= greatest provably for all indices, leaves, and sizes up to MAX_SIZE."""
+        bounds = self._bounds(e)
+        return bounds is not None and bool(least <= bounds[0] and bounds[1] <= greatest)
+
+    def _bounds(self, e: sympy.Expr) -> Bounds | None:
+        """Return bounds of an expression, or None if they are not known."""
+        if e.is_Rational:
+            return e, e
+        if e in self.last:
+            last = self._bounds(self.last[e])
+            return (0, last[1]) if last is not None else None
+        if isinstance(e, AppliedUndef):
+            return self.leaf_ranges.get(e.func.__name__)
+        if e.is_Symbol:  # a size, or another integer of the program
+            return -MAX_SIZE, MAX_SIZE
+        is_power = e.is_Pow and e.exp.is_Integer and e.exp > 0
+        operands = [self._bounds(x) for x in ([e.base] * int(e.exp) if is_power else e.args)]
+        known = [bounds for bounds in operands if bounds is not None]
+        if not known or len(known) < len(operands):
+            return None
+        return _bounds_of_call(
+            sympy.Mul if is_power else e.func, known, is_of_sizes=not e.has(*self.last, AppliedUndef)
+        )
 
     def at_least_zero(self, e: sympy.Expr) -> Boolean:
         """Return the condition e >= 0: true or false if that is proven, else a relation in normal form, as k <= q."""
@@ -111,6 +140,35 @@ class IndexBox:
         if not all(isinstance(p, Relational) and not isinstance(p, (Eq, Ne)) for p in (a, b)):
             return False
         return self.is_nonnegative(_margin(b) - _margin(a))  # margin(a) >= 0 is `a`, so margin(b) >= margin(a) >= 0
+
+
+def _bounds_of_call(function: Any, operands: list[Bounds], is_of_sizes: bool) -> Bounds | None:
+    """Return bounds of a function's value from those of its operands, or None for an unknown function.
+
+    An unknown function of sizes, such as FloorDiv(S, 2), is at most as large as its largest operand.
+    """
+    least, greatest = zip(*operands)
+    if function is sympy.Add:
+        return sum(least), sum(greatest)
+    if function is sympy.Mul:
+        return reduce(_multiply_bounds, operands)
+    if function in (sympy.Max, sympy.Min):
+        select = max if function is sympy.Max else min
+        return select(least), select(greatest)
+    if function is sympy.floor:
+        return sympy.floor(least[0]), sympy.floor(greatest[0])
+    largest = max(map(abs, (*least, *greatest)))
+    if function is sympy.Abs:
+        return 0, largest
+    if function is sympy.Mod and least[1] > 0:
+        return 0, greatest[1] - 1
+    return (-largest, largest) if is_of_sizes else None
+
+
+def _multiply_bounds(a: Bounds, b: Bounds) -> Bounds:
+    """Return the bounds of a product."""
+    ends = [x * y for x in a for y in b]
+    return min(ends), max(ends)
 
 
 def _is_nonnegative_size(e: sympy.Expr) -> bool:

@@ -141,6 +141,36 @@ def grads(run: Callable[..., Tensor]) -> list[Tensor]:
     return [out, *torch.autograd.grad((out.sin() * floats(*out.shape, seed=9)).sum(), (q, k, v))]
 
 
+# masks with values that torch rounds or wraps around, or that are not constant in the rows that are not read
+ROUNDED: dict[str, tuple[Mask, str]] = {
+    "cumsum of a part": (lambda p, x: (torch.arange(S + 3) >= 3).cumsum(0)[3:, None] > i(), "k < row0"),
+    "last row of a cumsum": (lambda p, x: i()[None] < (i() < 5).cumsum(0)[-1], "k < col0"),
+    "uint8 that wraps": (lambda p, x: causal().to(torch.uint8) - 1 > 0, DATA),
+    "uint8 and a large number": (lambda p, x: causal().to(torch.uint8) >= 256, DATA),
+    "int32 that wraps": (lambda p, x: i().int()[:, None] * 2**29 >= i().int() * 2**29, "col0 <= row0"),
+    "float32 that rounds": (lambda p, x: i()[:, None].float() * 4194303 > i().float() * 4194303 - 1, DATA),
+    "bfloat16 that rounds": (
+        lambda p, x: (i()[:, None] + 256 > torch.full((S,), 256.0, dtype=torch.bfloat16)) | (i()[:, None] == i()),
+        DATA,
+    ),
+    "fraction that rounds": (lambda p, x: i()[None] <= 2.9999999999, "k < 4"),
+    "uint8 data": (
+        lambda p, x: (lambda t: t[:, None, :, None] - t[:, None, None] < 2)((x + 250).to(torch.uint8).long()),
+        "-col0 + row0 < 2",
+    ),
+    "powers": (lambda p, x: (i() * i())[:, None] + 1 > i(), DATA),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_mask_of_rounded_values(name: str) -> None:
+    mask, expected = ROUNDED[name]
+    gm = captured(mask)
+    Canonicalize()(gm)
+    assert text(gm) == expected
+    torch.testing.assert_close(gm(*inputs()), Attention(mask)(*inputs()), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("name", MASKS)
 def test_mask(name: str) -> None:
