@@ -86,9 +86,9 @@ class Dropout(NamedTuple):
         numbers.mul_(_HASH_HALF_FACTORS[0])
         numbers ^= numbers >> 15
         numbers.add_(second).mul_(_HASH_HALF_FACTORS[1])
-        # The numbers are uniform in [-2**31, 2**31): a part p of them is below this threshold.
-        threshold = min(int(self.p * 2**32) - 2**31, 2**31 - 1)
-        return numbers >= threshold
+        # The numbers are uniform in [-2**31, 2**31): a part p of them is at most this threshold, all of them for p = 1.
+        threshold = max(int(self.p * 2**32) - 2**31 - 1, -(2**31))
+        return numbers > threshold
 
 
 def _split_int64(x: Tensor) -> tuple[Tensor, Tensor]:
