@@ -102,10 +102,12 @@ def _normalize_new(op: Any, node: Node) -> CallForm:
 
 def _normalize_cast(node: Node) -> CallForm | None:
     """Return type_as(x, y) or to(x, y) as a cast to y's dtype; None if x also moves to another device."""
-    value, source = node.meta["val"], OpCall(node).operands[0]
+    value, call = node.meta["val"], OpCall(node)
+    source = call.operands[0]
     if value.device != source.meta["val"].device:
         return None
-    return CallForm(aten.to.dtype, (source, value.dtype))
+    options = {name: call.get(name) for name in ("copy", "memory_format") if call.get(name)}  # only of to(x, y)
+    return CallForm(aten.to.dtype, (source, value.dtype), options)
 
 
 def _normalize_round_trip(node: Node) -> CallForm | None:

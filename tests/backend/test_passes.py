@@ -63,6 +63,18 @@ add: [4, 2] = aten.add.Tensor(cat_1, new_full)
 return (add,)""",
         )
 
+    def test_casts_keep_their_copies(self):
+        gm = captured(lambda x, y: torch.ops.aten.to.other(x, y, False, True), torch.ones(2), torch.ones(3))
+        Canonicalize()(gm)
+        self.assertExpectedInline(
+            show(gm),
+            """\
+x: [2] = placeholder
+y: [3] = placeholder
+to: [2] = aten.to.dtype(x, float32, copy=True)
+return (to,)""",
+        )
+
     def test_expand_heads_after_the_exchange(self):
         def attention(x, y, z):
             repeated = (y * 2)[:, :, None].expand(1, 2, 2, 8, 4).reshape(1, 4, 8, 4)
