@@ -211,6 +211,16 @@ def test_no_bin_counts_the_padded_rows_of_histc(dtype: torch.dtype, high: float)
     assert not torch.histc(torch.full((3,), value, dtype=dtype), 4, low, high).any()
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int64])
+def test_padded_rows_of_histc_fit_the_dtype(dtype: torch.dtype) -> None:
+    for high in (5, 5.5, torch.iinfo(torch.int8).max, torch.iinfo(torch.uint8).max):
+        node, _ = brute.node_of(aten.histc.default, (torch.zeros(5, dtype=torch.float32), 4, 0, high), {})
+        node.args[0].meta["val"] = node.args[0].meta["val"].to(dtype)  # torch has CUDA kernels only
+        found = lookup_rule(node)[1]
+        assert (found is None) == (high >= torch.iinfo(dtype).max), high
+        assert found is None or high < torch.tensor(found.pad[1], dtype=dtype).item() == found.pad[1]
+
+
 def test_groups_take_sizes_from_the_call() -> None:
     x = samples.f(6, 4)
     node, _ = brute.node_of(aten.view.default, (x, [2, 3, 4]), {})

@@ -8,6 +8,8 @@ both as the same sequence. A rule function returns the rule of a call, or None: 
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from sp_compile.passes.graph.call import OpCall, parse_overloads
@@ -29,14 +31,17 @@ def _histc_rule(call: OpCall) -> BoundRule | None:
 
     `pad` fills the padded rows of a shard with a value after the last bin, which is not counted. None for equal bounds,
     for which torch uses the minimum and maximum of all values, for an upper bound that is not known, and for values of
-    several dims.
+    several dims; nor for an upper bound such as 255 of uint8, after which the dtype has no value.
     """
     low, high = call["min"], call["max"]
     if call.ndim() != 1 or low == high or not isinstance(high, int | float):
         return None
     # For large floats, high + 1 would be rounded to high, which the last bin counts: from 2**24 on in float32.
     # `pad` is (index of the operand, value).
-    beyond = 2 * max(high, 1) if call.operands[0].meta["val"].is_floating_point() else high + 1
+    dtype = call.operands[0].meta["val"].dtype
+    beyond = 2 * max(high, 1) if dtype.is_floating_point else math.floor(high) + 1
+    if beyond > (torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype).max:
+        return None
     return bind_rule(call, "k -> bins", sum="k", pad=(0, beyond))
 
 
