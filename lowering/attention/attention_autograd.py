@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from sp_compile.lowering.base.errors import SpError
+
 from .gathered_kernel import GatheredKeys
 from .merge_blocks import add_sinks, sinks_grad
 from .op_args import LocalArgs
@@ -44,7 +46,12 @@ def attention(
 
     Returns:
         (B, H, s, E) in q's dtype; with ``with_lse`` (B, H, s, E + 1) in float32 or wider.
+
+    Raises:
+        SpError: If there are sinks and ``with_lse``.
     """
+    if with_lse and sinks is not None:
+        raise SpError("SP433", "lse of attention: expected False with sinks, got True.")
     out, row_lse = _AttentionFunction.apply(args, keys, with_lse, q, k, v, sinks, *args.tensors())
     return torch.cat([out.to(row_lse.dtype), row_lse.unsqueeze(-1)], -1) if with_lse else out
 

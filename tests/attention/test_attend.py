@@ -1,6 +1,7 @@
 """sp::attend against plain dense attention, on the full sequence and on shards."""
 
 import math
+from contextlib import nullcontext
 from functools import reduce
 
 import pytest
@@ -9,10 +10,12 @@ from support.attention.attending import PREDICATES, Problem, dense, leaves, rand
 from torch import Tensor
 
 from sp_compile.lowering.attention import attend as blockwise
+from sp_compile.lowering.attention import masking
 from sp_compile.lowering.attention.kernel_args import cpu_copy_bytes
 from sp_compile.lowering.attention.masking import Dropout
 from sp_compile.lowering.attention.merge_blocks import merge
 from sp_compile.lowering.attention.op_args import LocalArgs, ShardArgs
+from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.comm.communicator import current_communicator
 from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
 from sp_compile.lowering.masks.spans import full_span
@@ -233,6 +236,24 @@ def test_dropout_keeps_the_share_it_should() -> None:
                 assert abs(torch.corrcoef(pair)[0, 1]) < 0.01
     agreed = kept_of(6, 0.5, *shape) == kept_of(5, 0.5, *shape)
     assert abs(agreed.double().mean() - 0.5) < 0.01
+
+
+def test_dropout_of_all_weights_drops_the_greatest_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    upper_half = (2**31 - 1) * pow(masking._HASH_HALF_FACTORS[1], -1, 2**32) % 2**32  # whose hash is 2**31 - 1
+
+    def split(x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros(x.shape, dtype=torch.int32), torch.full(x.shape, upper_half).to(torch.int32)
+
+    monkeypatch.setattr(masking, "_split_int64", split)
+    assert not kept_of(5, 1.0, 1, 1, 2, 3).any()
+    assert kept_of(5, 1 - 2**-32, 1, 1, 2, 3).all()
+
+
+@pytest.mark.parametrize("lse", [False, True])
+def test_sinks_and_lse_are_exclusive(lse: bool) -> None:
+    q, sinks = randn(1, 2, 3, 4).requires_grad_(), randn(2).requires_grad_()
+    with pytest.raises(SpError, match="SP433") if lse else nullcontext():
+        torch.ops.sp.masked_attention(q, q, q, [], [], [], "", 0.0, None, False, sinks=sinks, lse=lse)
 
 
 @pytest.mark.parametrize("name", ["none", "causal", "documents"])
