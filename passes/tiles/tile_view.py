@@ -31,6 +31,7 @@ from sp_compile.passes.graph.rank_rng import is_random
 from sp_compile.passes.graph.sizes import Size, as_size, as_sizes, exact_quotient, size_product
 from sp_compile.passes.propagation.propagate import propagate
 from sp_compile.passes.sharding.axes import Axes
+from sp_compile.passes.sharding.matchers import skip_ops
 from sp_compile.passes.sharding.placement import REPLICATE, Frame, Partial, Placement, PlacementPlan, Shard
 from sp_compile.passes.sharding.rule import rule_of, transfer_of
 from sp_compile.passes.sharding.rules.exchange_rules import call_frame
@@ -42,8 +43,9 @@ MASKING_OPS = (sp.mask.default, sp.window.default)
 CUTTING_OPS = (sp.shard.default, *MASKING_OPS)
 DIVISION_OPS = parse_overloads("div.Scalar div.Tensor")
 CHOICE_OPS = parse_overloads("where.ScalarOther where.self")
-# ops whose exponentials do not overflow if they return log-probabilities; those of scaled logits may
-LOGARITHM_OPS = parse_overloads("log_softmax.int sub.Tensor")
+# ops that move or select elements, and reductions that are at least as large as each element
+SELECTION_OPS = parse_overloads("gather index_select")
+UPPER_BOUND_OPS = parse_overloads("logsumexp amax")
 # ops that are, like smooth ones, finite with finite derivatives on rows computed from a row of ones
 FINITE_ON_ONES = parse_overloads("""
     abs argmax clamp eq.Scalar eq.Tensor ge.Scalar ge.Tensor gather gt.Scalar gt.Tensor index_select kl_div le.Scalar
@@ -169,13 +171,39 @@ def _is_finite(node: Node, finite_nodes: Set[Node], ones: Set[Node]) -> bool:
     if node.target is aten.pow.Tensor_Scalar:
         exponent = call["exponent"]
         return isinstance(exponent, (int, float)) and exponent >= 1 and exponent % 1 == 0
-    if node.target is aten.exp.default:  # of 1, or of a log-probability, neither of which overflows
-        return any(x in ones or (x in finite_nodes and x.target in LOGARITHM_OPS) for x in node.all_input_nodes)
+    if node.target is aten.exp.default:  # those of scaled logits may overflow
+        (x,) = node.all_input_nodes
+        return x in ones or _is_log_probability(x) or _is_log_ratio(x, finite_nodes)
     if node.target in CHOICE_OPS:
         choices = call["self"], call["other"]
         are_finite = [x in finite_nodes if isinstance(x, Node) else math.isfinite(x) for x in choices]
         return call["condition"] not in finite_nodes or all(are_finite)
     return node.target in FINITE_ON_ONES
+
+
+def _is_log_probability(node: Node) -> bool:
+    """Return True for elements of log_softmax(z), of z - logsumexp(z) or of z - amax(z), which are at most 0."""
+    source = _skip_selections(node)
+    if source.target is aten.log_softmax.int:
+        return True
+    if source.target is not aten.sub.Tensor or OpCall(source)["alpha"] != 1 or not is_tensor(source.args[1]):
+        return False
+    z, bound = (_skip_selections(x) for x in source.args)
+    return bound.target in UPPER_BOUND_OPS and _skip_selections(bound.args[0]) is z
+
+
+def _is_log_ratio(node: Node, finite_nodes: Set[Node]) -> bool:
+    """Return True for the difference of log-probabilities, of which one may be data that no padded row changes."""
+    if node.target is not aten.sub.Tensor or OpCall(node)["alpha"] != 1:
+        return False
+    operands = [OpCall(node)[name] for name in ("self", "other")]
+    are_known = [is_tensor(x) and _is_log_probability(x) for x in operands]
+    return any(are_known) and all(known or x not in finite_nodes for known, x in zip(are_known, operands))
+
+
+def _skip_selections(node: Node) -> Node:
+    """Return the first value, upwards, that is not the result of an op that only moves or selects elements."""
+    return skip_ops(node, lambda x: x.target in SELECTION_OPS or (len(x.all_input_nodes) == 1 and is_pure_move(x)))
 
 
 def local_shard(node: Node, planned: PlacementPlan, n: int) -> Placement:

@@ -282,6 +282,7 @@ OF_LOGITS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "choice of infinity": lambda z, w: torch.where(z.detach() > z.detach().mean(-1, keepdim=True), z * w, -torch.inf),
     "square": lambda z, w: _centered(z) * _centered(z).pow(2) * w,
     "overflow": lambda z, w: (800 * w * F.normalize(z, dim=-1) - 1600).exp(),
+    "overflow of ones": lambda z, w: (800 * w.abs() - 1e9 * (z - 1).square()).exp(),
 }
 
 
