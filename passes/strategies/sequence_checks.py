@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.base.errors import SpError, describe_node, node_line
-from sp_compile.lowering.torch_compat import argument_name, known_process_group, size_hint
+from sp_compile.lowering.torch_compat import argument_name, is_known_process_group, size_hint
 from sp_compile.passes.base import Pass
 from sp_compile.passes.context import Note, NoteKind, PassContext, Refusal, RefusalKind
 from sp_compile.passes.cost.group_names import named_groups
@@ -52,7 +52,7 @@ class MarkUserCollectives(Pass):
             return 0
         # A group that is no process group here, as in a simulation, is not marked.
         for node in gm.graph.nodes:
-            if any(known_process_group(group) and group not in job.aligned for group in named_groups(node)):
+            if any(is_known_process_group(group) and group not in job.aligned for group in named_groups(node)):
                 set_node_info(node, no_rule="it exchanges with ranks that have other rows of the sequence")
         job.invalidate()
         return 0

@@ -422,7 +422,7 @@ def _required_change(planner: StepPlanner, result: StepPlan, n: int) -> str:
     reasons = [f"{n} ranks: the smallest plan needs {result.unit(smallest.memory)} ({config})"]
     if (excess := smallest.memory - result.memory) > 0:
         reasons[0] += f", {result.unit(excess)} too much, in its {smallest.phase}"
-        reasons.append(f"the largest value there: {planner.largest_value(smallest.config)}")
+        reasons.append(f"the largest value there: {planner.largest_value_line(smallest.config)}")
     if result.host_memory is not None:
         host, limit = result.unit(smallest.host), result.unit(result.host_memory)
         reasons.append(f"{host} are offloaded; the host has {limit} a rank")
