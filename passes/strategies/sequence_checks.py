@@ -148,8 +148,9 @@ def _check_local_inputs(sequence_dims: dict[Node, list[int]], job: PassContext) 
         names = [argument_name(node) for node in sequence_dims if is_tensor(node)]
         raise SpError(
             "SP307",
-            f"inputs='local': no dim of the inputs {names} is known to be the sequence. The sequence may be a part of "
-            "a dim of an input, or have another length, as before a concatenation, a pad or a split into patches.",
+            f"inputs='local': no dim of the inputs {names} is known to be the sequence. A dim of an input may have "
+            "other positions than the sequence: batch and sequence flattened, or parts that are concatenated, padded "
+            "or split into patches later.",
         )
 
 

@@ -216,7 +216,8 @@ def _refusal(view: TokenView, region: TileRegion) -> str | None:
     result_width = sum(row_width(view, x) for x in region.results)
     # A region ends where its values are narrow again. If it returns about as much as it computes, nodes outside read
     # values before that, and tiles would save no memory.
-    if inner_width < MIN_WIDENING * result_width or not (region.results and region.rows):
+    is_narrow = inner_width >= MIN_WIDENING * result_width
+    if not is_narrow or not region.results or not region.rows:  # without results, nodes outside read wide values only
         return "its result has other readers"
     # Wide values with readers outside are computed twice, which is worth it for sums, or results such as a row's loss.
     if region.shared and not has_thin_results(view, region):

@@ -248,12 +248,12 @@ def _choose_candidate(
     if requested is None or requested.rewrite.is_explained:  # the strategy's pass reports why it is not possible
         return None
     is_possible_elsewhere = any(c.refusal is None and c.kind == requested.name for c in found)  # in another layout
-    if job.inputs and is_possible_elsewhere:
-        options = job.options
+    if job.inputs and is_possible_elsewhere:  # inputs that an earlier graph returned in its layout
+        options, inputs = job.options, ", ".join(map(repr, job.inputs))
         raise SpError(
             "SP403",
-            f"layout={options.layout!r} is not supported with attention={options.attention!r} in "
-            f"{describe_node(node)}: an earlier graph returned its inputs in another layout.",
+            f"attention={options.attention!r} with layout={options.layout!r} does not support {describe_node(node)} in "
+            f"the layout in which an earlier graph returned {inputs}.",
         )
     raise _unsupported_error(node, job, allowed, {c.kind for c in found if c.refusal is None})
 
