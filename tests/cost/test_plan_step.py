@@ -201,8 +201,8 @@ class Looked:
         state = {SHARDED_STATE: 1000 / 4 + 200 + 100, REPLICATED_STATE: 1000}
         values = 400 - 300 * share
 
-        def memory(way: str, n: int, more: float) -> tuple[float, str]:
-            return state[way] + values + more, "backward"
+        def memory(way: str, n: int, attention_bytes: float) -> tuple[float, str]:
+            return state[way] + values + attention_bytes, "backward"
 
         return mock.Mock(memory=memory, host=300 * share)
 
