@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.base.errors import SpError, describe_node, node_line
-from sp_compile.lowering.torch_compat import argument_name, known_process_group, size_hint
+from sp_compile.lowering.torch_compat import argument_name, is_known_process_group, size_hint
 from sp_compile.passes.base import Pass
 from sp_compile.passes.context import Note, NoteKind, PassContext, Refusal, RefusalKind
 from sp_compile.passes.cost.group_names import named_groups
@@ -52,7 +52,7 @@ class MarkUserCollectives(Pass):
             return 0
         # A group that is no process group here, as in a simulation, is not marked.
         for node in gm.graph.nodes:
-            if any(known_process_group(group) and group not in job.aligned for group in named_groups(node)):
+            if any(is_known_process_group(group) and group not in job.aligned for group in named_groups(node)):
                 set_node_info(node, no_rule="it exchanges with ranks that have other rows of the sequence")
         job.invalidate()
         return 0
@@ -148,8 +148,9 @@ def _check_local_inputs(sequence_dims: dict[Node, list[int]], job: PassContext) 
         names = [argument_name(node) for node in sequence_dims if is_tensor(node)]
         raise SpError(
             "SP307",
-            f"inputs='local': no dim of the inputs {names} is known to be the sequence. The sequence may be a part of "
-            "a dim of an input, or have another length, as before a concatenation, a pad or a split into patches.",
+            f"inputs='local': no dim of the inputs {names} is known to be the sequence. A dim of an input may have "
+            "other positions than the sequence: batch and sequence flattened, or parts that are concatenated, padded "
+            "or split into patches later.",
         )
 
 

@@ -258,8 +258,8 @@ class _TokenViewBuilder:
             if node.op == "output":
                 graph.output(tuple(self.copies[n] for n in node.all_input_nodes))
             else:
-                self.copies[node] = self._add_copy(graph, node)
-                self.to_local.setdefault(self.copies[node], node)
+                copy = self.copies[node] = self._add_copy(graph, node)
+                self.to_local[copy] = node
         gm = GraphModule({}, graph)
         # "local": the outputs are not gathered. starts_sequences=False: only inputs start with rows, and no replicated
         # value is sharded for the sake of its readers.

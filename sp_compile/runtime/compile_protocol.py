@@ -5,7 +5,7 @@ such as the digests of its inputs. A rank that fails sends its error in all rema
 fail as well instead of waiting.
 
 A group stops if its ranks run different operations, or one is lost: it runs no further exchanges. A rank is in several
-groups, so it forwards that with STOP_VERB and its error in the exchanges of its other groups.
+groups, so it forwards that with STOP_MESSAGE and its error in the exchanges of its other groups.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from sp_compile.lowering.base.errors import RankMismatchError, RemoteError, SpError
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.runtime.control.message import COMPILE_VERB, STOP_VERB, Message
+from sp_compile.runtime.control.message import COMPILE_VERB, STOP_MESSAGE, Message
 
 from .agreement import all_gather_messages, describe_operation_mismatch, failure, not_compiled
 from .settings_digest import mode_fields
@@ -60,7 +60,7 @@ class CompileProtocol:
         for ranks in dict.fromkeys([*(ranks for ranks, _ in self.remaining), *more_groups]):
             try:
                 if ranks.has_other_processes:
-                    self._all_gather(ranks, mine if self.opened else STOP_VERB)
+                    self._all_gather(ranks, mine if self.opened else STOP_MESSAGE)
             except RankMismatchError as error:
                 # Ranks that run another operation have no exchanges of this compilation, so none follows. A lost rank
                 # (its error is the cause) ends only its group: the others receive the error in their exchanges.

@@ -181,7 +181,7 @@ def sequence_inputs(gm: GraphModule, inputs: Sequence[Any], shards: Collection[i
     return ComparedInputs(
         names,
         equal=frozenset(state | arguments),
-        always=frozenset(arguments),
+        arguments=frozenset(arguments),
         trained=trained,
         dtypes=_dtypes(graph_inputs),
     )

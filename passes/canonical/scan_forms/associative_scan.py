@@ -253,7 +253,7 @@ class RewriteAssociativeScans(CanonicalPass):
             out = self.emit(sp.linear_scan.default, args, value, like)
         else:
             out = emit_scan(self, leaves[0], dim, scan.op, value, like, reverse=operands.reverse)
-        for target, args in reversed(operands.moved_ops):
+        for target, args in reversed(operands.moved_ops):  # found from the scan backwards: here in torch's order
             out = self.compute(target, (out, *args), like)
         return out
 

@@ -28,7 +28,7 @@ from sp_compile.passes.cost.attention_cost import Strategy, attention_strategies
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.node_info import node_info
 from sp_compile.passes.graph.sizes import Size, as_sizes, divides, is_same_shape, is_same_size, size_product
-from sp_compile.passes.sharding.attention_axes import fill_nodes, mask_predicate, masks_all_weight
+from sp_compile.passes.sharding.attention_axes import fill_nodes, has_absorbing_sinks, mask_predicate
 from sp_compile.passes.sharding.placement import REPLICATE, Demand, PlacementPlan, Shard
 from sp_compile.passes.sharding.rule import RULES, RuleFunction
 from sp_compile.passes.sharding.rules.attention_rules import sharded_attention_rule
@@ -253,9 +253,9 @@ def has_fills(call: OpCall) -> bool:
     if may_have_fills(call.get("score") or ""):
         return True
     is_float_mask = mask is not None and mask.meta["val"].is_floating_point()
-    # A row whose keys all have fills would have uniform weights. With learned sinks (`masks_all_weight`), the sink has
-    # all of the weight of such a row, so that a fill has the effect of -inf.
-    if not is_float_mask or masks_all_weight(call):
+    # A row whose keys all have fills would have uniform weights. With learned sinks (`has_absorbing_sinks`), the sink
+    # has all of the weight of such a row, so that a fill has the effect of -inf.
+    if not is_float_mask or has_absorbing_sinks(call):
         return False
     return mask in fill_nodes(call.node.graph.owning_module)
 

@@ -268,7 +268,7 @@ def _ulysses_candidates(shape: AttentionShape, machine: Machine, layout: str) ->
     forward, backward = _ulysses_seconds(shape, machine, num_groups=1)
     one_group = Candidate(
         "ulysses", ulysses=n, ring=1, layout=layout, forward=forward, backward=backward, memory=memory, rounds=rounds,
-        legal=why,
+        refusal=why,
     )  # fmt: skip
     candidates = [one_group]
     rank_heads = math.lcm(shape.kv_heads, n) // n  # key heads of a rank, after they are repeated

@@ -112,7 +112,7 @@ LIKELY_CAUSE = (
 )
 GROUP_ENDED = "The process group cannot be used any more, since some of its collectives did not end."
 BACKWARD = "runs the backward of"  # in the device's autograd thread, if it has one
-STOP_VERB = Message("stops")
+STOP_MESSAGE = Message("stops")
 MEASURE_VERB = Message("measures", "how fast the ranks are")
 
 
