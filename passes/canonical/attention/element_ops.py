@@ -38,7 +38,7 @@ from .elements import (
     exact_range,
     select_element,
 )
-from .proofs import IndexBox
+from .proofs import SUMMED_ROW, IndexBox
 
 # Creation.
 
@@ -206,7 +206,7 @@ def _cumsum_element(reader: ElementReader, call: OpCall, coords: Coords) -> Elem
     """Return the element of the cumulative sum of a constant c: c * (i + 1) at row i."""
     dim = call.dim()
     extent = sympy.sympify(call.shape()[dim])
-    row = sympy.Symbol(f"row_of_{extent}", integer=True)  # counts all summed rows, also those that are not read
+    row = sympy.Symbol(f"{SUMMED_ROW}{extent}", integer=True)  # counts all summed rows, also those that are not read
     reader.box.last[row] = extent - 1
     cases = as_cases(reader.at(call.operands[0], (*coords[:dim], row, *coords[dim + 1 :])))
     if len(cases) != 1 or not cases[0][1].is_number:

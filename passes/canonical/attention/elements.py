@@ -42,7 +42,7 @@ from sp_compile.passes.sharding.matchers import (
     value_origin,
 )
 
-from .proofs import BATCH_INDEX, INDICES, KEY_INDEX, QUERY_INDEX, Boolean, IndexBox
+from .proofs import BATCH_INDEX, INDICES, KEY_INDEX, QUERY_INDEX, SUMMED_ROW, Boolean, IndexBox
 
 Cases: TypeAlias = tuple[tuple[Boolean, sympy.Expr], ...]  # disjoint conditions that cover everything
 Element: TypeAlias = Boolean | Cases
@@ -351,7 +351,9 @@ def _fixed_indices(condition: Boolean) -> dict[sympy.Symbol, int]:
 
     The caller substitutes them in the result, which is needed only under the condition.
     """
-    return {index: 0 for index in INDICES if any(term == (index < 1) for term in And.make_args(condition))}
+    terms = And.make_args(condition)
+    indices = [x for x in condition.free_symbols if x in INDICES or x.name.startswith(SUMMED_ROW)]
+    return {index: 0 for index in indices if any(term == (index < 1) for term in terms)}
 
 
 def select_element(condition: Boolean, yes: Element, no: Element) -> Element:

@@ -20,11 +20,12 @@ from sympy import And, Eq, Ge, Le, Lt, Ne, Not, Or
 from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 
+from sp_compile.lowering.masks.predicate import Bounds
 from sp_compile.passes.graph.sizes import Size
 
 BATCH_INDEX, HEAD_INDEX, QUERY_INDEX, KEY_INDEX = INDICES = sympy.symbols("b h q k", integer=True, is_nonnegative=True)
 Boolean: TypeAlias = sympy.logic.boolalg.Boolean
-Bounds: TypeAlias = tuple[Any, Any]  # least and greatest value, both included
+SUMMED_ROW = "row_of_"  # prefix of a symbol that counts all rows of a dim, whose size follows
 MAX_SIZE = 1 << 24  # assumed maximum of a symbolic size, an index below which is exact in float32
 
 
@@ -193,7 +194,8 @@ def _split_terms(e: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:
     """
     added, subtracted, number = [sympy.Integer(0)] * 3
     for term, factor in e.as_coefficients_dict().items():
-        if not term.has(*INDICES, AppliedUndef):
+        is_row = any(x.name.startswith(SUMMED_ROW) for x in term.free_symbols)
+        if not is_row and not term.has(*INDICES, AppliedUndef):
             number += factor * term
         elif factor > 0:
             added += factor * term
