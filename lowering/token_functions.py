@@ -31,7 +31,7 @@ def register_bodies(bodies: FunctionBodies) -> str:
 def token_function(xs: list[Tensor], name: str) -> Tensor:
     """Apply an autograd Function whose forward and backward are elementwise.
 
-    Shapes: any, equal, or () -> same. Bytes: none. Backward: that of the Function.
+    Shapes: operands of one shape, or () -> that shape. Bytes: none. Backward: that of the Function.
 
     Args:
         xs: The operands.

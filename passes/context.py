@@ -239,7 +239,7 @@ class PassContext:
 
     @cache_lookups()
     def analyze(self, gm: GraphModule) -> tuple[Axes, PlacementPlan]:
-        """Name the axes of a graph, find the sequence, and propagate placements, without a cache.
+        """Name the axes of a graph, find the sequence, and propagate placements; `axes` and `plan` cache the result.
 
         Args:
             gm: The graph.

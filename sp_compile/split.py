@@ -41,7 +41,7 @@ from .unsplit import UNSPLIT_NOTE, lower_unsplit
 
 log = logging.getLogger(__name__)
 
-DTENSORS = "mesh: DTensor parameters are not supported on a mesh with an axis of the sequence."
+DTENSORS = "parameters: expected plain tensors in a program that is split along a sequence, got DTensors."
 GRAPH_BREAK_NOTE = "torch.compile ends the graph here and continues in Python"
 # symbol -> (input, dim) whose size it is, by index; dim None if the input is the symbol itself (`symbol_sources`)
 Symbols = Mapping[sympy.Symbol, tuple[int, int | None]]

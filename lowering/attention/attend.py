@@ -79,8 +79,8 @@ def _kernel_key(
     kind = Kind.FULL if mask is None or bias is not None else Kind.MASKED  # an additive mask excludes no pair
     head_dim = max(q.shape[3], v.shape[3])
     q_rows, k_rows = math.prod(q.shape[:3]), v.shape[0] * v.shape[2]
+    # Elements of the largest operand: as it is, and with key heads repeated to the query heads, as some kernels need.
     sizes = [head_dim * max(q_rows, k_rows * key_heads) for key_heads in (v.shape[1], q.shape[1])]
-    # Of the largest operand, also with key heads repeated to the query heads, as some kernels need.
     elements, repeated_elements = (size if isinstance(size, int) else 0 for size in sizes)  # a symbol: unknown
     return KernelKey(
         device, q.dtype, kind, head_dim, rows, dropout=dropout, score=score, bias=bias, bias_grad=mask_grad,
@@ -123,7 +123,7 @@ class KernelSelector:
     def _select_for(self, call: Block | PackedCall) -> Kernel:
         """Return the kernel of a block or of a packed call, from its sizes and window."""
         queries, keys = call.query_rows[1], call.key_rows[1]
-        if isinstance(call, PackedCall):  # without a window it does not matter whether it is square
+        if isinstance(call, PackedCall):  # `square` matters only with a left limit
             return self.select(call.kind, queries, call.window, call.window.left is not None and call.square)
         return self.select(call.kind, min(queries, keys), call.window, queries == keys)
 
@@ -138,8 +138,8 @@ class KernelSelector:
         if not self._has_mask and not self.select(Kind.PACKED, self._rows).supports_masks:
             packed = [(call, self._select_for(call)) for call in self._plan.packed]  # for kernels with windows
             blocks = [(block, self._select_for(block)) for block in self._plan.others]  # blocks in no packed call
-            window_kernels = [kernel for _, kernel in packed]  # MASKED blocks have no window: any kernel may run them
-            window_kernels += [kernel for block, kernel in blocks if block.kind is not Kind.MASKED]
+            window_kernels = [kernel for _, kernel in packed]
+            window_kernels += [kernel for block, kernel in blocks if block.kind is not Kind.MASKED]  # no window
             if not any(kernel.supports_masks for kernel in window_kernels):
                 return [*self._split_by_length(packed, len(blocks))], blocks
         return [], [(block, self._select_for(block)) for block in self._plan.blocks]
@@ -265,10 +265,10 @@ def _split_scale_sign(q: Tensor, scale: float) -> tuple[Tensor, int, float]:
 def _parse_backward(arguments: Sequence[Any]) -> tuple[LocalArgs, bool, str]:
     """Return (LocalArgs, mask_grad, packed) of the arguments after lse of ``attend_backward``, which documents them.
 
-    They are the fields of LocalArgs, mask_grad, and optionally ``after``, which is not read, and ``packed``.
+    For ``attend_backward_parts``, which has no such argument, packed is "".
     """
-    args, (mask_grad, *optional) = LocalArgs.of(arguments)
-    packed = optional[1] if len(optional) > 1 and isinstance(optional[1], str) else ""
+    args, (mask_grad, *others) = LocalArgs.of(arguments)
+    packed = next((x for x in others if isinstance(x, str)), "")  # the only string among the others
     return args, mask_grad, packed
 
 
@@ -299,7 +299,7 @@ def _key_grad_buffers(k: Tensor, v: Tensor, dtype: torch.dtype, packed: str) -> 
     return both, k.new_empty((0,), dtype=dtype)
 
 
-def _score_bytes(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bool, tensors: int) -> int:
+def _score_bytes(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bool, num_tensors: int) -> int:
     """Return the bytes of the score tensors that one kernel call has at a time if the kernel is dense; else 0.
 
     A dense kernel computes the matrix of scores. Estimates of memory call this before the attention runs. For tensors
@@ -311,7 +311,7 @@ def _score_bytes(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bo
         v: The values.
         args: The arguments of the attention.
         mask_grad: Whether the mask needs a gradient.
-        tensors: The number of tensors of the size of the scores.
+        num_tensors: The number of tensors of the size of the scores.
     """
     queries, keys = size_hint(q.shape[2]), size_hint(k.shape[2])
     device, has_dropout = torch.device("cuda") if q.is_meta else q.device, args.dropout_p > 0
@@ -321,8 +321,8 @@ def _score_bytes(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bo
     max_scores = CPU_SCORES if device.type == "cpu" else GPU_SCORES
     scores = min(max_scores, size_hint(math.prod(q.shape[:2])) * queries * keys)
     # The intermediate scores of a score function count as one: strips then have fewer rows (`_max_strip_rows`).
-    tensors += num_saved_tensors(args.score) > 1
-    return tensors * scores * accumulation_dtype(q.dtype).itemsize
+    num_tensors += 1 if num_saved_tensors(args.score) > 1 else 0
+    return num_tensors * scores * accumulation_dtype(q.dtype).itemsize
 
 
 def _forward_workspace(workspace: int, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> int:
@@ -333,7 +333,7 @@ def _forward_workspace(workspace: int, q: Tensor, k: Tensor, v: Tensor, *argumen
     """
     args, _ = LocalArgs.of(arguments)
     num_score_tensors = 4 if args.dropout_p else 3  # of a dense kernel at a time
-    workspace = _score_bytes(q, k, v, args, False, num_score_tensors) or workspace
+    workspace = _score_bytes(q, k, v, args, mask_grad=False, num_tensors=num_score_tensors) or workspace
     rows = size_hint(math.prod(q.shape[:3]))
     out_bytes = rows * size_hint(v.shape[3]) * q.element_size()
     lse_bytes = rows * accumulation_dtype(q.dtype).itemsize

@@ -24,8 +24,9 @@ KeySource = GatheredKeys | RingKeys
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, keys: KeySource, sinks: Tensor | None = None, lse: bool = False
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, keys: KeySource, sinks: Tensor | None = None,
+    with_lse: bool = False,
+) -> Tensor:  # fmt: skip
     """Compute attention of local queries over all keys, for every way to exchange the keys (ring, gathered).
 
     It saves only shards, the output and its log-sum-exps: the backward exchanges the keys again. Second derivatives are
@@ -39,13 +40,13 @@ def attention(
         keys: The exchange that provides the keys and values of all ranks.
         sinks: (H,), a logit per head that takes a share of the weights and has no value. The gradients of q, k and v
             need no further term, because out and lse include the sinks.
-        lse: Append each row's log-sum-exp.
+        with_lse: Append each row's log-sum-exp; not together with sinks, whose gradient would have a further term.
 
     Returns:
-        (B, H, s, E) in q's dtype; with ``lse`` (B, H, s, E + 1) in float32 or wider.
+        (B, H, s, E) in q's dtype; with ``with_lse`` (B, H, s, E + 1) in float32 or wider.
     """
-    out, row_lse = _AttentionFunction.apply(args, keys, lse, q, k, v, sinks, *args.tensors())
-    return torch.cat([out.to(row_lse.dtype), row_lse.unsqueeze(-1)], -1) if lse else out
+    out, row_lse = _AttentionFunction.apply(args, keys, with_lse, q, k, v, sinks, *args.tensors())
+    return torch.cat([out.to(row_lse.dtype), row_lse.unsqueeze(-1)], -1) if with_lse else out
 
 
 class _AttentionFunction(Function):

@@ -62,8 +62,8 @@ def _local_args(args: ShardArgs, q: Tensor, stride: int, mask_rows: bool) -> Loc
     """
     if not mask_rows:
         return args.local(q, stride)
-    # Nothing is selected from a sharded mask.
-    return replace(replace(args, mask=None).local(q, stride), mask=args.mask)
+    without_mask = replace(args, mask=None).local(q, stride)  # selects no rows
+    return replace(without_mask, mask=args.mask)
 
 
 def _to_zigzag(args: ShardArgs, mask_rows: bool) -> ShardArgs:
@@ -105,9 +105,9 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
 
     Bytes: (steps - 1) * bytes(k, v) in the forward; the same in the backward, and dK and dV in float32.
     """
-    args, (steps, grads, *mask_rows) = ShardArgs.of(arguments)  # mask_rows is [] if the dispatcher omits it (False)
+    args, (steps, grads, *optional) = ShardArgs.of(arguments)  # the dispatcher omits mask_rows if it is False
     q, k, v = autocast(q, k, v)
-    return _attend_in_rings(q, k, v, args, 1, steps, grads, *mask_rows)  # 1: no neighborhoods, one ring of all ranks
+    return _attend_in_rings(q, k, v, args, stride=1, steps=steps, grads=grads, mask_rows=any(optional))
 
 
 @composite(f"hybrid_attention({ATTENTION_ARGUMENTS}, int ulysses, str grads) -> Tensor", padded="finite")
@@ -132,7 +132,7 @@ def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor
     """
     args, (ulysses, grads) = ShardArgs.of(arguments)
     q, k, v = autocast(q, k, v)
-    return _attend_in_rings(q, k, v, args, ulysses, args.n // ulysses, grads)
+    return _attend_in_rings(q, k, v, args, stride=ulysses, steps=args.n // ulysses, grads=grads)
 
 
 @composite(
@@ -160,10 +160,10 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tens
     mask_rows = len(optional) > 1 and bool(optional[1])
     q, k, v = autocast(q, k, v)
     keys = GatheredKeys(list(args.k_frame) or None, args.n, args.group, orders)
-    # With ``balance``, the queries are in the zigzag layout during the computation. Keys are gathered as they are. The
-    # stride (1) is the number of ranks that exchange heads for rows: here no rank does.
+    # With ``balance``, the queries are in the zigzag layout during the computation. Keys are gathered as they are.
     query_args = _to_zigzag(args, mask_rows) if args.balance else args
     q = to_zigzag_rows([q], args.n, args.group)[0] if args.balance else q
-    out = attention(q, k, v, autocast_args(_local_args(query_args, q, 1, mask_rows)), keys, args.sinks, args.lse)
+    local = autocast_args(_local_args(query_args, q, stride=1, mask_rows=mask_rows))
+    out = attention(q, k, v, local, keys, args.sinks, args.lse)
     out = _zero_padding_lse(out, query_args)
     return to_zigzag_rows([out], args.n, args.group, back=True)[0] if args.balance else out

@@ -147,7 +147,7 @@ class Kernel:
 
     def can_run(self, key: KernelKey) -> bool:
         """Return True if the kernel can run a block with this key on its device, in this process."""
-        return self.is_for_device(key) and self._supports_capability(key.device) and self.switch()
+        return self.can_run_on_type(key) and self._supports_capability(key.device) and self.switch()
 
     def _supports_capability(self, device: torch.device) -> bool:
         """Return True if the device has a CUDA capability that the kernel supports.
@@ -159,7 +159,7 @@ class Kernel:
         capability = _device_capability(device)
         return self.capability <= capability and (self.generations is None or capability[0] in self.generations)
 
-    def is_for_device(self, key: KernelKey) -> bool:
+    def can_run_on_type(self, key: KernelKey) -> bool:
         """Return True if the kernel can run a block with this key on some device of the key's type, such as a GPU.
 
         The capability of the device is not read, so that all ranks get the same answer.
@@ -204,7 +204,7 @@ def _device_capability(device: torch.device) -> tuple[int, int]:
     return (8, 0) if torch.version.hip is not None else torch.cuda.get_device_capability(device)
 
 
-def mask_empty(lse: Tensor) -> Tensor:
+def invert_empty_lse(lse: Tensor) -> Tensor:
     """Return lse with -inf, that of rows without keys, replaced by +inf.
 
     The weights exp(score - lse) of such a row are then 0, and not NaN.

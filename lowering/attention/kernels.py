@@ -25,7 +25,16 @@ from sp_compile.lowering.triton import AVAILABLE
 from sp_compile.lowering.triton.flex import flex_calls as fused
 
 from . import kernels_cuda as cuda
-from .kernel_args import BiasSupport, Gradients, Kernel, KernelArgs, KernelKey, cpu_copy_bytes, mask_empty, pad_last_dim
+from .kernel_args import (
+    BiasSupport,
+    Gradients,
+    Kernel,
+    KernelArgs,
+    KernelKey,
+    cpu_copy_bytes,
+    invert_empty_lse,
+    pad_last_dim,
+)
 
 aten = torch.ops.aten
 
@@ -63,9 +72,9 @@ def _cpu_backward(
     mask, width = args.additive_mask(q.dtype), max(q.shape[-1], v.shape[-1])
     grad, query, key, value, out = pad_last_dim(width, grad, q, k, v, out)
     query, key, value = _copy_rows(query, key, value)  # contiguous, where the kernel is faster then
-    # mask_empty: rows without keys get the weights exp(score - inf) = 0, and not NaN
+    # invert_empty_lse: rows without keys get the weights exp(score - inf) = 0, and not NaN
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, query, key, value, out, mask_empty(lse), 0.0, args.causal, attn_mask=mask, scale=args.scale
+        grad, query, key, value, out, invert_empty_lse(lse), 0.0, args.causal, attn_mask=mask, scale=args.scale
     )
     return dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., : v.shape[-1]], None
 
@@ -160,8 +169,8 @@ def _softmax_weights(scores: Tensor, lse: Tensor, args: KernelArgs) -> Tensor:
     has_only_fills = (lse <= -MIN_FILL) & (lse != -torch.inf)
     # Without a bias there are no fills. On a GPU, `any` would synchronize, so the general form is always computed.
     if args.bias is None or (lse.is_cpu and not has_only_fills.any()):
-        return torch.exp(scores - mask_empty(lse).unsqueeze(-1))
-    shift = torch.where(has_only_fills, scores.amax(-1), mask_empty(lse))
+        return torch.exp(scores - invert_empty_lse(lse).unsqueeze(-1))
+    shift = torch.where(has_only_fills, scores.amax(-1), invert_empty_lse(lse))
     weights = torch.exp(scores - shift.unsqueeze(-1))
     return weights.div_(torch.where(has_only_fills, weights.sum(-1), 1.0).unsqueeze(-1))
 
@@ -262,7 +271,7 @@ def expected_kernel(key: KernelKey) -> Kernel:
 
     The own device is not read, so that all ranks get the same result.
     """
-    return next(kernel for kernel in BLOCK_KERNELS if kernel.is_for_device(key))
+    return next(kernel for kernel in BLOCK_KERNELS if kernel.can_run_on_type(key))
 
 
 def retry_without_flex(body: Callable[..., Any]) -> Callable[..., Any]:

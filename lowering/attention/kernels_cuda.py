@@ -39,7 +39,7 @@ from torch import Tensor
 
 from sp_compile.lowering.masks.blocks import CAUSAL_WINDOW, FULL_WINDOW, Window
 
-from .kernel_args import Gradients, KernelArgs, mask_empty, pad_last_dim
+from .kernel_args import Gradients, KernelArgs, invert_empty_lse, pad_last_dim
 from .packed import ROW_ALIGNMENT, PackedRows
 
 aten = torch.ops.aten
@@ -77,7 +77,7 @@ def cudnn_backward(
 ) -> Gradients:
     """Run cuDNN's backward for grad, the cotangent of out; return dq, dk, dv and None (no gradient of a bias)."""
     grad, query, key, value, out = pad_last_dim(_padded_width(q, v), grad, q, k, v, out)
-    lse = mask_empty(lse).contiguous().unsqueeze(-1)  # (B, Hq, Q, 1), +inf for rows without keys
+    lse = invert_empty_lse(lse).contiguous().unsqueeze(-1)  # (B, Hq, Q, 1), +inf for rows without keys
     unused = _unused_rng_state(q)
     # No bias and no sequences (None), no dropout (0.0).
     grads = aten._scaled_dot_product_cudnn_attention_backward(
@@ -150,7 +150,7 @@ def flash_backward(
     layout = _FlashLayout.of(q, k, args)
     grad, query, key, value, out = layout.to_kernel(*pad_last_dim(_padded_width(q, v), grad, q, k, v, out))
     # The kernel expects +inf, not -inf, for rows without keys, and a random state, which only dropout (0.0) reads.
-    lse, unused = mask_empty(lse), _unused_rng_state(q)
+    lse, unused = invert_empty_lse(lse), _unused_rng_state(q)
     if args.sequences is not None:
         lse = lse.transpose(0, 1).flatten(1)  # (H, B * Q)
     grads = aten._flash_attention_backward(
@@ -332,7 +332,7 @@ def efficient_backward(
         grad, query, *(layout.pack_keys(x, q.shape[1]) for x in (key, value)),
         None if added is None else added.expand(*q.shape[:3], k.shape[2]),
         out.contiguous(),  # for half types it assumes contiguous rows
-        *layout.ends, *layout.max_length, layout.pack_lse(mask_empty(lse)), 0.0, unused, unused, mask_type,
+        *layout.ends, *layout.max_length, layout.pack_lse(invert_empty_lse(lse)), 0.0, unused, unused, mask_type,
         trained_bias is not None, scale=args.scale, **window,
     )  # fmt: skip
     dk, dv = (layout.unpack_keys(x, k.shape[1]) for x in (dk, dv))

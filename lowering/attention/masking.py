@@ -131,9 +131,20 @@ class CallMask:
             plan = plan_blocks(args.predicate, q_rows, k_rows, sizes, row_tables, col_tables)
         vectors = {f"row{i}": x for i, x in enumerate(args.rows)} | {f"col{i}": x for i, x in enumerate(args.cols)}
         return CallMask(
-            plan, q_rows, k_rows, args.predicate, args.mask, vectors, {f"n{i}": size for i, size in enumerate(sizes)},
-            Dropout.of(q, args), args.score, args.heads, args.tables, q.device, q.shape[0],
-        )  # fmt: skip
+            plan,
+            q_rows,
+            k_rows,
+            predicate=args.predicate,
+            mask=args.mask,
+            vectors=vectors,
+            sizes={f"n{i}": size for i, size in enumerate(sizes)},
+            dropout=Dropout.of(q, args),
+            score=args.score,
+            heads=args.heads,
+            tables=args.tables,
+            device=q.device,
+            batch=q.shape[0],
+        )
 
     def kernel_args(self, block: Block | PackedCall, scale: float, kernel: Kernel) -> KernelArgs:
         """Return the kernel arguments of a block or a packed call: its masks, dropout and score function.

@@ -23,7 +23,7 @@ from sp_compile.lowering.base.library import opaque
 from sp_compile.lowering.masks.pieces import Flags
 from sp_compile.lowering.triton import can_use_triton
 
-from .kernel_args import mask_empty
+from .kernel_args import invert_empty_lse
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,8 +68,8 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
         The new (out, lse) in lse's dtype.
     """
     total_lse = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-    # `mask_empty` replaces -inf, the lse of a row without keys and with a sink of -inf, by +inf: its factor is 0.
-    return out.to(lse.dtype) * torch.exp(lse - mask_empty(total_lse)).unsqueeze(-1), total_lse
+    # `invert_empty_lse` replaces -inf, the lse of a row without keys and with a sink of -inf, by +inf: its factor is 0.
+    return out.to(lse.dtype) * torch.exp(lse - invert_empty_lse(total_lse)).unsqueeze(-1), total_lse
 
 
 def sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
         sinks: (H,), any floating dtype.
     """
     # The sink has the value 0, so that its score has the gradient weight * (0 - sum(grad * out)), summed over all rows.
-    weights = torch.exp(sinks.to(lse.dtype)[:, None] - mask_empty(lse))
+    weights = torch.exp(sinks.to(lse.dtype)[:, None] - invert_empty_lse(lse))
     return -(weights * (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum((0, 2)).to(sinks.dtype)
 
 

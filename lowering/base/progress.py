@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from sp_compile.lowering.torch_compat import count_cache_hits, current_partition
+from sp_compile.lowering.torch_compat import count_cache_hits, current_graph_kind
 
 SHOW_AFTER = 3.0  # seconds before anything is shown
 LOG_AFTER = 10.0  # seconds before a line is written where stderr is no terminal
@@ -41,7 +41,7 @@ class ProgressLine:
     lock: threading.Lock = field(default_factory=threading.Lock)  # of `live`, which two threads use
 
     def __post_init__(self) -> None:
-        self.started, self.hits = self.clock(), count_cache_hits()
+        self.started, self.hits_at_start = self.clock(), count_cache_hits()
 
     @property
     def seconds(self) -> float:
@@ -57,7 +57,7 @@ class ProgressLine:
             if is_early or is_logged:
                 return
             self.is_shown = True
-            current = current_partition() or self.step  # the graph that torch compiles ("forward"), else the step
+            current = current_graph_kind() or self.step  # the graph that torch compiles ("forward"), else the step
             line = f"sp: {self.title}: {current} ({self.seconds:.0f} s)"
             if not is_terminal:
                 self._write(f"{line}, continues")
@@ -82,7 +82,7 @@ class ProgressLine:
             if self.live is not None:
                 self.live.stop()
             if self.is_shown:
-                hits = count_cache_hits() - self.hits
+                hits = count_cache_hits() - self.hits_at_start
                 self._write(f"sp: {self.title}: took {self.seconds:.0f} s, {hits} graphs were in torch's caches")
 
     def _write(self, line: str) -> None:

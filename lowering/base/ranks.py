@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from sp_compile.lowering.torch_compat import flatten_mesh, group_backend, known_process_group, process_group
+from sp_compile.lowering.torch_compat import flatten_mesh, group_backend, is_known_process_group, process_group
 
 from .errors import SpError
 from .registry import Table
@@ -58,7 +58,7 @@ class Ranks:
         Raises:
             SpError: The group uses Gloo for tensors of a GPU.
         """
-        if device.type != "cuda" or not dist.is_initialized() or not known_process_group(self.group):
+        if device.type != "cuda" or not dist.is_initialized() or not is_known_process_group(self.group):
             return
         if self.has_other_processes and group_backend(process_group(self.group), device) == "gloo":
             raise SpError(

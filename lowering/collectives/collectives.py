@@ -103,7 +103,7 @@ def rank(group: str, device: torch.device) -> Tensor:
 
     Shapes: -> () int64 on ``device``. Bytes: none. Backward: none, an integer. The operator is opaque: a graph with
     this node in place of a constant is the same on every rank.
-    Source: ``dist.get_rank(group)``.
+    Runs: ``dist.get_rank(group)``.
     """
     return torch.full((), current_communicator().rank(group), dtype=torch.int64, device=device)
 
@@ -116,7 +116,7 @@ def shard(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
 
     Shapes: dim of outer * length * inner -> outer * s * inner, s = ceil(size / n). Bytes: none.
     Backward: all_gather of the shards, (n - 1) * bytes(result): the window's rows, invariant.
-    Source: one index_select, which a compiler fuses into the reader.
+    Runs: one index_select, which a compiler fuses into the reader.
     """
     return LinearMap.apply(x, _slice_rows, _gather_rows, dim % x.ndim, frame, n, group)
 
@@ -127,7 +127,7 @@ def unshard(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
 
     Shapes: dim of outer * s * inner -> outer * length * inner. Bytes: (n - 1) * bytes(x).
     Backward: this rank's rows of the cotangent, zeros at padding; no bytes.
-    Source: all_gather_into_tensor, then views (outer 1).
+    Runs: all_gather_into_tensor, then views (outer 1).
     """
     return LinearMap.apply(x, _gather_rows, _slice_rows_zeroed, dim % x.ndim, frame, n, group)
 
@@ -143,7 +143,7 @@ def rows(
 
     `start` counts from the first position of the window. Without a frame, x is the full tensor, and this is `narrow`.
     Shapes: dim -> length. The frame has no outer or inner factor. Bytes: none.
-    Backward: the cotangent at the rows that this rank has. Source: index_select and `where`.
+    Backward: the cotangent at the rows that this rank has. Runs: index_select and `where`.
     """
     if frame is None:
         return x.narrow(dim, start, length)
@@ -161,7 +161,7 @@ def all_gather(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tens
 
     Shapes: dim of outer * s * inner -> outer * length * inner. Bytes: (n - 1) * bytes(x).
     Backward: reduce_scatter of the cotangents, of the same number of bytes.
-    Source: all_gather_into_tensor, then views (outer 1).
+    Runs: all_gather_into_tensor, then views (outer 1).
     """
     return LinearMap.apply(x, _gather_rows, _reduce_cotangents, dim % x.ndim, frame, n, group)
 
@@ -176,7 +176,7 @@ def reduce_scatter(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> 
 
     Shapes: dim of outer * length * inner -> outer * s * inner. Bytes: (n - 1) / n * bytes(x).
     Backward: all_gather of the shards, of the same number of bytes.
-    Source: reduce_scatter_tensor.
+    Runs: reduce_scatter_tensor.
     """
     return LinearMap.apply(x, _reduce_values, _gather_rows, dim % x.ndim, frame, n, group)
 
@@ -187,7 +187,7 @@ def all_reduce(x: Tensor, n: int, group: str) -> Tensor:
 
     Shapes: any -> same. Bytes: 2 * (n - 1) / n * bytes(x). Backward: identity, no bytes, as every rank has the full
     cotangent. (torch's derivative of ``_c10d_functional.all_reduce`` is another all_reduce: Partial -> replicated.)
-    Source: all_reduce(sum).
+    Runs: all_reduce(sum).
     """
     return x if n == 1 else LinearMap.apply(x, _all_reduce_sum, _identity, n, group)
 
@@ -198,7 +198,7 @@ def broadcast(x: Tensor, group: str) -> Tensor:
 
     Shapes: any -> same. Bytes: bytes(x) from rank 0. Backward: identity, no bytes. The cotangent is the same on
     every rank, and each rank passes it to its own x, although only rank 0's x was used; ``broadcast_grad`` corrects
-    gradients that depend on x. Source: broadcast from the group's rank 0.
+    gradients that depend on x. Runs: broadcast from the group's rank 0.
     """
     return LinearMap.apply(x, _broadcast_first, _identity, group)
 
@@ -258,7 +258,7 @@ def reduce_grad(xs: list[Tensor], how: str, n: int, group: str) -> list[Tensor]:
     Shapes: any -> same, views. Bytes: none. Backward: ``how="reduce"`` sums the cotangents in one all_reduce per dtype,
     2 * (n - 1) / n of their bytes. ``how="partial"`` multiplies them by n: data parallelism then averages over these
     ranks, which divides by n. The cotangent of a value without readers stays None.
-    Source: views. Errors: SpError for any other ``how``.
+    Runs: views. Errors: SpError for any other ``how``.
     """
     if how not in ("reduce", "partial"):
         raise SpError("SP507", f"sp::reduce_grad: expected how='reduce' or how='partial', got {how!r}.")

@@ -93,14 +93,14 @@ class DeferredRows:
                 rows = op(rows)
             return rows
 
-    def gradients(self, rows: Tensor) -> list[Tensor]:
+    def gradients(self, rows_grad: Tensor) -> list[Tensor]:
         """Return the gradients of the operands in `with_grad`, by recomputing the rows with autograd.
 
         Called in the backward of the result, before that of the program. `row_ops` are not repeated here: autograd
         applies their derivatives before this.
 
         Args:
-            rows: Gradient of the rows.
+            rows_grad: Gradient of the rows.
 
         Raises:
             SpError: An operand has changed since the call.
@@ -109,7 +109,7 @@ class DeferredRows:
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_(i in self.with_grad) for i, x in enumerate(self.args)]
             inputs = [leaves[i] for i in self.with_grad]
-            return list(torch.autograd.grad(self._run(leaves), inputs, rows, materialize_grads=True))
+            return list(torch.autograd.grad(self._run(leaves), inputs, rows_grad, materialize_grads=True))
 
     def _run(self, arguments: Sequence[Tensor]) -> Tensor:
         """Run the graph on operands and return the rows.

@@ -81,6 +81,6 @@ def tap(x: Tensor) -> tuple[Tensor, Tensor]:
     Such a gradient is stored by `store_grad`, which returns its number as the gradient of the token.
     Shapes: any -> same, a view, and (1,). Bytes: none.
     Backward: the gradient of the value plus the stored gradient, if any.
-    Source: view_as.
+    Runs: view_as.
     """
     return _TapFunction.apply(x)

@@ -32,7 +32,7 @@ def fill_padding(x: Tensor, dim: int, frame: FrameArg, value: float, n: int, gro
     """Write ``value`` to the positions outside the window: Shard(dim) -> Shard(dim).
 
     Shapes: any -> same; dtype unchanged. Bytes: none. Backward: the cotangent, zero where filled.
-    Source: masked_fill; nothing if no position can be outside.
+    Runs: masked_fill; nothing if no position can be outside.
     """
     if not frames.is_padded(frame, n):
         return x
@@ -49,7 +49,7 @@ def window(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     Bytes: none, unless a rank has padded rows whose nearest valid row is on another rank (`frames.has_remote_edges`):
     then one all_gather of the first or last valid row, or of both.
     Backward: the cotangent, with exact zeros outside the window, also in place of NaN.
-    Source: `where`.
+    Runs: `where`.
     """
     return LinearMap.apply(x, _fill_nearest_rows, _zero_outside, dim % x.ndim, frame, n, group)
 

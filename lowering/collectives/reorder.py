@@ -35,6 +35,6 @@ def reorder(x: Tensor, dim: int, frame: FrameArg, order: Tensor, inverse: Tensor
     int64 (size,) and do not move positions outside of [start, start + length).
     Bytes: none.
     Backward: the same with the two orders exchanged.
-    Source: one index_select each way, which a compiler fuses into the reader.
+    Runs: one index_select each way, which a compiler fuses into the reader.
     """
     return LinearMap.apply(x, _take_rows, _undo_rows, dim % x.ndim, frame, order, inverse)

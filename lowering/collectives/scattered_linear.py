@@ -36,7 +36,7 @@ def reduce_pair(x: Tensor, forward: list[str], backward: list[str]) -> Tensor:
 
     The pairs of tensor parallelism over a group tp, named as in Megatron-LM: f, before a column-parallel linear, is
     ([], ["sum tp"]), and g, after a row-parallel linear, is (["sum tp"], []). Shapes: any -> same. Bytes: those of the
-    all-reduces. Source: _c10d_functional.all_reduce.
+    all-reduces. Runs: _c10d_functional.all_reduce.
 
     Args:
         x: Any shape and floating dtype.

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from sp_compile.lowering.torch_compat import known_process_group, process_group, register_process_group
+from sp_compile.lowering.torch_compat import is_known_process_group, process_group, register_process_group
 
 
 class RouteEnds(NamedTuple):
@@ -156,7 +156,7 @@ def ensure_route(group: str) -> str:
     parent that is not a process group, as in a simulation.
     """
     parent = parent_group(group)
-    if parent != group and known_process_group(parent) and not known_process_group(group):
+    if parent != group and is_known_process_group(parent) and not is_known_process_group(group):
         _routes[group] = _Route(group)
         register_process_group(group, _routes[group])
     return group

@@ -38,7 +38,7 @@ from .predicate import Verdict, is_query_symbol
 from .spans import Rows, index_boundaries, index_intervals, valid_extent
 
 TILE_ROWS = 128  # tiles with fewer query rows than twice this are not cut to skip keys; keys are skipped in such units
-MIN_CUT_SAVING = 0.9  # cut a tile, or skip keys inside it, if at most this share of its work remains
+MAX_REMAINING_SHARE = 0.9  # cut a tile, or skip keys inside it, if at most this share of its work remains
 MAX_MASK_ELEMENTS = 1 << 22  # maximum number of elements of a block's mask; larger tiles are cut
 
 Vectors = tuple[Pieces, ...]
@@ -129,10 +129,15 @@ class BlockPlanner:
         None if the pairs of some part of the mask are not those of a window, or if there would be too many tiles.
         """
         tiles = self._nonempty_tiles()
-        runs_of_tiles = None if tiles is None else [part_runs(tile) for tile in tiles]
-        if runs_of_tiles is None or None in runs_of_tiles:
+        if tiles is None:
             return None
-        return tuple(block_of(run) for runs in runs_of_tiles for run in runs or ())
+        runs = list[AttendedRun]()
+        for tile in tiles:
+            known_runs = part_runs(tile)
+            if known_runs is None:
+                return None
+            runs += known_runs
+        return tuple(map(block_of, runs))
 
     def _covers_all(self, run: AttendedRun) -> bool:
         """Return True if the run has all valid queries and keys.
@@ -216,9 +221,9 @@ class BlockPlanner:
         """
         groups = list[list[TileBlocks]]()
         for tile, create_blocks in tile_blocks:
-            # The first and the last tile of the present group.
-            if groups and self._can_merge(groups[-1][0][0], groups[-1][-1][0], tile):
-                groups[-1].append((tile, create_blocks))
+            group = groups[-1] if groups else []
+            if group and self._can_merge(first=group[0][0], last=group[-1][0], tile=tile):
+                group.append((tile, create_blocks))
             else:
                 groups.append([(tile, create_blocks)])
         for group in groups:
@@ -311,8 +316,8 @@ class BlockPlanner:
     def _cover_causal(self, q: Range, k: Range, shift: int, undecided: tuple[str, ...]) -> Iterator[Block]:
         """Yield the FULL and CAUSAL blocks of the pairs with ``k <= q + shift``, in terms of indices.
 
-        Every query of q sees a key, and every key is seen by a query. Queries are cut into parts in which each query
-        sees exactly one key more than the query before it.
+        q and k are trimmed: every query sees a key, and every key is seen by a query. Queries are cut into parts in
+        which each query sees exactly one key more than the query before it.
         """
         if shift == 0 and index_intervals(self._q_rows, *q) == index_intervals(self._k_rows, *k):
             yield Block.of(q, k, Kind.CAUSAL, undecided)  # the same indices, in any number of segments
@@ -363,7 +368,7 @@ class BlockPlanner:
     def _best_cut(self, q: Range, k: Range, undecided: tuple[str, ...]) -> int | None:
         """Return the row at which to cut q, near its middle; None to keep q.
 
-        It is cut if the mask of its block would be too large, or if both parts together have less work.
+        It is cut if the mask of its block would be too large, or if both parts together have clearly less work.
         """
         symbols = {name for condition in undecided for name in language.predicate_symbols(condition)}
         if q[1] - q[0] < 2 or not any(map(is_query_symbol, symbols)):  # all queries see the same keys
@@ -374,7 +379,7 @@ class BlockPlanner:
         if q[1] - q[0] < 2 * TILE_ROWS:
             return None
         halves_work = self._needed_pairs((q[0], cut), k) + self._needed_pairs((cut, q[1]), k)
-        return cut if halves_work <= MIN_CUT_SAVING * self._needed_pairs(q, k) else None
+        return cut if halves_work <= MAX_REMAINING_SHARE * self._needed_pairs(q, k) else None
 
     def _middle_cut(self, q: Range) -> int:
         """Return a row to cut q near its middle, preferably where a vector's piece or a segment begins."""
@@ -399,12 +404,12 @@ class BlockPlanner:
         return (q[1] - q[0]) * sum(high - low for low, high in self._attended_parts(q, k))
 
     def _skip_unneeded(self, q: Range, k: Range, undecided: tuple[str, ...]) -> list[Range]:
-        """Return the parts of k to which q may attend if they are much fewer keys than k; else [k].
+        """Return the parts of k to which q may attend if they are clearly fewer keys than k; else [k].
 
         Each part is a kernel call, so that skipping few keys would not be faster.
         """
         parts = self._attended_parts(q, k) if undecided else [k]
-        return parts if sum(high - low for low, high in parts) <= MIN_CUT_SAVING * (k[1] - k[0]) else [k]
+        return parts if sum(high - low for low, high in parts) <= MAX_REMAINING_SHARE * (k[1] - k[0]) else [k]
 
     def _attended_parts(self, q: Range, k: Range) -> list[Range]:
         """Return the parts of k to which q may attend, by halving k down to about TILE_ROWS keys; parts are joined."""
@@ -423,11 +428,7 @@ class BlockPlanner:
     def _undecided_conditions(self, q: Range, k: Range) -> tuple[str, ...]:
         """Return the conditions that do not hold for all pairs, which a block of q x k must evaluate."""
         boxes = list(self._index_boxes(q, k))
-        return tuple(
-            condition
-            for condition in self._conditions
-            if not all(language.evaluate_over(condition, box) for box in boxes)
-        )
+        return tuple(c for c in self._conditions if not all(language.evaluate_over(c, box) for box in boxes))
 
     def verdict(self, q: Range, k: Range) -> Verdict:
         """Return True if all pairs of q x k attend, False if none does or there is none, None if unknown."""

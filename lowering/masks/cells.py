@@ -131,7 +131,8 @@ def _sum_linear_terms(cells: Cells, terms: Sequence[tuple[str, int]]) -> _Condit
         low, high, slope = (factor * x for x in cells.lines[name])  # a negative factor exchanges the bounds
         lows, highs, slopes = lows + np.minimum(low, high), highs + np.maximum(low, high), slopes + slope
     rise = slopes * (cells.lengths - 1)
-    return _ConditionSide(lows + np.minimum(rise, 0), highs + np.maximum(rise, 0), lows, slopes, lows == highs)
+    lowest, highest = lows + np.minimum(rise, 0), highs + np.maximum(rise, 0)
+    return _ConditionSide(lowest, highest, firsts=lows, slopes=slopes, known=lows == highs)
 
 
 class _LinearSums(NamedTuple):
@@ -357,10 +358,10 @@ class CellGrid:
 
 
 def without_padding(tile: CellPair, key_ranges: Sequence[Range]) -> Iterator[CellPair]:
-    """Yield the parts of a tile in each of these ranges of valid keys, since blocks must not contain padding keys.
+    """Yield a tile cut to each of these ranges of valid keys, since blocks must not contain padding keys.
 
-    The parts of a tile are the pairs of cells in it that attend. A part is in one range, since no cell has both valid
-    and padding keys. A tile without a list of parts, such as a single pair of cells, is only cut.
+    Each of `tile.parts` (the pairs of cells that attend) is in one range, since no cell has both valid and padding
+    keys. Ranges without a part are omitted. A tile without a list of parts, such as one pair of cells, is only cut.
     """
     for low, high in key_ranges:
         k = max(low, tile.k[0]), min(high, tile.k[1])
@@ -368,15 +369,14 @@ def without_padding(tile: CellPair, key_ranges: Sequence[Range]) -> Iterator[Cel
             yield tile
             continue
         parts = tuple(part for part in tile.parts if low <= part.k[0] < high)
-        has_no_pair = bool(tile.parts) and not parts  # all attending pairs of the tile are in other ranges
-        if k[0] >= k[1] or has_no_pair:
+        if k[0] >= k[1] or (tile.parts and not parts):
             continue
         # The band counts keys from the first key of the tile, so it is not that of a part with fewer keys.
         yield parts[0] if len(parts) == 1 else CellPair(tile.q, k, tile.undecided, band=None, parts=parts)
 
 
 def _merge_cells(pairs: list[CellPair]) -> Iterator[CellPair]:
-    """Yield the pairs of one query cell with its key cells; adjacent key cells that it sees in full are one pair."""
+    """Yield the pairs of one query cell; adjacent key cells to which all of its queries attend are joined."""
     previous = pairs[0]
     for pair in pairs[1:]:
         if previous.undecided or pair.undecided or previous.k[1] != pair.k[0]:

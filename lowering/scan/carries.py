@@ -299,7 +299,7 @@ def _row_bytes(part: Tensor) -> int:
 def to_bytes(parts: list[Tensor]) -> Tensor:
     """Pack the rows of tensors of any dtypes, to send them as one: (k, ...) each -> (k, bytes) uint8.
 
-    Source: views and one copy.
+    Runs: views and one copy.
     """
     rows = [part.reshape(part.shape[0], math.prod(part.shape[1:])) for part in parts]
     no_bytes = parts[0].new_empty((parts[0].shape[0], 0), dtype=torch.uint8)  # the result if all parts are empty

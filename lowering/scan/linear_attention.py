@@ -184,8 +184,8 @@ def _map_chunks(x: TokenRows, initial: Tensor | None) -> ChunkMaps:
 
     if decays.segment is not None:  # a chunk in which a document starts discards the state before it
         factor = factor * (decays.segment[..., -1:, :] == 0)
-    # `of_first`: only tokens before the first document that starts in the chunk read the state before the chunk.
-    return ChunkMaps(out, decays.of_first(reads), factor, state, ends)
+    # Only tokens before the first document that starts in the chunk read the state before the chunk.
+    return ChunkMaps(out, decays.zero_later_documents(reads), factor, state, ends)
 
 
 def _written_values(x: TokenRows, decays: Decays, causal: Tensor) -> list[tuple[Tensor, Tensor, Tensor | None]]:

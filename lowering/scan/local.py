@@ -40,7 +40,7 @@ def local_scan(
     Shapes: x (..., S, ...) -> out like x in dtype, and the combination of the last segment in scan order, x's shape
     without dim, in accumulate. With total=False the total is an empty tensor, which saves some kernels a pass over x.
     x is rounded to dtype before it is combined, as in torch.cumsum(x, dim, dtype=...).
-    Source: the implementation that `scan_table` selects.
+    Runs: the implementation that `scan_table` selects.
     """
     x = x if torch.promote_types(x.dtype, dtype) == dtype else x.to(dtype)
     rows, starts = _to_three_dims(x, dim), _compact_starts(starts, x, dim)
@@ -58,7 +58,7 @@ def local_extremes(x: Tensor, starts: Tensor | None, dim: int, op: str, reverse:
     """Return the running max or min of x along dim, and its index.
 
     Shapes: x (..., S, ...) -> values like x, indices int64 like x. Of equal values the later in scan order wins, and
-    NaN wins over all others, as in torch.cummax. Source: the implementation that `scan_table` selects.
+    NaN wins over all others, as in torch.cummax. Runs: the implementation that `scan_table` selects.
     """
     rows, starts = _to_three_dims(x, dim), _compact_starts(starts, x, dim)
     segmented = starts is not None
@@ -86,7 +86,7 @@ def local_linear_scan(
 
     Shapes: a and b (..., S, ...) of one shape, initial that shape without dim -> h like b in dtype.
     lagged: h_i = s_(i-1) + b_i with s_i = a_i * h_i and s_(-1) = initial, the adjoint of a scan in the other direction.
-    Source: the implementation that `scan_table` selects.
+    Runs: the implementation that `scan_table` selects.
     """
     a_rows, b_rows = _to_three_dims(a, dim), _to_three_dims(b, dim)
     problem = ScanProblem.of("linear", b_rows, dtype, accumulate, reverse=reverse, lagged=lagged)
@@ -110,7 +110,7 @@ def local_linear_total(a: Tensor, b: Tensor, dim: int, reverse: bool, lagged: bo
     The recurrence is h_i = a_i * h_(i-1) + b_i, or if lagged s_i = a_i * (s_(i-1) + b_i). Its last value is
     factor * initial + state, where initial is the value before the first row.
     Shapes: a and b (..., S, ...) of one shape -> two of that shape without dim, in accumulate.
-    Source: the implementation that `scan_table` selects.
+    Runs: the implementation that `scan_table` selects.
     """
     a_rows, b_rows = _to_three_dims(a, dim), _to_three_dims(b, dim)
     problem = ScanProblem.of("linear_total", b_rows, accumulate, accumulate, reverse=reverse, lagged=lagged)

@@ -60,7 +60,7 @@ class Decays(NamedTuple):
         base = before.map(lambda x: x.gather(-2, first.expand(x.shape)))  # exactly 0 at the first row of a chunk
         return cls(after, before, base, starts.cumsum(-2))
 
-    def of_first(self, x: Tensor) -> Tensor:
+    def zero_later_documents(self, x: Tensor) -> Tensor:
         """Return x (..., T, D) with zeros for tokens of documents that start in the chunk.
 
         Such tokens do not read the state before the chunk.

@@ -129,7 +129,7 @@ def inductor_mode_options() -> dict[str, dict[str, Any]]:
     return list_mode_options()
 
 
-def current_partition() -> str:
+def current_graph_kind() -> str:
     """Return the kind of graph that AOTAutograd compiles now, for the progress line and `CustomPass`.
 
     The progress line is shown by a second thread while the main thread compiles. The result is right in both, since
@@ -201,7 +201,7 @@ def count_cache_hits() -> int:
 
 
 def on_recompile_limit(warn: Callable[[str], object]) -> None:
-    """Call `warn` when Dynamo reaches its recompile limit: this rank then runs the model eagerly.
+    """Register `warn` for the moment when Dynamo reaches its recompile limit, after which it runs the model eagerly.
 
     torch has no hook for this, so that a filter reads its log.
 
@@ -293,7 +293,7 @@ def _joint_inductor(
             for user_pass in self.user_passes:
                 user_pass(graph)
             transform(graph.owning_module)
-            if partition_transform is not None and current_partition() == "inference":
+            if partition_transform is not None and current_graph_kind() == "inference":
                 partition_transform.run_inference(graph.owning_module)
 
         def uuid(self) -> tuple[Any, ...] | None:

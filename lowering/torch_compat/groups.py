@@ -27,7 +27,7 @@ def process_group(name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(name)
 
 
-def known_process_group(name: str) -> bool:
+def is_known_process_group(name: str) -> bool:
     """Return True if this process has registered a group of this name, so that collectives can run."""
     try:
         return process_group(name) is not None

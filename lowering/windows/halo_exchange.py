@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import reduce
-from operator import add
+from operator import add, or_
 from typing import Any, NamedTuple
 
 import torch
@@ -77,12 +77,13 @@ def read_around(x: Tensor, dim: int, low: int, high: int, frame: FrameArg, fill:
     Shapes: dim of s -> high - low; the dim contains only the sequence. Bytes: those of the rows that other ranks own,
     in the forward and in the backward.
     """
-    parts, pieces = split_by_owner(low, high, local_row_count(frame, n)), []
-    first, wraps = low, False
-    for part, piece in zip(parts, _collect_parts(x, dim, parts, wraps, fill, n, group)):
-        pieces.append(_fill_outside(piece, dim, first, first + part.rows, frame, fill, n, group))
+    parts = split_by_owner(low, high, local_row_count(frame, n))
+    pieces = _collect_parts(x, dim, parts, n, group, wraps=False, fill=fill)
+    filled, first = [], low  # the first position of each piece, relative to this rank's first row
+    for part, piece in zip(parts, pieces):
+        filled.append(_fill_outside(piece, dim, first, first + part.rows, frame, fill, n, group))
         first = first + part.rows
-    return _join_pieces(pieces, dim)
+    return _join_pieces(filled, dim)
 
 
 def read_around_ring(x: Tensor, dim: int, low: int, high: int, s: int, n: int, group: str) -> Tensor:
@@ -90,8 +91,7 @@ def read_around_ring(x: Tensor, dim: int, low: int, high: int, s: int, n: int, g
 
     As ``read_around``, but rank 0 follows the last rank and every row is valid.
     """
-    parts, wraps, fill = split_by_owner(low, high, s), True, 0  # no rows are outside of a ring, so `fill` is unused
-    return _join_pieces(_collect_parts(x, dim, parts, wraps, fill, n, group), dim)
+    return _join_pieces(_collect_parts(x, dim, split_by_owner(low, high, s), n, group, wraps=True), dim)
 
 
 def _join_pieces(pieces: list[Tensor], dim: int) -> Tensor:
@@ -100,7 +100,7 @@ def _join_pieces(pieces: list[Tensor], dim: int) -> Tensor:
 
 
 def _collect_parts(
-    x: Tensor, dim: int, parts: list[HaloPart], wraps: bool, fill: float, n: int, group: str
+    x: Tensor, dim: int, parts: list[HaloPart], n: int, group: str, wraps: bool, fill: float = 0.0
 ) -> list[Tensor]:
     """Return one tensor for each part: local rows, rows of another rank, or ``fill`` beyond the ends of the sequence.
 
@@ -110,10 +110,10 @@ def _collect_parts(
         x: This rank's rows.
         dim: The dim of the rows.
         parts: The rows to read, by their owners.
-        wraps: True if rank 0 follows the last rank.
-        fill: Value of positions beyond the ends.
         n: Number of ranks.
         group: Name of the process group.
+        wraps: True if rank 0 follows the last rank. The sequence then has no ends.
+        fill: Value of positions beyond the ends.
     """
     remote_parts = tuple(part for part in parts if part.is_exchanged(n, wraps))
     received: Iterator[Tensor] = iter(())
@@ -146,10 +146,9 @@ def _fill_outside(x: Tensor, dim: int, low: int, high: int, frame: FrameArg, fil
     positions = torch.arange(low, high, device=x.device)
     if n > 1:
         positions = positions + torch.ops.sp.rank(group, x.device) * s
-    outside = positions < start if may_precede else positions >= start + length
-    if may_precede and may_exceed:
-        outside = outside | (positions >= start + length)
-    return x.masked_fill(column_along(outside, dim, x.ndim), fill)
+    precedes = [positions < start] if may_precede else []
+    exceeds = [positions >= start + length] if may_exceed else []
+    return x.masked_fill(column_along(reduce(or_, precedes + exceeds), dim, x.ndim), fill)
 
 
 # Two adjoint linear maps, for `LinearMap`: fetch rows, and return their cotangents. Both have the same arguments.

@@ -129,7 +129,7 @@ def shift(x: Tensor, dim: int, before: int, after: int, fill: float, *placement_
     ``placement_args`` are the fields of `WindowPlacement`: how x and the result are sharded; none for a full tensor.
 
     Shapes: dim of length -> length + before + after, either of which may be negative. Any dtype.
-    Source: constant_pad_nd.
+    Runs: constant_pad_nd.
     """
     dim, placement = dim % x.ndim, WindowPlacement(*placement_args)
     return placement.finish(placement.rows(x, dim, before, after, width=1, stride=1, fill=fill), dim)
@@ -150,7 +150,7 @@ def conv1d(
 
     Shapes: ([B,] C, S), (O, C / groups, K), (O,) -> ([B,] O, (S + before + after - width) // stride + 1), where width =
     dilation * (K - 1) + 1.
-    Source: aten.conv1d.
+    Runs: aten.conv1d.
     """
     placement, width = WindowPlacement(*placement_args), dilation * (weight.shape[-1] - 1) + 1
     if placement.frame is not None or before < 0 or after > before:
@@ -176,7 +176,7 @@ def conv_along(
     ``placement_args`` are the fields of `WindowPlacement`: how x and the result are sharded; none for a full tensor.
 
     Shapes: ([B,] C, H, W), (O, C / groups, K, L), (O,) -> ([B,] O, H', W') for images, and with one more dim for
-    volumes. Source: aten.convolution.
+    volumes. Runs: aten.convolution.
     """
     placement, first = WindowPlacement(*placement_args), x.ndim - len(stride)  # first: the first dim of the image
     image_dim = dim % x.ndim - first  # index of the sequence among the dims of the image
@@ -194,7 +194,7 @@ def avg_pool1d(x: Tensor, before: int, after: int, width: int, stride: int, *pla
 
     ``placement_args`` are the fields of `WindowPlacement`: how x and the result are sharded; none for a full tensor.
 
-    Shapes: ([B,] C, S) -> ([B,] C, (S + before + after - width) // stride + 1). Source: aten.avg_pool1d.
+    Shapes: ([B,] C, S) -> ([B,] C, (S + before + after - width) // stride + 1). Runs: aten.avg_pool1d.
     """
     placement = WindowPlacement(*placement_args)
     rows = placement.rows(x, x.ndim - 1, before, after, width, stride, fill=0)
@@ -214,7 +214,7 @@ def max_pool1d(
     There are ``before`` and ``after`` rows of ``fill`` at the two ends, which is usually -inf, as in torch.
     ``placement_args`` are the fields of `WindowPlacement`: how x and the result are sharded; none for a full tensor.
 
-    Shapes: ([B,] C, S) -> ([B,] C, (S + before + after - width) // stride + 1). Source: aten.max_pool1d.
+    Shapes: ([B,] C, S) -> ([B,] C, (S + before + after - width) // stride + 1). Runs: aten.max_pool1d.
     """
     placement, kernel_size = WindowPlacement(*placement_args), [(width - 1) // dilation + 1]
     rows = placement.rows(x, x.ndim - 1, before, after, width, stride, fill)
@@ -234,7 +234,7 @@ def unfold(
     ``placement_args`` are the fields of `WindowPlacement`: how x and the result are sharded; none for a full tensor.
 
     Shapes: dim of length -> (length + before + after - width) // stride + 1, and a last dim of width. Any dtype.
-    Source: aten.unfold.
+    Runs: aten.unfold.
     """
     dim, placement = dim % x.ndim, WindowPlacement(*placement_args)
     rows = placement.rows(x, dim, before, after, width, stride, fill)
@@ -302,7 +302,7 @@ def roll(x: Tensor, dim: int, shift: int, frame: FrameArg | None = None, n: int 
 
     Shapes: any -> same; abs(shift) < the length, and sizes must be integers if the ranks do not divide the length.
     Bytes: one shift forward and backward if they do. Otherwise the rows that wrap around are sent separately.
-    Source: narrow, cat, where.
+    Runs: narrow, cat, where.
     """
     dim = dim % x.ndim
     if frame is None:

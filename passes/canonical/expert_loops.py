@@ -110,8 +110,8 @@ class RewriteSortedRows(CanonicalPass):
             x = old.args[0] if is_same_size(times, 1) else self.repeat_each(old.args[0], 0, times, old)
             return self.emit(sp.to_sorted.default, (x, order), value, old)
         if old in uses.products:
-            (x, w), op_name = old.args[:2], uses.products[old]  # such as "aten::_grouped_mm"
-            return self.emit(sp.grouped_mm.default, (x, w, keys, op_name), value, old)
+            (x, w), replaced_op = old.args[:2], uses.products[old]  # such as "aten::_grouped_mm", which ranks run
+            return self.emit(sp.grouped_mm.default, (x, w, keys, replaced_op), value, old)
         if old in uses.counts:  # a count of sorted keys equals that of unsorted ones
             x = self.cast(uses.ids, old.args[0].meta["val"].dtype, old)
             return self.emit(aten.histc.default, (x, *old.args[1:]), value, old, old.kwargs)

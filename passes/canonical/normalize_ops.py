@@ -64,7 +64,7 @@ class NormalizeOps(CanonicalPass):
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Replace aliases, erase assertions on metadata, and apply `_NORMALIZERS`; return the number of changes."""
-        changes = _unify_overloads(gm)
+        changes = _replace_aliases(gm)
         for node in list(gm.graph.nodes):
             if node.target is aten._assert_tensor_metadata.default:
                 gm.graph.erase_node(node)
@@ -79,7 +79,7 @@ class NormalizeOps(CanonicalPass):
         return changes
 
 
-def _unify_overloads(gm: GraphModule) -> int:
+def _replace_aliases(gm: GraphModule) -> int:
     """Replace aliases, such as multiply for mul, in a graph and in its subgraphs; return the number of aliases."""
     aliases = [node for node in gm.graph.nodes if node.target in _CANONICAL_OVERLOADS]
     for node in aliases:
@@ -87,7 +87,7 @@ def _unify_overloads(gm: GraphModule) -> int:
     if aliases:
         gm.recompile()
     bodies = [body for _, body in gm.named_children() if isinstance(body, GraphModule)]
-    return len(aliases) + sum(map(_unify_overloads, bodies))
+    return len(aliases) + sum(map(_replace_aliases, bodies))
 
 
 def _normalize_new(op: Any, node: Node) -> CallForm:

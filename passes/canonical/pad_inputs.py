@@ -77,7 +77,7 @@ class FoldPaddings(CanonicalPass):
             return True
         # Otherwise each reader must pad by itself.
         readers = value_readers(node)
-        calls = [_padding_reader(reader, node, inner_pad) for reader in readers]
+        calls = [_fold_padding(inner_pad, node, reader) for reader in readers]
         static_calls = [call for call in calls if call is not None and _is_static(call, rows)]
         if len(static_calls) < len(calls):
             if any(call.op is not sp.shift.default for call in static_calls):  # one of the readers is a window op
@@ -182,15 +182,16 @@ def _is_within_sequence(length: Size, pad: PadMatch) -> bool:
 
 def match_padding(node: Node) -> PadMatch | None:
     """Return the padding of one dim that a node computes, as a pad or as a cat with constants; else None."""
-    dim, is_new_dim = match_join(node) or (None, True)  # of a cat or stack
-    if dim is not None and not is_new_dim:
-        return _match_padding_cat(node, dim)
+    joined = match_join(node)
+    if joined is not None:
+        dim, is_new_dim = joined  # a new dim: of stack
+        return None if is_new_dim else _match_padding_cat(node, dim)
     pad = match_pad(node)
     return replace(pad, source=value_origin(pad.source)) if pad is not None else None
 
 
 def _match_padding_cat(node: Node, dim: int) -> PadMatch | None:
-    """Return cat([constants, x, constants]) along `dim` as a padding of x, or None if the constants differ."""
+    """Return cat([constants, x, constants]) along `dim` as a padding of x; None for other operands of the cat."""
     call, dtype = OpCall(node), node.meta["val"].dtype
     if len({x.meta["val"].ndim for x in call.operands}) > 1:
         return None  # cat accepts empty one-dimensional operands, too
@@ -224,15 +225,15 @@ def _slice_span(user: Node, node: Node, dim: int) -> tuple[Size, Size] | None:
     return piece.start, piece.length
 
 
-def _padding_reader(reader: Node, node: Node, pad: PadMatch) -> WindowCall | None:
-    """Return the window op on the unpadded source that equals a reader of a padded value.
+def _fold_padding(pad: PadMatch, node: Node, reader: Node) -> WindowCall | None:
+    """Return the window op that pads by itself, and whose result on `pad.source` is that of a reader of `node`.
 
-    The result is None if the reader cannot pad by itself.
+    The result is None if there is no such op.
 
     Args:
-        reader: A reader of the padded value, such as conv1d(pad(x, (k, 0)), w).
+        pad: The padding that `node` computes.
         node: The padded value.
-        pad: The padding, whose source the window op reads.
+        reader: A reader of it, such as conv1d(pad(x, (k, 0)), w).
     """
     span = _slice_span(reader, node, pad.dim)
     if span is not None:  # a slice of the padded value, which is a shift of the source

@@ -94,7 +94,10 @@ class Aliases:
         return True
 
     def _has_gradient_path(self, node: Node, inputs: list[Node]) -> bool:
-        """Return True if autograd records the node: it has float results and a differentiable input."""
+        """Return True if autograd records the node: it has float results and a differentiable input.
+
+        An input of the graph counts if it requires a gradient.
+        """
         if node.op == "placeholder" or node.op == "get_attr":
             return bool(node_info(node).requires_grad)
         if not self.grad_enabled or node.target in _STOPS_GRADIENT:

@@ -129,7 +129,8 @@ class _Functionalizer:
 
         For a view, also record the version of its root (the number of mutations so far), to detect later mutations.
         """
-        if self.aliases.record(node):
+        is_view = self.aliases.record(node)
+        if is_view:
             version = self.version.get(self.aliases.root(node), 0)
             self.values[node] = _ViewValue(node, version, self.aliases.grad_enabled)
 
@@ -187,12 +188,13 @@ class _Functionalizer:
     def replace_view_change(self, node: Node) -> None:
         """Convert `x.unsqueeze_(0)`, which writes no memory, to `x.unsqueeze(0)`, which later nodes read as x.
 
-        Raise WriteError for an input: the caller would see its new shape, which no copy_ at the end can write back.
+        Raise WriteError for resize_ and set_, which have no functional form, and for an input: the caller would see its
+        new shape, which no copy_ at the end can write back.
         """
         (target, *_), _ = self.aliases.calls[node]  # args and kwargs
         op = functional_form(node.target)
         if op is None or self.aliases.root(target).op in ("placeholder", "get_attr"):
-            changed = "the storage of a tensor" if op is None else "the shape of an input"  # None: resize_, set_
+            changed = "the storage of a tensor" if op is None else "the shape of an input"
             raise WriteError("SP223", f"{node.name}: {node.target} at {node_line(node)} changes {changed}.")
         node.target = op
         node.args, node.kwargs = self.current_arguments(node)

@@ -331,15 +331,14 @@ def _omit_views(
         The omitted views, and for each hidden result its first view.
     """
     shared: SharedResults = graph.meta[VIEW_OPS]
-    of_results = [view for view in shared.views if not view.of_argument]
-    if "local" in outputs:
-        of_results = []
-    has_memory = [type(x) in (torch.Tensor, torch.nn.Parameter, Sharded) for x in example_inputs]  # no other wrapper
-    of_inputs = [view for view in shared.views if view.of_argument and inputs != "local" and has_memory[view.base]]
+    of_results = [view for view in shared.views if not view.of_argument and "local" not in outputs]
+    is_viewable = [type(x) in (torch.Tensor, torch.nn.Parameter, Sharded) for x in example_inputs]  # no other subclass
+    of_inputs = [view for view in shared.views if view.of_argument and inputs != "local" and is_viewable[view.base]]
     n_results, hidden = len(outputs), list[ResultView]()
     for view in of_results:
-        # `base` is the index of a result; the hidden ones, in order of their first views, have those after the others.
-        if view.base == n_results + len(hidden):  # the first view of the next hidden result
+        # `base` is the index of a result. Hidden results are numbered n_results, n_results + 1, ... in the order of
+        # their first views, so that the next number is that of a new one.
+        if view.base == n_results + len(hidden):
             hidden.append(view)
             outputs.append(outputs[view.number])
         options = outputs[view.base], outputs[view.number]

@@ -10,7 +10,7 @@ Gradients of keys and values are sent in float32 (float64 for float64). The back
                   or balanced (computed by the program at run time)
     relayout      exchange of q, k and v from contiguous to zigzag order before the attention, and of the result back
     accumulator   sum of the results of key blocks, or of their gradients, in float32 (float64)
-    legal         possible for this shape, these options and this memory
+    refusal       None if possible for this shape, these options and this memory
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class Candidate:
     memory: float  # bytes of a rank in addition to its shards, maximum of forward and backward
     rounds: tuple[int, int]  # number of collectives of forward and backward
     ring_grads: str = ""  # gradients of K and V "travel" or are reduced by "scatter"; "" without a ring
-    legal: str | None = None  # reason why it is not legal; None if it is
+    refusal: str | None = None  # reason why it is not possible; None if it is
     fits: bool = True  # False if memory is insufficient
     relayout: bool = False  # True if a relayout is required; its cost is added by `all_candidates`
     folds_keys: bool = True  # True if a relayout moves keys and values, too
@@ -242,7 +242,7 @@ class Strategy:
     name: str  # value of the option attention=, and `kind` of its candidates
     preference: int  # lower values win ties
     rewrite: Any  # `AttentionPass` of the same name; its `op` replaces attention
-    # (shape, machine, layout) -> candidates in this layout, legal or not
+    # (shape, machine, layout) -> candidates in this layout, possible or not
     candidates: Callable[[AttentionShape, Machine, str], Iterable[Candidate]]
     # (forward, backward) bytes that a rank sends in a call of the op; required with an op
     sends: Callable[[OpCall, int], tuple[Size, Size]] | None = None
@@ -270,9 +270,9 @@ def attention_strategies() -> list[Strategy]:
 
 
 def all_candidates(shape: AttentionShape, machine: Machine) -> list[Candidate]:
-    """Return the candidates of all strategies and layouts for a shape, legal or not.
+    """Return the candidates of all strategies and layouts for a shape, possible or not.
 
-    A report shows those that are not legal with the reasons. On one rank nothing is split.
+    A report shows those that are not possible with the reasons. On one rank nothing is split.
     """
     # A window leaves little to balance, and zigzag order would distribute its neighbors over all ranks.
     can_zigzag = shape.n > 1 and shape.causal and shape.window is None and shape.q_len == shape.kv_len
@@ -310,17 +310,17 @@ def candidates_in_order(shape: AttentionShape, machine: Machine) -> list[Candida
 
 
 def fastest_candidate(candidates: Sequence[Candidate]) -> Candidate:
-    """Return the fastest legal candidate.
+    """Return the fastest possible candidate.
 
     Raises:
-        SpError: If no candidate is legal.
+        SpError: If no candidate is possible.
     """
-    legal = [c for c in candidates if c.legal is None]
-    if not legal:
+    possible = [c for c in candidates if c.refusal is None]
+    if not possible:
         raise SpError(
-            "SP701", f"attention: no strategy can run: {'; '.join(f'{c.kind}: {c.legal}' for c in candidates)}."
+            "SP701", f"attention: no strategy can run: {'; '.join(f'{c.kind}: {c.refusal}' for c in candidates)}."
         )
-    return min(legal, key=lambda c: (c.seconds, *_preference_key(c)))
+    return min(possible, key=lambda c: (c.seconds, *_preference_key(c)))
 
 
 def choose_attention(candidates: Sequence[Candidate]) -> Candidate:
@@ -329,12 +329,12 @@ def choose_attention(candidates: Sequence[Candidate]) -> Candidate:
     Ties are resolved by the preference of the strategies.
 
     Raises:
-        SpError: If no candidate is legal.
+        SpError: If no candidate is possible.
     """
     fastest = fastest_candidate(candidates)
-    legal = [c for c in candidates if c.legal is None]
+    possible = [c for c in candidates if c.refusal is None]
     # Without the bound on memory a gather, which has one collective less, would win every long sequence.
-    tied = [c for c in legal if c.seconds <= TIE_RATIO * fastest.seconds and c.memory <= TIE_RATIO * fastest.memory]
+    tied = [c for c in possible if c.seconds <= TIE_RATIO * fastest.seconds and c.memory <= TIE_RATIO * fastest.memory]
     # The key compares the numbers of collectives first, then the preference of the strategies.
     return min(tied, key=lambda c: (*_preference_key(c), c.seconds))
 
@@ -356,13 +356,13 @@ def _complete_candidate(c: Candidate, shape: AttentionShape, machine: Machine) -
         c = replace(c, relayout=True, forward=c.forward + extra, backward=c.backward + extra, rounds=rounds)
     if shape.mask:  # one byte for each query of the `ulysses` ranks and each key
         c = replace(c, memory=c.memory + shape.batch * c.ulysses * shape.q_rows * shape.kv_len)
-    if shape.mask_rows and c.ulysses > 1 and c.legal is None:
-        c = replace(c, legal="its mask is sharded along the queries, and every rank would need all of its rows")
+    if shape.mask_rows and c.ulysses > 1 and c.refusal is None:
+        c = replace(c, refusal="its mask is sharded along the queries, and every rank would need all of its rows")
     if not shape.training:
         c = replace(c, backward=0.0, rounds=(c.rounds[0], 0), ring_grads="")
-    if c.legal is None and c.memory > machine.memory:
+    if c.refusal is None and c.memory > machine.memory:
         needed, free = (f"{nbytes / 2**20:.1f} MiB" for nbytes in (c.memory, machine.memory))
-        return replace(c, legal=f"it needs {needed}, of which {free} are free", fits=False)
+        return replace(c, refusal=f"it needs {needed}, of which {free} are free", fits=False)
     return c
 
 

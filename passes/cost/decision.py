@@ -1,7 +1,7 @@
 """Attention decisions of a graph, and the table in which a report prints their candidates.
 
-Attentions of equal shape share one `Decision`. A candidate that is not legal has a reason (`legal`), printed instead of
-its numbers. A relayout moves rows to the layout of the candidate before the attention, and back after it.
+Attentions of equal shape share one `Decision`. A candidate that is not possible has a reason (`refusal`), printed
+instead of its numbers. A relayout moves rows to the layout of the candidate before the attention, and back after it.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def describe_shape(shape: AttentionShape) -> str:
 
 
 def candidate_table(candidates: Sequence[Candidate], chosen: Candidate, requested: bool = False) -> str:
-    """Format the candidates: the chosen one, then alternatives by time, then those that are not legal."""
-    alternatives = sorted((c for c in candidates if c != chosen), key=lambda c: (c.legal is not None, c.seconds))
+    """Format the candidates: the chosen one, then alternatives by time, then those that are not possible."""
+    alternatives = sorted((c for c in candidates if c != chosen), key=lambda c: (c.refusal is not None, c.seconds))
     reason = _winning_reason(chosen, candidates, requested)
     rows = [_candidate_row(c, chosen, reason) for c in [chosen, *alternatives]]
     return tabulate(rows, headers=HEADERS, floatfmt=".3f", disable_numparse=[1])
@@ -76,14 +76,14 @@ def candidate_table(candidates: Sequence[Candidate], chosen: Candidate, requeste
 def _candidate_row(c: Candidate, chosen: Candidate, reason: str) -> tuple[object, ...]:
     """Return the columns of `HEADERS` for a candidate; None for numbers that are not shown.
 
-    The last column is `reason` for the chosen candidate, else the reason why it is not legal, or the additional time
+    The last column is `reason` for the chosen candidate, else the reason why it is not possible, or the additional time
     relative to the chosen one.
     """
     # "groups": heads that are exchanged separately, one group after the other
     layout = c.layout + (", moved" if c.relayout else "") + (f", {c.chunks} groups" if c.chunks > 1 else "")
     numbers = [x * 1e3 for x in (c.forward, c.backward, c.seconds)] + [c.memory / 2**20]
-    shown = numbers if c.legal is None or c == chosen else [None] * 4
-    note = reason if c == chosen else c.legal or f"{c.seconds / chosen.seconds - 1:+.1%}"
+    shown = numbers if c.refusal is None or c == chosen else [None] * 4
+    note = reason if c == chosen else c.refusal or f"{c.seconds / chosen.seconds - 1:+.1%}"
     return (c.kind, f"{c.ulysses} x {c.ring}", layout, *shown, note)
 
 
@@ -92,11 +92,11 @@ def _winning_reason(c: Candidate, candidates: Sequence[Candidate], requested: bo
 
     `requested` is True if an option or the mesh names the strategy.
     """
-    if not c.fits:  # chosen although no allowed candidate fits in memory; `legal` has the bytes needed and free
-        return f"chosen: needs the least memory, {c.legal}"
-    has_legal = any(other.legal is None for other in candidates)
-    # Not the choice of the cost model (`choose_attention`), which raises an error without a legal candidate.
-    if requested or not has_legal or c != choose_attention(candidates):
+    if not c.fits:  # chosen although no allowed candidate fits in memory; `refusal` has the bytes needed and free
+        return f"chosen: needs the least memory, {c.refusal}"
+    has_possible = any(other.refusal is None for other in candidates)
+    # Not the choice of the cost model (`choose_attention`), which raises an error without a possible candidate.
+    if requested or not has_possible or c != choose_attention(candidates):
         return "chosen: requested"
     best = fastest_candidate(candidates)
     if c == best:

@@ -26,7 +26,7 @@ from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.torch_compat import (
     OpOverload,
     group_names,
-    known_process_group,
+    is_known_process_group,
     namespace_of,
     process_group,
     pytree,
@@ -70,7 +70,7 @@ def _multi_rank_groups(names: Iterable[str]) -> list[Ranks]:
     """Return the groups of more than one rank among the names, without duplicates."""
     if not dist.is_initialized():
         return []
-    groups = [Ranks(process_group(name).size(), name) for name in dict.fromkeys(names) if known_process_group(name)]
+    groups = [Ranks(process_group(name).size(), name) for name in dict.fromkeys(names) if is_known_process_group(name)]
     return [ranks for ranks in groups if ranks.n > 1]
 
 
@@ -82,7 +82,7 @@ def check_groups(gm: GraphModule) -> None:
     """
     for node in gm.graph.nodes if dist.is_initialized() else ():
         group = exchange_group(node)
-        if group and namespace_of(node.target).startswith(c10d.name) and not known_process_group(group):
+        if group and namespace_of(node.target).startswith(c10d.name) and not is_known_process_group(group):
             raise SpError("SP612", f"this rank has no process group {group!r}, which {describe_node(node)} uses.")
 
 

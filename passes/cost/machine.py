@@ -80,9 +80,9 @@ class Machine:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            expected = _expected_range(name, value)
-            if expected:
-                raise SpError("SP702", f"cost: {name}: expected {expected}, got {value!r}.")
+            violated = _violated_range(name, value)
+            if violated:
+                raise SpError("SP702", f"cost: {name}: expected {violated}, got {value!r}.")
 
     @staticmethod
     def of(device_type: str, override: Mapping[str, Any] | None = None, measured: Machine | None = None) -> Machine:
@@ -188,8 +188,8 @@ class Machine:
 _CONSTANTS_OF = {"reduce_scatter": "all_gather", "shift": "hop", "fold": "hop", "broadcast": "hop"}
 
 
-def _expected_range(name: str, value: Any) -> str:
-    """Return the range of a constant as a text for an error if the value is outside of it, else ""."""
+def _violated_range(name: str, value: Any) -> str:
+    """Return the valid range of a constant, as text for an error, if the value is outside of it; else ""."""
     is_share = name == "overlap" or name.endswith("efficiency")
     low, high = 1.0 if name == "ranks_per_node" else 0.0, 1.0 if is_share else math.inf
     includes_low = name.endswith("latency") or name in ("block_keys", "overlap", "call", "ranks_per_node")

@@ -57,7 +57,8 @@ class ModelBytes:
 
         The weights of two layers are then gathered: of the one that runs, and of the next one.
         """
-        return self.shard_bytes(n, per_weight) + self.unsharded_bytes(True, True), self.gradients(self.trainable, n)
+        unsharded = self.unsharded_bytes(in_layer=True, arriving=True)
+        return self.shard_bytes(n, per_weight) + unsharded, self.gradients(self.trainable, n)
 
     def unsharded_bytes(self, in_layer: bool, arriving: bool) -> int:
         """Return the bytes of the weights that FSDP has gathered at a moment of the step.

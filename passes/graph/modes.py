@@ -53,12 +53,12 @@ class AutocastRegion(NamedTuple):
 
 def autocast_regions(node: Node) -> list[AutocastRegion]:
     """Return the autocast regions that the node is in, as arguments of torch.autocast, innermost last."""
-    enters, leaves = (
+    enters, exits = (
         [n for n in node.graph.find_nodes(op="call_function", target=target) if n < node]
         for target in (enter_autocast, exit_autocast)
     )
-    left = {leave.args[0] for leave in leaves}
-    return [AutocastRegion(*enter.args) for enter in enters if enter not in left]
+    ended = {exit_node.args[0] for exit_node in exits}  # exit_autocast takes the node that entered the region
+    return [AutocastRegion(*enter.args) for enter in enters if enter not in ended]
 
 
 def autocast_dtype(node: Node, x: torch.Tensor, device: str) -> torch.dtype:

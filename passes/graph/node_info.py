@@ -60,5 +60,8 @@ def clear_node_info(node: Node) -> None:
 
 
 def is_in_chunks(node: Node) -> bool:
-    """Return True if code that `annotate({IN_CHUNKS: True})` surrounds has created the node."""
+    """Return True if the node is of code that processes rows in chunks itself, such as a fused loss of a package.
+
+    Such code is traced within `annotate({IN_CHUNKS: True})`. Its tiles are chosen by bytes, see `choose_tiles`.
+    """
     return bool(node.meta.get("custom", {}).get(IN_CHUNKS))

@@ -38,14 +38,14 @@ def as_sizes(values: Iterable[Any]) -> tuple[Size, ...]:
     return tuple(as_size(v) for v in values)
 
 
-def current_bytes(value: torch.Tensor, least: int = 0) -> int:
+def current_bytes(value: torch.Tensor, min_element_size: int = 0) -> int:
     """Return the bytes of a value in the current call, without adding a guard.
 
     Args:
         value: Tensor, any dtype.
-        least: Minimum bytes of an element.
+        min_element_size: Bytes to count for each element of a smaller dtype.
     """
-    return size_hint(value.numel()) * max(value.element_size(), least)
+    return size_hint(value.numel()) * max(value.element_size(), min_element_size)
 
 
 def size_product(values: Iterable[Size]) -> Size:
@@ -65,13 +65,13 @@ def nonempty_size(value: Size) -> Size:
     if isinstance(value, int):
         return value
 
-    def simplify(*operands: sympy.Expr) -> sympy.Expr:
+    def simplify_max(*operands: sympy.Expr) -> sympy.Expr:
         """Return Max of the operands, or the other operand of Max(1, size), which is at least 1 if no dim is empty."""
         if len(operands) == 2 and 1 in operands:
             return operands[0] * operands[1]  # 1 * size
         return Max(*operands)
 
-    return as_size(value.replace(Max, simplify))
+    return as_size(value.replace(Max, simplify_max))
 
 
 def is_same_shape(a: Sequence[Size], b: Sequence[Size]) -> bool:

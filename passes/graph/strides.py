@@ -27,13 +27,13 @@ def restore_strides(node: Node, value: Tensor) -> Node:
     The stride order is the order of the dims in memory, largest stride first.
     """
     users = list(node.users)
-    restored = match_strides(node, value)
+    restored = copy_strides(node, value)
     for user in users:
         user.replace_input_with(node, restored)
     return restored
 
 
-def match_strides(node: Node, value: Tensor) -> Node:
+def copy_strides(node: Node, value: Tensor) -> Node:
     """Append a copy of the node's value that is contiguous in the stride order of `value`, and return it.
 
     The stride order is the order of the dims in memory, largest stride first.

@@ -98,10 +98,10 @@ class OffloadValues(Pass):
         return len(chosen)
 
     def _excess_bytes(self, forward: Graph, backward: Graph, context: PartitionContext) -> dict[Node, float]:
-        """Return the nodes of both partitions at which a step without offloading exceeds the device's memory.
+        """Return the bytes by which a step without offloading exceeds the device's memory, by node of a partition.
 
-        Each node has its excess in bytes, which `_choose_fitting` removes by offloading. At a node, memory holds the
-        state of the model, which is constant, and the live values. Empty if the device's memory is unknown.
+        It has the nodes with an excess only; none if the device's memory is unknown. While a node runs, memory contains
+        the state of the model, which is constant, and the live values.
         """
         if math.isinf(self.machine.memory):
             return {}

@@ -65,7 +65,7 @@ def _reaches_reader(
         node: The value.
         user: A user of the value.
         plan: The plan of the graph.
-        read_nodes: The nodes after the value of which a reader may depend on padded rows, as found so far.
+        read_nodes: The later nodes whose padded rows reach a reader that may depend on them.
         ignores_padding: Returns True for ops whose valid rows do not depend on padded rows of this kind.
     """
     if user.op == "output":
@@ -237,6 +237,6 @@ class PaddingProof:
         have = None if origin is None else self.plan.of(origin)
         if not isinstance(have, Shard):
             return False
-        # A frame may count windows of rows, and the other one rows, so that its `inner` is smaller.
+        # A dim of S * k elements may be S rows of k elements (`inner` k) in one frame, and S * k rows in the other.
         has_same_start = is_same_size(have.frame.start * have.inner, want.frame.start * want.inner)
         return not (has_same_start and is_same_size(have.frame.length * have.inner, want.frame.length * want.inner))

@@ -32,7 +32,7 @@ class WindowedRows(NamedTuple):
 
 
 def choose_rows(gm: GraphModule, axes: Axes) -> Axes:
-    """Return axes whose sequence is the rows of windows, or `axes` if a rank has as little work with its sequences.
+    """Return axes whose sequence is the rows of windows if that is better (`_tolerated_flops`), else `axes`.
 
     Args:
         gm: The graph.
@@ -100,7 +100,7 @@ def _attended_products(gm: GraphModule, axes: Axes) -> set[tuple[int, ...]]:
 
 
 def _find_windowed_rows(axes: Axes, attentions: dict[int, set[Node]]) -> dict[int, set[Node]]:
-    """Return the classes of dims split into (windows, positions), if attention reads positions but no windows.
+    """Find dims that are split into (windows, positions), of which attention reads the positions, but not the windows.
 
     A class is the number of all dims that are equal: the dim H of several values, for example.
 
@@ -128,12 +128,12 @@ def _describe_rows(axes: Axes, found: dict[int, set[Node]], multiplied: Set[int]
         found: The ops of attention by class, a number that equal dims share.
         multiplied: The classes of dims of operands of matmuls and other ops with many FLOPs.
     """
-    sizes: dict[int, Atom] = {}  # class -> its longest dim
+    longest: dict[int, Atom] = {}  # class -> its longest dim
     for atom in (a for dims in axes.dims.values() for dim in dims for a in dim):
         name = axes.find(atom.name)
-        if name in found and (name not in sizes or assume_large(atom.size) > assume_large(sizes[name].size)):
-            sizes[name] = atom
-    return [WindowedRows(sizes[x], chunk_blocks(axes, x, multiplied), reads) for x, reads in found.items()]
+        if name in found and (name not in longest or assume_large(atom.size) > assume_large(longest[name].size)):
+            longest[name] = atom
+    return [WindowedRows(longest[x], chunk_blocks(axes, x, multiplied), reads) for x, reads in found.items()]
 
 
 def _windowed_share(candidate: WindowedRows, n: int) -> float:

@@ -97,7 +97,6 @@ def demanded_placements(node: Node, user: Node, plan: PlacementPlan) -> list[Pla
     # An exchange was written for the present placement of its operand, so it counts as a user that is not on shards.
     if user not in plan.wants or transfer_of(user.target) is not None:
         return []
-    call, _ = lookup_rule(user) or (None, None)
-    if call is None:
-        return []
-    return [want for x, want in zip(call.operands, plan.wants[user]) if x is node]
+    ruled_call = lookup_rule(user)
+    operands = [] if ruled_call is None else ruled_call.call.operands
+    return [want for x, want in zip(operands, plan.wants[user]) if x is node]

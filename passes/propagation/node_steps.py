@@ -190,7 +190,7 @@ def _is_large_broadcast(call: OpCall) -> bool:
     return operand_elements > 0 and result_elements >= MIN_BROADCAST * operand_elements
 
 
-def through_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], n: int) -> NodeStep:
+def propagate_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], n: int) -> NodeStep:
     """Return the step of a node with sharded operands.
 
     The sharding of one operand, the leading one, is propagated to the result if its factor passes: for x sharded along

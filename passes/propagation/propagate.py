@@ -46,9 +46,9 @@ from .node_steps import (
     NodeStep,
     make_demands,
     place_as_written,
+    propagate_factors,
     replicate_operands,
     start_sharding,
-    through_factors,
 )
 from .row_units import express_in_rows
 
@@ -287,6 +287,6 @@ def _node_step(
     if rule.operand_placements is not None:  # it runs on shards already
         return place_as_written(call, rule, have)
     if any(isinstance(p, Shard) for p in have):
-        return through_factors(call, rule, have, n)
+        return propagate_factors(call, rule, have, n)
     started = None if keep_replicated else start_sharding(axes, call, rule, n, window)
     return started or NodeStep(None, (REPLICATE,) * num_results)

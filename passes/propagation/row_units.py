@@ -41,11 +41,11 @@ def express_in_rows(axes: Axes, node: Node, index: int, placement: Placement) ->
         granule, block = axes.granules.get(name, 1), axes.blocks.get(name, 1)
         if max(granule, block) == 1 or not is_same_size(placement.outer, _size_of(dim[:i])):
             continue  # not a dim of rows or of windows, or not the one at which the shard starts
-        counted = _convert_units(placement, atom, _size_of(dim[i + 1 :]), axes.n)
+        converted = _convert_units(placement, atom, _size_of(dim[i + 1 :]), axes.n)
         # In a frame whose size is no multiple of (granule * ranks * chunks of a rank), a chunk may be on two ranks.
-        if counted is not None and divides(granule * axes.n * counted.frame.order.chunks, counted.frame.size):
-            counted = replace(counted, frame=replace(counted.frame, granule=granule, block=block))
-            return _flatten_product(axes, counted, dim[i:])
+        if converted is not None and divides(granule * axes.n * converted.frame.order.chunks, converted.frame.size):
+            converted = replace(converted, frame=replace(converted.frame, granule=granule, block=block))
+            return _flatten_product(axes, converted, dim[i:])
     return placement
 
 
@@ -83,12 +83,12 @@ def _flatten_product(axes: Axes, shard: Shard, dim: Dim) -> Shard:
         dim: The factors of its dim, from the rows on.
     """
     names, frame = tuple(axes.find(a.name) for a in dim), shard.frame
-    for run in axes.flat:  # the names of rows and columns whose product attention reads as one sequence
-        if names[: len(run)] == run:
-            columns = _size_of(dim[1 : len(run)])
+    for product in axes.flat:  # the names of rows and columns, which attention reads as one sequence
+        if names[: len(product)] == product:
+            columns = _size_of(dim[1 : len(product)])
             sizes = (frame.size * columns, frame.start * columns, frame.length * columns)
             flat = Frame(*sizes, frame.folds, frame.granule * columns)
-            return replace(shard, frame=flat, inner=_size_of(dim[len(run) :]))
+            return replace(shard, frame=flat, inner=_size_of(dim[len(product) :]))
     return shard
 
 

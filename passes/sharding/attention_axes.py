@@ -68,7 +68,7 @@ def depends_on_query(call: OpCall) -> bool:
     return any(name == "q" or name.startswith("row") for name in names)
 
 
-def masks_all_weight(call: OpCall) -> bool:
+def has_absorbing_sinks(call: OpCall) -> bool:
     """Return True if masked keys have weight 0 even for a query whose keys are all masked.
 
     Only learned sinks ensure it: the sink, an additional score of each row, then has all of the weight, if it is no

@@ -76,7 +76,6 @@ class Axes:
     dims: dict[tuple[Node, int], tuple[Dim, ...]] = field(default_factory=dict)  # dims by (node, result index)
     parent: list[int] = field(default_factory=list)  # union-find forest over class names
     sequences: set[int] = field(default_factory=set)  # names of the classes that are sequences
-    # (selected, source): a dim, and the dim that it contains positions of
     selected: list[tuple[Dim, Dim]] = field(default_factory=list)  # (dim of a result, dim whose positions it selects)
     lost: dict[int, str] = field(default_factory=dict)  # why a class with evidence is no sequence
     folds: int = 1  # of the frames of sequences, see `RowOrder`
@@ -265,16 +264,16 @@ def name_axes(gm: GraphModule) -> Axes:
     Returns:
         The axes; `sequences` is empty until `find_sequences`.
     """
-    axes = _name_axes(gm, Axes())
+    axes = _name_dims(gm, Axes())
     # Factors that attention reads as one sequence, such as the H and W of an image, are known only now. With them, all
     # dims are named again.
     products = dict(_find_products(gm, axes))
-    return _name_axes(gm, Axes(products=products)) if products else axes
+    return _name_dims(gm, Axes(products=products)) if products else axes
 
 
 def name_factors(gm: GraphModule) -> Axes:
     """Identify the dims as `name_axes` does, with the factors of products and the rows of strided windows apart."""
-    return _name_axes(gm, Axes(keeps_strided=False))
+    return _name_dims(gm, Axes(keeps_strided=False))
 
 
 Evidence = Iterable[tuple[Node, Dim]]  # op, and a dim that is a sequence because of it
@@ -323,7 +322,7 @@ def _find_products(gm: GraphModule, axes: Axes) -> Iterator[tuple[tuple[Node, in
                     break
 
 
-def _name_axes(gm: GraphModule, axes: Axes) -> Axes:
+def _name_dims(gm: GraphModule, axes: Axes) -> Axes:
     """Set `axes.dims`, the atoms of every dim of every value, in the order of the graph; return `axes`.
 
     A dim of a result has the atoms of the operands' dims that the op's rule passes to it, and new ones otherwise.

@@ -55,7 +55,7 @@ class BoundRule:
     results: tuple[Dims, ...]  # factors of each dim of each result
     kinds: Mapping[str, str] = field(default_factory=dict)  # kinds by factor; other factors pass
     sizes: str | None = None  # schema argument with the sizes of the result, localized if the result is sharded
-    lazy: bool = False  # the op only moves data (a view, a cat), so no sequence starts at it
+    lazy: bool = False  # no sequence starts at the op: it moves data (a view, a cat), or is a collective
     # a sequence starts at the op: each rank must read only its rows (a sort by expert), or its result is much wider
     # than its operands (one_hot)
     starts_sequence: bool = False

@@ -403,7 +403,7 @@ def _rival_values(evidence: FoundDim) -> list[Node]:
 
 
 def _found_dims(gm: GraphModule, axes: Axes, chunk_sources: Mapping[int, Atom]) -> Iterator[FoundDim]:
-    """Yield the evidence for sequences, the strongest kind first; for a factor of chunks, the dim before the split."""
+    """Yield the evidence for sequences by factors, the strongest kind first; `chunk_sources` replaces chunks."""
     for kind, find_evidence in EVIDENCE.items():
         for node, dim in find_evidence(gm, axes):
             yield from (FoundDim(node, chunk_sources.get(axes.find(a.name), a), kind) for a in dim)

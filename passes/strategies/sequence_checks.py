@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.base.errors import SpError, describe_node, node_line
-from sp_compile.lowering.torch_compat import argument_name, known_process_group, size_hint
+from sp_compile.lowering.torch_compat import argument_name, is_known_process_group, size_hint
 from sp_compile.passes.base import Pass
 from sp_compile.passes.context import Note, NoteKind, PassContext, Refusal, RefusalKind
 from sp_compile.passes.cost.group_names import named_groups
@@ -52,7 +52,7 @@ class MarkUserCollectives(Pass):
             return 0
         # A group that is no process group here, as in a simulation, is not marked.
         for node in gm.graph.nodes:
-            if any(known_process_group(group) and group not in job.aligned for group in named_groups(node)):
+            if any(is_known_process_group(group) and group not in job.aligned for group in named_groups(node)):
                 set_node_info(node, no_rule="it exchanges with ranks that have other rows of the sequence")
         job.invalidate()
         return 0
@@ -88,14 +88,14 @@ class FindSequences(Pass):
         # With inputs="local", inputs have the rows of a rank. If `seq_dims` does not name their sequence dims, those in
         # `job.inputs` were guessed before the capture; they are compared with the ones found here.
         if job.options.inputs == "local" and job.seq_dims is None and axes.sequences:
-            _refuse_local(sequence_dims, job)
+            _check_local_inputs(sequence_dims, job)
         if not axes.sequences:
-            self._refuse_without_sequence(gm, inputs, job)
+            self._refuse_or_replicate(gm, inputs, job)
         elif not any(isinstance(p, Shard) for ps in job.plan(gm).placements.values() for p in ps):
             self._note_nothing_sharded(inputs, job)
         return fixed
 
-    def _refuse_without_sequence(self, gm: GraphModule, inputs: list[Node], job: PassContext) -> None:
+    def _refuse_or_replicate(self, gm: GraphModule, inputs: list[Node], job: PassContext) -> None:
         """Set `job.refusal` for a complete model without a sequence; otherwise note that the graph runs replicated.
 
         It runs replicated if it is a fragment (`job.fragment`), or if it is called after a graph with sharded outputs
@@ -105,12 +105,13 @@ class FindSequences(Pass):
         names = [argument_name(node) for node in inputs if is_tensor(node)]
         fix = f"Name the sequence: options={{'seq_dims': {{'<input>': <dim>}}}} with an input out of {names}."
         if not job.fragment and (not job.has_sharded_peer or job.options.fallback == "error"):
-            text = f"the model has no attention or scan whose dim could be traced to an input{_describe_candidates(gm)}"
+            text = f"the model has no attention or scan whose dim could be traced to an input{_describe_loops(gm)}"
             job.refusal = Refusal(RefusalKind.NO_SEQUENCE, "SP301", "no sequence found", text, fix)
             return
-        kind, text = NoteKind.SEQUENCE_LOST, f"{LOST_IN_EAGER_CODE} {fix}"
         if job.fragment:
             kind, text = NoteKind.REPLICATED, FRAGMENT_TEXT
+        else:
+            kind, text = NoteKind.SEQUENCE_LOST, f"{LOST_IN_EAGER_CODE} {fix}"
         where = next((node_line(node) for node in gm.graph.nodes if node.op == "call_function"), "the graph")
         self.notes.append(Note(kind, self.name, text, where=where))
 
@@ -126,7 +127,7 @@ class FindSequences(Pass):
         self.notes.append(Note(NoteKind.REPLICATED, self.name, why))
 
 
-def _refuse_local(sequence_dims: dict[Node, list[int]], job: PassContext) -> None:
+def _check_local_inputs(sequence_dims: dict[Node, list[int]], job: PassContext) -> None:
     """Raise SpError for inputs='local' if inputs with a sequence were not captured with the length of a rank's rows.
 
     Those that were are in `job.inputs`. The length of another one sets the number of steps of the program, so that it
@@ -147,13 +148,14 @@ def _refuse_local(sequence_dims: dict[Node, list[int]], job: PassContext) -> Non
         names = [argument_name(node) for node in sequence_dims if is_tensor(node)]
         raise SpError(
             "SP307",
-            f"inputs='local': no dim of the inputs {names} is known to be the sequence. The sequence may be a part of "
-            "a dim of an input, or have another length, as before a concatenation, a pad or a split into patches.",
+            f"inputs='local': no dim of the inputs {names} is known to be the sequence. A dim of an input may have "
+            "other positions than the sequence: batch and sequence flattened, or parts that are concatenated, padded "
+            "or split into patches later.",
         )
 
 
-def _describe_candidates(gm: GraphModule) -> str:
-    """Return text for SP301 on loops and scans that do not show which dim is the sequence, or "" if there are none.
+def _describe_loops(gm: GraphModule) -> str:
+    """Return the part of the text of SP301 on loops and scans that do not show which dim is the sequence; "" without.
 
     An example is " (there is while_loop at <the user's line>, whose effect on its values is not known)".
     """
@@ -164,8 +166,8 @@ def _describe_candidates(gm: GraphModule) -> str:
         if name in NO_SEQUENCE_REASONS or node_info(node).scanned is not None:
             why = NO_SEQUENCE_REASONS.get(name, "whose dim is created inside the model")
             reasons.setdefault(f"{name} at {node_line(node)}", why)
-    candidates = "; ".join(f"{op}, {why}" for op, why in reasons.items())
-    return f" (there is {candidates})" if candidates else ""
+    loops = "; ".join(f"{op}, {why}" for op, why in reasons.items())
+    return f" (there is {loops})" if loops else ""
 
 
 class PlaceOutputs(Pass):
@@ -236,7 +238,8 @@ def _check_local_outputs(gm: GraphModule, plan: PlacementPlan, job: PassContext)
 def _guard_divisible(node: Node, have: Shard, n: int) -> bool:
     """Return True if n divides the symbolic length of a sharded value in this call, and add a guard.
 
-    With the guard, the program is compiled again for a length that n does not divide.
+    With the guard, the program is compiled again for a length that n does not divide. Returns False for a window of
+    the sequence and for a flattened dim, whose lengths are not that of the sequence.
     """
     length = node.meta["val"].shape[have.dim]
     is_full_sequence = is_same_size(have.frame.start, 0) and is_same_size(have.frame.length, have.frame.size)

@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.base.errors import SpError, node_line
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.torch_compat import known_process_group, process_group
+from sp_compile.lowering.torch_compat import is_known_process_group, process_group
 from sp_compile.passes.base import Pass, Passes
 from sp_compile.passes.context import Note, NoteKind, PassContext
 from sp_compile.passes.cost.input_facts import InputFacts
@@ -199,7 +199,7 @@ class SequenceParallelLinear(Passes):
     def _check_ranks(self, ranks: Ranks) -> None:
         """Raise SpError if the group exists in this process with another number of ranks."""
         group = ranks.group
-        if not dist.is_initialized() or not known_process_group(group):
+        if not dist.is_initialized() or not is_known_process_group(group):
             return
         size = process_group(group).size()
         if size != ranks.n:

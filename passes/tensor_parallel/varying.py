@@ -74,16 +74,17 @@ class ScatterContext(PassContext):
         """
         axes = name_axes(gm)
         inputs = dict.fromkeys(self.varying, VARYING)
-        plan = propagate(gm, axes, self.ranks.n, inputs, starts_sequences=False, declines=decline_product)
+        plan = propagate(gm, axes, self.ranks.n, inputs, starts_sequences=False, declines=decline_shards)
         plan.demands = [d for d in plan.demands if d.kind not in IGNORED_DEMANDS]
         return axes, plan
 
 
-def decline_product(call: OpCall, rule: BoundRule | None, have: Sequence[Placement]) -> str | None:
-    """Return the reason why a product should run on gathered operands, although its rule allows shards; None otherwise.
+def decline_shards(call: OpCall, rule: BoundRule | None, have: Sequence[Placement]) -> str | None:
+    """Return the reason why a call should run on gathered operands, although its rule allows shards; None otherwise.
 
-    On shards, the result may have to be gathered later, or all-reduced (twice its bytes) if it sums over the sharded
-    dim. The product is declined if this is more than a gather of its operands.
+    On shards, the result of a product may have to be gathered later, or all-reduced (twice its bytes) if it sums over
+    the sharded dim. Shards are declined if this is more than a gather of the operands. They are declined, too, for a
+    sum or mean of all elements, in practice the end of a loss, whose result has no rows.
 
     Args:
         call: The call of a node.
@@ -92,7 +93,6 @@ def decline_product(call: OpCall, rule: BoundRule | None, have: Sequence[Placeme
     """
     if rule is None:
         return None
-    # Not only products: a sum or mean of all elements, in practice the end of a loss, has no sharded result.
     if rule.vanishing and all(is_same_size(size_product(shape), 1) for shape in call.result_shapes()):
         return "the result of the last layer is reduced to one number, so it has no rows to scatter"
     if not rule.is_contraction:
@@ -140,7 +140,7 @@ class MarkVarying(Pass):
         op is changed.
         """
         mark_collectives(gm, job.ranks.group, job.facts.grid)
-        mark_varying_scalars(gm, job.facts)
+        mark_readers_of_varying_scalars(gm, job.facts)
         for node in gm.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 # No gradient leaves the graph through autograd: a joint graph computes those of its inputs by nodes.
@@ -178,7 +178,7 @@ def mark_collectives(gm: GraphModule, group: str, grid: GroupGrid | None = None)
             set_node_info(node, result=result)
 
 
-def mark_varying_scalars(gm: GraphModule, facts: InputFacts) -> None:
+def mark_readers_of_varying_scalars(gm: GraphModule, facts: InputFacts) -> None:
     """Mark results as varying if their ops read a scalar that differs between ranks, such as the offset of a slice.
 
     Args:

@@ -40,7 +40,7 @@ from .choose_tiles import TILE_BYTES, choose_tile_counts, inner_bytes, is_scalar
 from .tile_regions import MIN_WIDENING, TileRegion, count_rows, find_regions, has_thin_results, row_width, sort_groups
 from .tile_symbols import has_symbols, split_row_dim, symbol_places
 from .tile_view import TokenView, is_dropout, token_view
-from .trace_tile import redraws_in_backward, tile_program
+from .trace_tile import draws_same_numbers, tile_program
 
 sp, aten = torch.ops.sp, torch.ops.aten
 ONCE_REASON = "tiles='auto' does not recompute where the step fits in memory: pass a number of tiles"
@@ -111,7 +111,7 @@ class RunInTiles(Pass):
         total = count_rows(view, region)
         tiles = min(tiles, total)
         program = tile_program(view, region, tiles)
-        if not redraws_in_backward(program):
+        if not draws_same_numbers(program):
             self.note_refusal(node, "a backward that recomputes it would draw different random numbers")
             return False
         last_line = node_line(view.to_local[region.nodes[-1]])
@@ -216,7 +216,8 @@ def _refusal(view: TokenView, region: TileRegion) -> str | None:
     result_width = sum(row_width(view, x) for x in region.results)
     # A region ends where its values are narrow again. If it returns about as much as it computes, nodes outside read
     # values before that, and tiles would save no memory.
-    if inner_width < MIN_WIDENING * result_width or not (region.results and region.rows):
+    is_narrow = inner_width >= MIN_WIDENING * result_width
+    if not is_narrow or not region.results or not region.rows:  # without results, nodes outside read wide values only
         return "its result has other readers"
     # Wide values with readers outside are computed twice, which is worth it for sums, or results such as a row's loss.
     if region.shared and not has_thin_results(view, region):

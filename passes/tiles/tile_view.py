@@ -119,7 +119,7 @@ def token_view(local: GraphModule, planned: PlacementPlan, n: int, tiles: int) -
     without_grad = no_grad_nodes(local.graph)
     rejected: set[Node] = set()  # nodes that mix rows
     while True:
-        view = _TokenViewBuilder(local, planned, n, rejected).view(tiles, without_grad)
+        view = _TokenViewBuilder(local, planned, n, rejected).build(tiles, without_grad)
         demanding = {view.to_local[demand.node] for demand in view.plan.demands if demand.node.op != "output"}
         if not demanding:
             return view
@@ -223,31 +223,31 @@ class _TokenViewBuilder:
     flags: set[Node] = field(default_factory=set)  # as in `TokenView`
     inputs: dict[Node, Placement] = field(default_factory=dict)  # placement of the view's inputs
 
-    def view(self, tiles: int, without_grad: set[Node]) -> TokenView:
+    def build(self, tiles: int, without_grad: set[Node]) -> TokenView:
         """Return the view for this number of tiles. `token_view` rejects the nodes for which its plan has demands."""
         graph = Graph()
         for node in self.local.graph.nodes:
             if node.op == "output":
                 graph.output(tuple(self.copies[n] for n in node.all_input_nodes))
             else:
-                self.copies[node] = self._copy(graph, node)
-                self.to_local.setdefault(self.copies[node], node)
+                copy = self.copies[node] = self._add_copy(graph, node)
+                self.to_local[copy] = node
         gm = GraphModule({}, graph)
         # "local": the outputs are not gathered. starts_sequences=False: only inputs start with rows, and no replicated
         # value is sharded for the sake of its readers.
         plan = propagate(gm, Axes(), tiles, self.inputs, "local", starts_sequences=False)
         return TokenView(gm, self.local.graph, self.to_local, self.flags, plan, without_grad)
 
-    def _copy(self, graph: Graph, node: Node) -> Node:
-        """Return a node of the view for a local node: a copy, or an input if the node is not token-wise."""
-        if self._fills(node):
-            return self._copy_fill(graph, node)
+    def _add_copy(self, graph: Graph, node: Node) -> Node:
+        """Add and return the view's node for a local node: a copy, a fill, or an input if it is not token-wise."""
+        if self._becomes_fill(node):
+            return self._add_fill(graph, node)
         if not self._can_be_inside(node):
-            return self._input(graph, node, node.meta.get("val"), local_shard(node, self.planned, self.n))
+            return self._add_input(graph, node, node.meta.get("val"), local_shard(node, self.planned, self.n))
         return graph.node_copy(node, self.copies.__getitem__)
 
-    def _input(self, graph: Graph, node: Node, value: Any, placement: Placement) -> Node:
-        """Add an input of the view with this value and placement for a local node, and return it."""
+    def _add_input(self, graph: Graph, node: Node, value: Any, placement: Placement) -> Node:
+        """Add and return an input of the view, with this value and placement, in place of a local node."""
         placeholder = graph.placeholder(node.name)
         placeholder.meta.update(node.meta, val=value)
         self.inputs[placeholder] = placement
@@ -269,8 +269,8 @@ class _TokenViewBuilder:
         # A dropout is random, but each tile sets one seed for its forward and its backward, which draw the same mask.
         return is_pure(node) or node.target is aten.dropout.default
 
-    def _fills(self, node: Node) -> bool:
-        """Return True if the view replaces the node by a masked_fill: it fills padded rows.
+    def _becomes_fill(self, node: Node) -> bool:
+        """Return True if the node fills padded rows, for which the view has a masked_fill (`_add_fill`).
 
         sp::mask fills them with a constant. sp::window fills them with a copy of a valid row, which a tile may not
         have: it fills them with ones instead, if all values computed from these are finite (`is_finite_on_ones`).
@@ -279,15 +279,15 @@ class _TokenViewBuilder:
             return False
         return node.target is sp.mask.default or is_finite_on_ones(node)
 
-    def _copy_fill(self, graph: Graph, node: Node) -> Node:
-        """Replace an sp::mask or sp::window by a masked_fill in the view, and return it.
+    def _add_fill(self, graph: Graph, node: Node) -> Node:
+        """Add and return a masked_fill in place of an sp::mask or sp::window.
 
         Its mask is a new input of the view, bool flags that are True in padded rows. The value is that of the sp::mask,
         or 1 for an sp::window.
         """
         call, x = OpCall(node), node.meta["val"]
         shape = [extent if d == call.dim() else 1 for d, extent in enumerate(x.shape)]
-        flags = self._input(graph, node, x.new_empty(shape, dtype=torch.bool), _framed_placement(node))
+        flags = self._add_input(graph, node, x.new_empty(shape, dtype=torch.bool), _framed_placement(node))
         self.flags.add(flags)
         self.to_local[flags] = node
         filled = graph.call_function(aten.masked_fill.Scalar, (self.copies[node.args[0]], flags, call.get("value", 1)))

@@ -94,7 +94,7 @@ class ScanShardOptions:
         return f"{self.layout}, length={self.length}, exchange={self.exchange}, {self.ranks.n} ranks"
 
 
-def shards_of(group: Mesh, layout: str, length: int | None, exchange: str) -> ScanShardOptions | None:
+def make_shard_options(group: Mesh, layout: str, length: int | None, exchange: str) -> ScanShardOptions | None:
     """Return the options of a scan along a sharded dim.
 
     Args:

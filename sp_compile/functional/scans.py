@@ -18,7 +18,7 @@ from sp_compile.lowering.base.ranks import Mesh
 
 from .affine_call import ROWS_FROM_END, AffineCall
 from .scan_call import LinearCall, ScanCall, number_as_tensor
-from .scan_shards import shards_of
+from .scan_shards import make_shard_options
 
 
 def inclusive_scan(
@@ -70,7 +70,7 @@ def inclusive_scan(
     >>> inclusive_scan(torch.tensor([3, 1, 2]), 0)
     tensor([3, 4, 6])
     """
-    shards, exclusive = shards_of(group, layout, length, exchange), False
+    shards, exclusive = make_shard_options(group, layout, length, exchange), False
     call = ScanCall(
         "inclusive_scan", check, dim, reverse, accumulate_dtype, shards, x, op, exclusive, dtype, indices=indices
     )
@@ -123,7 +123,7 @@ def exclusive_scan(
     >>> exclusive_scan(torch.tensor([3, 1, 2]), 0)
     tensor([0, 3, 4])
     """
-    shards = shards_of(group, layout, length, exchange)
+    shards = make_shard_options(group, layout, length, exchange)
     call = ScanCall("exclusive_scan", check, dim, reverse, accumulate_dtype, shards, x, op, exclusive=True, dtype=dtype)
     return call.run()
 
@@ -177,7 +177,7 @@ def segmented_scan(
     >>> segmented_scan(torch.tensor([3, 1, 2, 4]), torch.tensor([0, 0, 1, 1]), 0)
     tensor([3, 4, 2, 6])
     """
-    shards = shards_of(group, layout, length, exchange)
+    shards = make_shard_options(group, layout, length, exchange)
     return ScanCall(
         "segmented_scan", check, dim, reverse, accumulate_dtype, shards, x, op, exclusive, dtype, segment_ids
     ).run()
@@ -230,7 +230,7 @@ def linear_scan(
     >>> linear_scan(torch.tensor([0.5, 0.5, 0.5]), torch.tensor([1.0, 1.0, 1.0]), 0)
     tensor([1.0000, 1.5000, 1.7500])
     """
-    shards = shards_of(group, layout, length, exchange)
+    shards = make_shard_options(group, layout, length, exchange)
     factors, initial_state = number_as_tensor(a, b), number_as_tensor(initial, b)
     return LinearCall("linear_scan", check, dim, reverse, accumulate_dtype, shards, factors, b, initial_state).run()
 
@@ -278,9 +278,9 @@ def affine_scan(
     >>> affine_scan(torch.tensor([[[0.5]], [[0.5]], [[0.5]]]), torch.ones(3, 1, 1)).flatten()
     tensor([1.0000, 1.5000, 1.7500])
     """
-    # With a group, the only exchange of this operator; without one, `shards_of` accepts the default only.
+    # With a group, the only exchange of this operator; without one, `make_shard_options` accepts the default only.
     exchange = "auto" if group is None else "gather"
-    shards = shards_of(group, layout, length, exchange)
+    shards = make_shard_options(group, layout, length, exchange)
     return AffineCall(
         "affine_scan", check, ROWS_FROM_END, reverse, accumulate_dtype, shards, m, b, initial, exclusive
     ).run()

@@ -47,7 +47,7 @@ def axis_sizes(config: ParallelismConfig | None, processes: int, is_sharded: boo
 
     Args:
         config: The sizes that the user has passed. None: all ranks share each sequence.
-        processes: The number of processes.
+        processes: The number of processes. With one, all sizes are 1, and `config` is ignored.
         is_sharded: True if FSDP shards the weights.
 
     Returns:
@@ -89,5 +89,5 @@ def make_mesh(device_type: str, sizes: AxisSizes) -> tuple[DeviceMesh, DeviceMes
         A mesh with axes ("dp_replicate", "dp_shard", "cp"), and one with the axis "dp".
     """
     mesh = init_device_mesh(device_type, sizes, mesh_dim_names=(REPLICA_AXIS, SHARD_AXIS, SEQUENCE_AXIS))
-    flatten_mesh(mesh[SHARD_AXIS, SEQUENCE_AXIS], WEIGHT_AXIS)
+    flatten_mesh(mesh[SHARD_AXIS, SEQUENCE_AXIS], WEIGHT_AXIS)  # `mesh` then has this joint axis, too
     return mesh, flatten_mesh(mesh[REPLICA_AXIS, SHARD_AXIS], BATCH_AXIS)

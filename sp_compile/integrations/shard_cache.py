@@ -80,7 +80,7 @@ def shard_cache(model: nn.Module, mesh: DeviceMesh | None = None, **options: Any
             )
     options = {"mesh": mesh, "outputs": "lazy", **options}
     ranks = SPConfig.of(options).ranks()
-    generating = _find_generating(model) if ranks.has_other_processes else None
+    generating = _find_generating_model(model) if ranks.has_other_processes else None
     if generating is None or generating in _sharing_models:  # a single rank, or a context in another one
         yield model
         return
@@ -88,13 +88,14 @@ def shard_cache(model: nn.Module, mesh: DeviceMesh | None = None, **options: Any
     mute_fsdp_warning(generating)  # the results between the graphs stay sharded
     _sharing_models.add(generating)
     try:
-        with mock.patch.multiple(generating, forward=sharing.wrap(generating.forward), generate=sharing.generate()):
+        forward, generate = sharing.wrap_forward(generating.forward), sharing.wrap_generate(generating.generate)
+        with mock.patch.multiple(generating, forward=forward, generate=generate):
             yield model
     finally:
         _sharing_models.discard(generating)
 
 
-def _find_generating(model: nn.Module) -> Any:
+def _find_generating_model(model: nn.Module) -> Any:
     """Return the model of transformers inside of a model or wrapper.
 
     Raises:
@@ -134,20 +135,22 @@ class CacheSharing:
         self.model, self.ranks, self.options = model, ranks, options
         self.name = type(model).__name__
 
-    def generate(self) -> Callable[..., Any]:
+    def wrap_generate(self, generate: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function in place of `generate()` that first refuses what is not supported.
+
+        Args:
+            generate: The model's `generate()`.
 
         Returns:
             The function, with the arguments of `generate()`.
         """
-        generate = self.model.generate
 
         @functools.wraps(generate)
         def generate_sharded(*args: Any, **kwargs: Any) -> Any:
             """Return the result of `generate()` with a sharded cache."""
             own = self.model.generation_config
             given = kwargs.get("generation_config") or own
-            settings = _settings(given, kwargs)
+            settings = _plain_settings(given, kwargs)
             refused = [name for name in REFUSED if kwargs.get(name) or settings.get(name)]
             # The kind of cache in the model's own configuration is not refused: it is replaced below.
             if not kwargs.get("cache_implementation") and given is own:
@@ -156,19 +159,19 @@ class CacheSharing:
             seed = _digest(_generator_state(self.model.device)) if settings.get("do_sample") else ""
             text = ", ".join(f"{name}={settings[name]!r}" for name in sorted(settings))
             # Raises on all ranks if one has an error, or if seeds or settings differ.
-            self._agree("generate", error, seed=seed, settings=text)
+            self._require_agreement("generate", error, seed=seed, settings=text)
             if own.cache_implementation is not None:  # the model's default, such as "hybrid"
                 kwargs["cache_implementation"] = "dynamic"
             # With FSDP, replicas that stop at an earlier step still take part in the all_gathers of weights.
             if gathers_weights([*self.model.modules()]):
                 kwargs.setdefault("synced_gpus", True)
             found = generate(*args, **kwargs)
-            self._agree("the end of generate", None, tokens=_digest(getattr(found, "sequences", found)))
+            self._require_agreement("the end of generate", None, tokens=_digest(getattr(found, "sequences", found)))
             return found
 
         return generate_sharded
 
-    def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function in place of the model's forward that runs prompts and steps with the sharded cache.
 
         Args:
@@ -200,19 +203,19 @@ class CacheSharing:
         tokens = next(arguments[name] for name in TOKEN_NAMES if arguments.get(name) is not None)
         is_step = any(isinstance(layer, RowsLayer) for layer in getattr(cache, "layers", ()))
         error = None if is_step else _find_cache_error(cache, self.name)
-        self._agree(STEP, error, tokens=_digest(tokens), cache="" if error else str(cache.get_seq_length()))
+        self._require_agreement(STEP, error, tokens=_digest(tokens), cache="" if error else str(cache.get_seq_length()))
         if is_step:
-            return self._step(forward, arguments)
+            return self._run_step(forward, arguments)
         if not cache.layers:  # a cache that creates its layers at the first use
             cache.layers, cache.layer_class_to_replicate = self._new_cache().layers, None
         if self.model not in _tried:  # once per model: unsupported attention raises here, before any work
             self._try_step(forward, tokens, cache_name)
         if tokens.shape[1] <= self.ranks.n:  # at most one position a rank: too short to shard, so it runs eagerly
             cache.layers = self._rows_layers(cache)
-            return self._step(forward, arguments)
-        return self._prompt(forward, arguments, cache_name)
+            return self._run_step(forward, arguments)
+        return self._run_prompt(forward, arguments, cache_name)
 
-    def _agree(self, subject: str, error: SpError | None, **fields: str) -> None:
+    def _require_agreement(self, subject: str, error: SpError | None, **fields: str) -> None:
         """Raise on all ranks if one has an error, or if fields differ (SP844)."""
         mismatch = SpError("SP844", f"{self.name}.generate: the ranks differ")
         message = Message(CALL_VERB, f"{self.name}: {subject}", fields=fields, error=error)
@@ -235,13 +238,14 @@ class CacheSharing:
         """Run a step of one token with a cache of its own, so that unsupported attention raises before any work."""
         cache = self._new_cache()
         cache.layers = self._rows_layers(cache)
-        name = TOKEN_NAMES[tokens.is_floating_point()]  # the second one for embeddings
+        ids_name, embeddings_name = TOKEN_NAMES
+        name = embeddings_name if tokens.is_floating_point() else ids_name
         devices = [tokens.device] if tokens.is_cuda else []
         with torch.no_grad(), torch.random.fork_rng(devices):  # restores the random state of the CPU and the device
-            self._step(forward, {name: tokens[:1, :1], cache_name: cache, "use_cache": True})
+            self._run_step(forward, {name: tokens[:1, :1], cache_name: cache, "use_cache": True})
         _tried.add(self.model)
 
-    def _step(self, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    def _run_step(self, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Return the result of the eager model for a new token or a short prompt; its attention merges the ranks'."""
         from ._compat.attention_names import select_attention
         from .cached_rows import ROWS_ATTENTION
@@ -257,7 +261,7 @@ class CacheSharing:
         ):
             return forward(**arguments)
 
-    def _prompt(self, forward: Callable[..., Any], arguments: dict[str, Any], cache_name: str) -> Any:
+    def _run_prompt(self, forward: Callable[..., Any], arguments: dict[str, Any], cache_name: str) -> Any:
         """Return the compiled model's result, and replace the cache's layers by ones with this rank's rows.
 
         Dummy layers of transformers, those of model layers without keys and values of their own, remain as they are.
@@ -269,7 +273,7 @@ class CacheSharing:
         cache, prompt = arguments[cache_name], self._new_cache()
         is_dummy, layers = cache.is_dummy, self._rows_layers(cache)
         prompt.layers = [old if dummy else PromptLayer(old.is_sliding) for old, dummy in zip(cache.layers, is_dummy)]
-        # Of an equal function, backend and options torch finds the compiled code of an earlier prompt.
+        # torch.compile finds the code of an earlier prompt if function, backend and options are equal.
         compiled = torch.compile(forward, backend=sp, options=dict(self.options))
         with compile_prompt():
             out = compiled(**{**arguments, cache_name: prompt})
@@ -301,7 +305,7 @@ def _find_cache_error(cache: Any, name: str) -> SpError | None:
     return None
 
 
-def _settings(config: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _plain_settings(config: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of `generate()`: a configuration's values that are not the defaults, replaced by arguments.
 
     Only numbers, strings, and lists of them, since ranks compare their text.

@@ -116,7 +116,7 @@ class DryRun:
         Raises:
             SpError: An option has no effect, no configuration is possible, or Dynamo finds nothing to compile.
         """
-        kwargs = self._start()
+        kwargs = self._add_results()
         captures = nullcontext() if self.captured is None else cache_captures(self.captured.captured)
         # With `skip_graph_printing` a graph generates its code when it first runs. Simulated ranks (`compare`) run the
         # graphs in several threads, which would generate it at the same time.
@@ -133,10 +133,10 @@ class DryRun:
             raise SpError("SP201", f"{self.entry}: torch.compile finds nothing to compile in the model.")
         return self.results
 
-    def _start(self) -> dict[str, Any]:
-        """Check the configurations and append a result for each; return the keyword arguments of the model.
+    def _add_results(self) -> dict[str, Any]:
+        """Check the configurations, append a result for each, and return the keyword arguments of the model.
 
-        Each configuration has them next to its options; they are equal in all.
+        Users pass these next to the options, so that each configuration has them; they are equal in all.
 
         Raises:
             SpError: An option is not supported, or a number of ranks is not positive (SP711).
@@ -264,16 +264,18 @@ class DryRun:
         # Only passes on the joint graph depend on the option `compiler`, and here none runs.
         elif self.entry == "explain" and not lowered.exchanges and not predicts_step:
             options.refuse(self.entry, compiler="compiles nothing of a program without its own collectives")
-        if predicts_step or (examines_collectives and options.has_joint_passes):
-            self._add_step(lowered, result)
+        runs_joint_passes = examines_collectives and options.has_joint_passes
+        if predicts_step or runs_joint_passes:
+            self._add_step(lowered, result)  # which runs these passes, too
         elif self.entry != "plan" and not lowered.unsplit_reason:
-            partition_joint_graph(copy_graph(lowered.graph), lowered.inputs, None, for_inductor=False)
+            partition_joint_graph(copy_graph(lowered.graph), lowered.inputs, transform=None, for_inductor=False)
 
     def _add_step(self, lowered: RankProgram, result: DryRunResult) -> None:
         """Predict the training step of a graph, and add it to the result and its report."""
         options = result.user_options
         if not lowered.unsplit_reason:
             lowered.add_boundary_outputs()
+        # The nodes of regions of activation checkpointing have "ac_graph_id".
         result.checkpoints |= any("ac_graph_id" in node.meta for node in lowered.graph.graph.nodes)
         # The field `hosted` of a step is the same step with all saved values on the host. Steps with a part of the
         # values there are computed from the two. It is needed
@@ -309,22 +311,22 @@ def split_kwargs(
         SpError: A name is another name for the number of ranks (SP102), such as `ranks` in a call of `explain`.
     """
     passed = dict(passed)
-    kwargs, config = dict(passed.pop("kwargs", {})), dict[str, Any]()
+    kwargs, options = dict(passed.pop("kwargs", {})), dict[str, Any]()
     field_names = [field.name for field in fields(SPConfig)]
-    names, accepts_any = _parameter_names(model)
+    parameter_names, accepts_any = _parameter_names(model)
     if accepts_any:
-        names = names.union(*(_parameter_names(module)[0] for module in _modules_of(model)))
+        parameter_names = parameter_names.union(*(_parameter_names(module)[0] for module in _modules_of(model)))
     ranks_name = RANKS_ARGUMENTS[entry]
     for name, value in passed.items():
-        if name in OTHER_RANKS_NAMES and name not in names:
+        if name in OTHER_RANKS_NAMES and name not in parameter_names:
             raise SpError("SP102", f"{entry}: unknown option {name!r}.", f"Use {ranks_name}={value!r}.")
         is_similar = bool(suggest_option(name, [*field_names, *ENTRY_ARGUMENTS]))
-        is_parameter = name in names or (accepts_any and not is_similar)
+        is_parameter = name in parameter_names or (accepts_any and not is_similar)
         if is_parameter and name not in field_names:
             kwargs[name] = value
         else:
-            config[name] = value
-    return config, kwargs
+            options[name] = value
+    return options, kwargs
 
 
 RANKS_ARGUMENTS = {"explain": "sp", "verify": "sp", "plan": "ranks"}  # the argument with the number of ranks
@@ -355,10 +357,10 @@ def _modules_of(model: Callable[..., Any]) -> Iterator[torch.nn.Module]:
 
 
 def _simulate_ranks(session: CompileSession, sp: int | None, simulate: bool) -> int:
-    """Set `session.ranks` to ranks that need no processes, and return their number.
+    """Set `session.ranks` to the ranks of a configuration, and return their number.
 
     Args:
-        session: The session. If the user has passed a mesh, its ranks remain, so that the report has their groups.
+        session: The session. The ranks of a mesh of the user remain, so that the report has their groups.
         sp: The number of ranks that the user requests; None for that of the mesh, or for two.
         simulate: True if the ranks will run as threads of this process, also those of a mesh.
 
@@ -366,7 +368,8 @@ def _simulate_ranks(session: CompileSession, sp: int | None, simulate: bool) -> 
         SpError: `sp` differs from the size of the mesh (SP712).
     """
     ranks = session.ranks
-    if session.has_mesh and session.problem is None and sp not in (None, ranks.n):
+    has_valid_mesh = session.has_mesh and session.problem is None  # lowering raises `problem`
+    if has_valid_mesh and sp not in (None, ranks.n):
         raise SpError("SP712", f"sp: expected {ranks.n}, the ranks of the mesh that share the sequence, got {sp}.")
     if not session.has_mesh:
         session.ranks = Ranks(2 if sp is None else sp, SIMULATED_GROUP)

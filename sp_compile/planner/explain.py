@@ -94,6 +94,8 @@ def similar_layers(model: Any) -> LayerList | None:
 def run_few_layers(run: DryRun, layers: LayerList | None) -> list[DryRunResult]:
     """Run a dry run with a few of the model's layers; its reports have only these.
 
+    `run_layers` extends the reports to all layers.
+
     Args:
         run: The dry run.
         layers: Layers of which a few represent all; None to lower all layers.
@@ -103,6 +105,7 @@ def run_few_layers(run: DryRun, layers: LayerList | None) -> list[DryRunResult]:
     """
     if layers is None:
         return run.run()
+    # Before the model is reduced: the layers that each remaining layer represents, and the bytes of all weights.
     run.repeats = FewLayers(layers.representatives, ModelBytes.of(run.model))
     with layers.only(layers.reduced_positions):
         return run.run()

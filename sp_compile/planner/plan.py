@@ -271,7 +271,7 @@ def _plan_first(planner: StepPlanner, result: StepPlan, all_ranks: Sequence[int]
         """Return the examined step on each number of ranks that is not settled; its rows are added to `result`."""
         unsettled = [n for n, attentions in choices.items() if attentions and not _is_settled(result, n)]
         if tiles == more_tiles:
-            # Skip those n whose last step had as many tiles already: tiles="auto" may have chosen them.
+            # Skip those n whose last step had this number of tiles already: tiles="auto" may have chosen them.
             unsettled = [n for n in unsettled if num_tiles.get(n, 0) < TILE_COUNTS]
         states = {n: planner.states(n)[0] for n in unsettled}
         configs = [PlanConfig(n, *choices[n][0].key, checkpoint, tiles, states[n], planner.offload) for n in unsettled]
@@ -424,7 +424,7 @@ def _required_change(planner: StepPlanner, result: StepPlan, n: int) -> str:
     reasons = [f"{n} ranks: the smallest plan needs {result.unit(smallest.memory)} ({config})"]
     if (excess := smallest.memory - result.memory) > 0:
         reasons[0] += f", {result.unit(excess)} too much, in its {smallest.phase}"
-        reasons.append(f"the largest value there: {planner.largest_value(smallest.config)}")
+        reasons.append(f"the largest value there: {planner.largest_value_line(smallest.config)}")
     if result.host_memory is not None:
         host, limit = result.unit(smallest.host), result.unit(result.host_memory)
         reasons.append(f"{host} are offloaded; the host has {limit} a rank")

@@ -342,8 +342,8 @@ class StepPlanner:
         requested = {name: self.options[name] for name in PLAN_OPTIONS if self.options.get(name, "auto") != "auto"}
         candidates = [c for shape, _ in self._shapes for c in all_candidates(replace(shape, n=n), self.machine)]
         kind = requested.get("attention")
-        # `legal` is the reason why a candidate is not possible, or None if it is.
-        reasons = {f"{c.kind}: {c.legal}" for c in candidates if c.legal and kind in (None, c.kind)}
+        # `refusal` is the reason why a candidate is not possible, or None if it is.
+        reasons = {f"{c.kind}: {c.refusal}" for c in candidates if c.refusal and kind in (None, c.kind)}
         requested_text = " and ".join(f"{name}={value!r}" for name, value in requested.items())
         return f"{requested_text} is not possible ({'; '.join(sorted(reasons)) or 'no candidate'}); omit it"
 
@@ -412,7 +412,7 @@ class StepPlanner:
             user_options=self.options,
         )
 
-    def largest_value(self, config: PlanConfig) -> str:
+    def largest_value_line(self, config: PlanConfig) -> str:
         """Return the user's line of the largest value at the peak, from the most similar examined step."""
 
         def num_equal_options(step: PlannedStep) -> int:
@@ -460,9 +460,9 @@ def _best_candidate(shape: AttentionShape, kind: str, layout: str, machine: Mach
     candidates = [c for c in candidates_in_order(shape, machine) if kind in ("auto", c.kind)]
     if layout != "auto":
         candidates = [c for c in candidates if not c.relayout]
-    legal = [c for c in candidates if c.legal is None]  # `legal` is the reason why it is not possible, or None
-    if legal:
-        return choose_attention(legal)
+    possible = [c for c in candidates if c.refusal is None]  # `refusal` is the reason why it is not possible, or None
+    if possible:
+        return choose_attention(possible)
     # A candidate that only exceeds the memory is returned as if it were possible.
     smallest = min((c for c in candidates if not c.fits), key=lambda c: (c.memory, c.seconds), default=None)
-    return None if smallest is None else replace(smallest, legal=None, fits=True)
+    return None if smallest is None else replace(smallest, refusal=None, fits=True)

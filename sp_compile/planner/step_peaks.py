@@ -83,5 +83,5 @@ class StepPeaks:
         if state == SHARDED_STATE:
             return StepPeak(self.step.sharded_peak(int(values), n), phase)
         # `step.state` has no gradients: the bytes of those that exist during the backward are among `values`. When the
-        # optimizer runs, all gradients exist (as many bytes as trainable parameters), and all other values are freed.
+        # optimizer runs, all gradients exist, with the bytes of the trainable parameters; all other values are freed.
         return StepPeak(self.step.state + max(values, self.step.weights.trainable), phase)

@@ -131,9 +131,9 @@ class Unroll:
                     pieces.append(_OffloadPiece((layer.path, value.name), value.nbytes, idle_layers))
         return sorted(pieces, key=lambda piece: -piece.nbytes * piece.idle_layers)
 
-    def share(self, share: float) -> OffloadCounts:
+    def share(self, max_share: float) -> OffloadCounts:
         """Return the values to offload so that their bytes are at most this share of all saved bytes."""
-        counts, remaining_bytes = OffloadCounts(), share * self.saved_bytes
+        counts, remaining_bytes = OffloadCounts(), max_share * self.saved_bytes
         for piece in self.offload_pieces:
             if piece.nbytes <= remaining_bytes:
                 counts[piece.key] += 1
@@ -216,35 +216,35 @@ class Unroll:
         program_grads_from = _suffix_sums([layer.gradients for layer in self.layers])
         unrolled = _Unrolled(walk=walk)  # its moments, and for each its index in `walk` and a function for reports
 
-        def add_range(path: str, position: int, i: int, num_own: int) -> None:
+        def add_range(path: str, num_before: int, program_before: int, own: int) -> None:
             """Add the moments of a range of the program's walk, with the bytes of other layers.
 
             The bytes of the model's other layers are added, and those of the program's are subtracted.
 
             Args:
                 path: Key of the range: the path of a layer, or the moments before or after all layers.
-                position: Number of layers of the model before it.
-                i: Number of layers of the program before it.
-                num_own: 1 for the range of a layer, whose own gradients its moments contain already; 0 for the ranges
+                num_before: Number of layers of the model that a forward runs before it.
+                program_before: Number of layers of the program that a forward runs before it.
+                own: 1 for the range of a layer, whose own gradients its moments contain already; 0 for the ranges
                     before and after all layers.
             """
-            grads = grads_from[position + num_own] - program_grads_from[i + num_own] if is_backward else 0
-            count = num_saved_before[position]
-            extra_values = partial(_extra_values, saved, count, self.layers[:i], grads, is_backward)  # for reports
-            nbytes = saved_before[position] - program_saved_before[i] + grads
+            grads = grads_from[num_before + own] - program_grads_from[program_before + own] if is_backward else 0
+            count, layers = num_saved_before[num_before], self.layers[:program_before]
+            extra_values = partial(_extra_values, saved, count, layers, grads, is_backward)  # for reports
+            nbytes = saved_before[num_before] - program_saved_before[program_before] + grads
             for source in ranges[path]:  # indices of moments; `results` of a moment are the bytes of gradients so far
                 moment = walk.moments[source]
                 unrolled.moments.append(replace(moment, nbytes=moment.nbytes + nbytes, results=moment.results + grads))
                 unrolled.sources.append(source)
                 unrolled.extra_values.append(extra_values)
 
-        first, last = (0, 0), (len(self.order), len(self.layers))  # numbers of layers before the range
-        add_range(BEFORE_LAYERS, *(last if is_backward else first), 0)
+        none, all_layers = (0, 0), (len(self.order), len(self.layers))  # of the model, of the program
+        add_range(BEFORE_LAYERS, *(all_layers if is_backward else none), own=0)
         positions = list(enumerate(self.order))
         for position, i in reversed(positions) if is_backward else positions:
             if self.layers[i].path in ranges:
-                add_range(self.layers[i].path, position, i, 1)
-        add_range(AFTER_LAYERS, *(first if is_backward else last), 0)
+                add_range(self.layers[i].path, position, i, own=1)
+        add_range(AFTER_LAYERS, *(none if is_backward else all_layers), own=0)
         extra_saved = saved_before[-1] - program_saved_before[-1]
         extra_grads = grads_from[0] - program_grads_from[0]
         unrolled.end = walk.end + (extra_grads if is_backward else extra_saved)  # bytes after the last moment

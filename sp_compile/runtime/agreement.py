@@ -28,7 +28,7 @@ from sp_compile.lowering.base.errors import RemoteError, SpError
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.collectives.checksums import SUMMARY_PREFIX
 from sp_compile.runtime.control.channel import are_messages_equal, channel_of, gather_bodies, publish_stop
-from sp_compile.runtime.control.message import COMPILE_VERB, READ_VERB, STOP_VERB, Message
+from sp_compile.runtime.control.message import COMPILE_VERB, READ_VERB, STOP_MESSAGE, Message
 
 TOLERANCE_RATIO = 3e-3  # relative to the first value, the magnitude; accounts for half precision
 MAX_SHOWN_FIELDS = 8  # fields that differ, in an error message
@@ -182,8 +182,8 @@ def _operation_error(messages: Sequence[Message]) -> SpError:
     operations = [f"{message}: {message.note}" if message.note else str(message) for message in messages]
     rows = "\n".join(f"  rank {rank} {operation}" for rank, operation in enumerate(operations))
 
-    # STOP_VERB is a complete message, with only a verb; the other constants are verbs.
-    stopped = _format_ranks([rank for rank, verb in enumerate(verbs) if verb == STOP_VERB.verb])
+    # STOP_MESSAGE is a complete message, with only a verb; the other constants are verbs.
+    stopped = _format_ranks([rank for rank, verb in enumerate(verbs) if verb == STOP_MESSAGE.verb])
     if stopped:
         cause = f"rank {stopped} of {n} does not take part: another of its process groups has stopped with an error."
         return SpError("SP603", cause)

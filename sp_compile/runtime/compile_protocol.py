@@ -5,7 +5,7 @@ such as the digests of its inputs. A rank that fails sends its error in all rema
 fail as well instead of waiting.
 
 A group stops if its ranks run different operations, or one is lost: it runs no further exchanges. A rank is in several
-groups, so it forwards that with STOP_VERB and its error in the exchanges of its other groups.
+groups, so it forwards that with STOP_MESSAGE and its error in the exchanges of its other groups.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from sp_compile.lowering.base.errors import RankMismatchError, RemoteError, SpError
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.runtime.control.message import COMPILE_VERB, STOP_VERB, Message
+from sp_compile.runtime.control.message import COMPILE_VERB, STOP_MESSAGE, Message
 
 from .agreement import all_gather_messages, describe_operation_mismatch, failure, not_compiled
 from .settings_digest import mode_fields
@@ -46,21 +46,21 @@ class CompileProtocol:
         self.opened = False
         self.stopped_groups: dict[Ranks, RankMismatchError] = {}
 
-    def start(self, also: Sequence[Ranks] = ()) -> None:
+    def start(self, more_groups: Sequence[Ranks] = ()) -> None:
         """Check that the other ranks compile as well.
 
         Args:
-            also: Groups without exchanges in this compilation, whose ranks wait for each other.
+            more_groups: Groups that may have no exchange in this compilation, but whose ranks must compile as well.
 
         Raises:
             SpError: The ranks of a group run different operations; every rank of the group, and of the other groups of
                 these ranks, raises. Or a rank does not arrive; `finish` forwards this error to the other groups.
         """
         self.opened, mine = True, Message(COMPILE_VERB, note=f"in mode {mode_fields()}")
-        for ranks in dict.fromkeys([*(ranks for ranks, _ in self.remaining), *also]):
+        for ranks in dict.fromkeys([*(ranks for ranks, _ in self.remaining), *more_groups]):
             try:
                 if ranks.has_other_processes:
-                    self._all_gather(ranks, mine if self.opened else STOP_VERB)
+                    self._all_gather(ranks, mine if self.opened else STOP_MESSAGE)
             except RankMismatchError as error:
                 # Ranks that run another operation have no exchanges of this compilation, so none follows. A lost rank
                 # (its error is the cause) ends only its group: the others receive the error in their exchanges.

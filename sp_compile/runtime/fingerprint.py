@@ -28,7 +28,7 @@ from sp_compile.lowering.torch_compat import (
     checkpoint_of,
     class_name,
     compiled_model,
-    known_process_group,
+    is_known_process_group,
     namespace_of,
     pytree,
     size_hint,
@@ -262,6 +262,6 @@ def _argument_text(node: Node, leaf: Any) -> str:
         return leaf.type
     if isinstance(leaf, str) and is_collective(node):
         reduction, _, group = leaf.rpartition(" ")  # ("", "", "3") for the group "3"; sp::reduce_pair has "sum 3"
-        is_group = known_process_group(group) and (not reduction or reduction.isalpha())
+        is_group = is_known_process_group(group) and (not reduction or reduction.isalpha())
         return reduction if is_group else leaf
     return repr(leaf)

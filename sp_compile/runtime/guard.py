@@ -41,7 +41,7 @@ from sp_compile.passes.graph.provenance import ExchangeSource
 from sp_compile.passes.sharding.sharded_work import ShardedWork
 from sp_compile.runtime.control.channel import ControlChannel, channel_of
 from sp_compile.runtime.control.failures import abort_if_connected, announce_failures, mark_agreed
-from sp_compile.runtime.control.message import BACKWARD, CALL_VERB, STOP_VERB, InputRecord, Message, ProgramRecord
+from sp_compile.runtime.control.message import BACKWARD, CALL_VERB, STOP_MESSAGE, InputRecord, Message, ProgramRecord
 from sp_compile.runtime.control.watch import involved_groups, mark_running
 
 from .agreement import (
@@ -206,7 +206,7 @@ class GuardedProgram:
         # `connected` are the groups of this guard and of its inner guards, whose ranks wait for this call: inform the
         # latter that it does not take place.
         for ranks in self.connected[1:]:
-            all_gather_messages(ranks, STOP_VERB)
+            all_gather_messages(ranks, STOP_MESSAGE)
         # A rank that has raised in a step, and whose program caught it, announces its next call while the other ranks
         # are still in that step, such as at its backward. `raised` is the text of such exceptions, "" without one.
         raised = describe_raised(messages or ())

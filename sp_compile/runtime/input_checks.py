@@ -33,7 +33,7 @@ def input_digests(gm: GraphModule, inputs: Sequence[Any], options: str) -> Input
     """Return the digests of a Dynamo graph's inputs and options, which this rank sends to its groups."""
     values = {label: value_digest(local_value(x)) for label, x in zip(_input_labels(inputs), inputs) if label}
     # Shards of a tensor of equal elements, such as a mask of ones, are equal on all ranks, as a full tensor is. Digests
-    # of values do not tell them apart, so that these tensors are listed.
+    # do not distinguish the two, so that these tensors are listed.
     with use_real_tensors():
         numbered_tensors = enumerate(local_tensors(inputs))  # in the order of labels
         constants = [f"input_{i}" for i, x in numbered_tensors if x.ndim > 1 and is_constant(x)]
@@ -179,7 +179,11 @@ def sequence_inputs(gm: GraphModule, inputs: Sequence[Any], shards: Collection[i
     trained = tuple(x.name for x in graph_inputs if isinstance(x.value, torch.Tensor) and x.value.requires_grad)
     names = [x.name for x in graph_inputs]
     return ComparedInputs(
-        names, frozenset(state | arguments), frozenset(arguments), trained=trained, dtypes=_dtypes(graph_inputs)
+        names,
+        equal=frozenset(state | arguments),
+        arguments=frozenset(arguments),
+        trained=trained,
+        dtypes=_dtypes(graph_inputs),
     )
 
 
@@ -198,10 +202,10 @@ def group_inputs(
         labels: Labels of the inputs on whose equal values the program relies; None to compare no values.
     """
     graph_inputs = _graph_inputs(gm, inputs)
+    # `facts.differing` has the labels of inputs whose values differ between the ranks: data of a rank's own, or a part
+    # of a tensor if it is no data, such as a parameter.
     has_own_data = any(x.is_data and x.label in facts.differing for x in graph_inputs)
     names = []  # "" for inputs whose sizes are not compared
-    # `facts.differing` has the labels of inputs whose values differ between the ranks. One that is no data, such as a
-    # parameter, is then a part of a tensor.
     for x in graph_inputs:
         is_part = not x.is_data and x.label in facts.differing
         belongs_to_data = has_own_data and is_python_number(x.node)

@@ -115,7 +115,9 @@ class CompileSession(RankQueries):
     # Before the passes.
 
     def start(self, gm: GraphModule) -> None:
-        """Check that the other ranks compile as well.
+        """Check that the other ranks compile as well, in a program with process groups of its own.
+
+        Without these, the first exchange of the protocol compares the ranks of the sequence.
 
         Raises:
             SpError: On every rank of a group whose ranks run different operations.

@@ -155,7 +155,7 @@ def test_the_halves_of_a_compilation_are_seen(seen: list[str]) -> None:
     halves = []
 
     def compiler(gm: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
-        halves.append(torch_compat.current_partition())
+        halves.append(torch_compat.current_graph_kind())
         return gm
 
     from functorch.compile import make_boxed_func
@@ -165,7 +165,7 @@ def test_the_halves_of_a_compilation_are_seen(seen: list[str]) -> None:
     options = {"compiler": backend, "seq_dims": {"x": 1}}
     torch.compile(program, backend="sp", options=options)(torch.randn(1, 6, 4, requires_grad=True)).backward()
     assert halves == ["forward", "backward"]
-    assert torch_compat.current_partition() == ""
+    assert torch_compat.current_graph_kind() == ""
     titles = list(dict.fromkeys(one.partition(": ")[0] for one in seen))
     assert [title.partition(" program at ")[0] for title in titles] == ["compiling", "compiling the backward of"]
     assert f"{titles[0]}: compiler" in seen

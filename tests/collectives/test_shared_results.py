@@ -216,9 +216,9 @@ def reads_of_views() -> tuple[list[bool], int, int, float]:
     counted = [0]
     read = ShardStorage.read
 
-    def counting(held: ShardStorage, *args: bool) -> Tensor:
+    def counting(held: ShardStorage, **options: bool) -> Tensor:
         counted[0] += held.full is None and type(held.local_like) is Tensor  # not a compiler's
-        return read(held, *args)
+        return read(held, **options)
 
     with mock.patch.object(ShardStorage, "read", counting):
         after(heads, h).backward()

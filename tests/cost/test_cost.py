@@ -129,7 +129,7 @@ def test_parts_of_gradients_have_to_fit() -> None:
     scattered = of(all_candidates(s, BYTES), "ring")
     assert scattered.ring_grads == "scatter"
     traveling = of(all_candidates(s, replace(BYTES, memory=scattered.memory - 1)), "ring")
-    assert (traveling.ring_grads, traveling.legal) == ("travel", None)
+    assert (traveling.ring_grads, traveling.refusal) == ("travel", None)
     assert scattered.memory - traveling.memory == 2 * s.head_bytes.keys * 2 * 8
 
 
@@ -228,8 +228,8 @@ def test_rules_that_survive_all_terms(machine: Machine, rows: int) -> None:
 
 def test_heads_decide_legality() -> None:
     found = all_candidates(shape(4, 6, 6), GPU)
-    assert of(found, "ulysses").legal == "4 ranks do not divide 6 query heads"
-    assert of(found, "hybrid").legal is None
+    assert of(found, "ulysses").refusal == "4 ranks do not divide 6 query heads"
+    assert of(found, "hybrid").refusal is None
     assert choose_attention(found).kind != "ulysses"
     assert [c.kind for c in all_candidates(shape(4, 5, 5, causal=False), GPU)] == ["ulysses", "gather", "ring"]
     # Neither 6 ranks nor 4 key heads divide the other: all 12 heads are repeated.
@@ -286,9 +286,9 @@ def test_ties() -> None:
     assert choose_attention([ring, candidate("ulysses", 1.06)]) == ring
     assert choose_attention([ulysses, candidate("gather", 1.05, rounds=3)]).kind == "gather"
     assert choose_attention([ulysses, candidate("gather", 1.05, rounds=3, memory=2.0)]) == ulysses
-    assert choose_attention([ring, candidate("ulysses", 0.5, legal="no")]) == ring
+    assert choose_attention([ring, candidate("ulysses", 0.5, refusal="no")]) == ring
     with pytest.raises(SpError, match=r"SP701: attention: .*ring.*gather"):
-        choose_attention([candidate("ring", 1, legal="too large"), candidate("gather", 1, legal="also")])
+        choose_attention([candidate("ring", 1, refusal="too large"), candidate("gather", 1, refusal="also")])
 
 
 def test_the_order_of_candidates_does_not_matter() -> None:
@@ -302,7 +302,7 @@ def test_memory_is_a_limit() -> None:
     s = shape(8, 32, 32, causal=False)
     gather = of(all_candidates(s, GPU), "gather")
     allowed = replace(GPU, memory=gather.memory - 1)
-    assert of(all_candidates(s, allowed), "gather").legal == "it needs 528.0 MiB, of which 528.0 MiB are free"
+    assert of(all_candidates(s, allowed), "gather").refusal == "it needs 528.0 MiB, of which 528.0 MiB are free"
     with pytest.raises(SpError, match="SP701: attention: "):
         choose_attention(all_candidates(s, replace(GPU, memory=1)))
     masked = replace(s, mask=True)

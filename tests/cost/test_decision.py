@@ -28,7 +28,7 @@ def test_table() -> None:
     assert lines[-1].split("  ")[0] == "ulysses"
     assert lines[-1].endswith("4 ranks do not divide 6 query heads")
     assert "zigzag, moved" in candidate_table(found, chosen)
-    other = next(c for c in found if c != chosen and c.legal is None)
+    other = next(c for c in found if c != chosen and c.refusal is None)
     assert "chosen: requested" in candidate_table(found, other)
     assert "chosen: requested" in candidate_table(found, chosen, requested=True)  # it may be the fastest, too
     tied = [candidate("ring", 1.0, 4), candidate("ulysses", 1.04)]

@@ -174,6 +174,6 @@ def test_a_million_tokens_fit_as_people_train(monkeypatch: pytest.MonkeyPatch, n
     assert time.process_time() - begin < 30
     assert report.step is not None
     assert 10e9 < report.step.fsdp(ranks) <= 80e9
-    assert all(d.chosen.legal is None and d.chosen.seconds > 0 < d.chosen.memory for d in report.attention)
+    assert all(d.chosen.refusal is None and d.chosen.seconds > 0 < d.chosen.memory for d in report.attention)
     assert sum(d.nodes for d in report.attention) == model.config.num_hidden_layers
     assert not report.fallbacks

@@ -74,7 +74,7 @@ def test_auto_takes_a_fitting_candidate() -> None:
     }  # the smallest candidate is not the fastest then
     report = explained(1e15, cost=slow_exchanges)
     (memory,), (decision,) = report.memory, report.attention
-    fast, *others = sorted((c for c in decision.candidates if c.legal is None), key=lambda c: c.seconds)
+    fast, *others = sorted((c for c in decision.candidates if c.refusal is None), key=lambda c: c.seconds)
     smaller = [c for c in others if c.memory < fast.memory]
     assert smaller, "the fastest one needs least"
     report = explained(memory.used + fast.memory - 1, cost=slow_exchanges)
@@ -127,7 +127,7 @@ def test_eight_billion_at_a_million(ranks: int) -> None:
         model, ids = LlamaForCausalLM(sizes).bfloat16(), torch.zeros(1, 1 << 20, dtype=torch.int64)
     report = sp_compile.explain(model, ids, sp=ranks, kwargs={"labels": ids})
     (decision,), (memory,) = report.attention, report.memory
-    assert decision.chosen.legal is None
+    assert decision.chosen.refusal is None
     assert decision.chosen.memory <= memory.available <= 80e9
     assert 0.05 < decision.chosen.seconds < 60
 

@@ -224,8 +224,8 @@ class Looked:
         state = {SHARDED_STATE: 1000 / 4 + 200 + 100, REPLICATED_STATE: 1000}
         values = 400 - 300 * share
 
-        def memory(way: str, n: int, more: float) -> tuple[float, str]:
-            return state[way] + values + more, "backward"
+        def memory(way: str, n: int, attention_bytes: float) -> tuple[float, str]:
+            return state[way] + values + attention_bytes, "backward"
 
         return mock.Mock(memory=memory, host=300 * share)
 
@@ -466,7 +466,7 @@ def test_required_change() -> None:
     small = variant(1.0, 300e6, True, False)
     more = [replace(small, ranks=n, fits=fits) for n, fits in ((1, True), (8, False), (16, True), (64, True))]
     plan = StepPlan(100e6, ModelBytes(1, 1, 0, 1), [replace(small, memory=1e9), small, *more], unit=parse_unit("100MB"))
-    planner = mock.Mock(**{"largest_value.return_value": "a line", "constant.return_value": 1.0})
+    planner = mock.Mock(**{"largest_value_line.return_value": "a line", "constant.return_value": 1.0})
     words = plan_module._required_change(planner, plan, 2)
     assert words.startswith(
         "2 ranks: the smallest plan needs 300.0 MB (ring, as written, state sharded, tiles auto, 0% of the"
@@ -491,7 +491,7 @@ def ways_looked_at(fits: bool, model: nn.Module, own: bool = False, **options: A
         "plan_steps": look,
         "plan_rows": found,
         "attention_choices": lambda self, n: [SIZES],
-        "largest_value": lambda self, way: "",
+        "largest_value_line": lambda self, way: "",
     }
     with mock.patch.multiple(StepPlanner, **stand_ins):
         plan = sp_compile.plan(model, tokens(64), memory=1e9, ranks=[2], **options)

@@ -126,10 +126,10 @@ def test_eager_code_before_a_compiled_tail(
     results = ranks.run(2, train_after_eager_code, layout, attention, changes, lengths)
     for outcomes in zip(*(steps for steps, _ in results)):
         check(outcomes)
-    (of_first, of_second) = (said for _, said in results)
+    (zero_later_documents, of_second) = (said for _, said in results)
     assert not of_second
-    assert bool(of_first) == changes
-    for words in of_first:
+    assert bool(zero_later_documents) == changes
+    for words in zero_later_documents:
         assert "every rank runs it" in words
         assert "with an input out of ['x', 'labels']" in words
 

@@ -46,7 +46,7 @@ from sp_compile.passes.sharding.matchers import is_cast_op, move_source, steps_f
 from sp_compile.passes.sharding.products import ProductMatch, ProductOperand, match_product, transpose_product
 
 from .lse_sinks import match_lse_sinks
-from .parse_masks import has_key_per_query, keeps_a_key, parse_bias, try_parse_mask
+from .parse_masks import has_key_per_query, has_unfilled_key_per_query, parse_bias, try_parse_mask
 from .score_functions import SCORE, register_expression
 from .scores import ScoreChain, is_between_products, is_neutral_op, match_scores, order_after, scores_refusal
 from .sinks import SinkValue, SoftmaxSource, match_softmax_source
@@ -440,7 +440,7 @@ def _has_known_fills(bias: Node, shape: tuple[Size, ...], dtype: torch.dtype) ->
 
     It has if every query provably keeps a key, or if later passes replace the bias by a predicate or score function.
     """
-    if keeps_a_key(bias, shape) or try_parse_mask(bias, shape) is not None:
+    if has_unfilled_key_per_query(bias, shape) or try_parse_mask(bias, shape) is not None:
         return True
     return parse_bias(bias, shape, dtype) is not None
 

@@ -212,11 +212,8 @@ def _operands(reader: ElementReader, call: OpCall, coords: Coords) -> list[Eleme
     return [reader.operand(call[name], coords) for name in ("self", "other") if name in call.args]
 
 
-def _pointwise_element(function: Callable[..., Any], *names: str) -> None:
-    """Register a handler for the pointwise ops with these names: `function` computes their result from numbers.
-
-    A handler returns the element of a result at coordinates, from the elements of the operands.
-    """
+def _register_pointwise(function: Callable[..., Any], *names: str) -> None:
+    """Register a handler for the pointwise ops with these names: `function` computes their result from numbers."""
 
     def handler(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
         """Return the element of the result of the pointwise op."""
@@ -236,11 +233,11 @@ def _add_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element
     return apply_by_cases(lambda x, y: x + factor * y, a, b)
 
 
-_pointwise_element(lambda a, b: a * b, "mul")
-_pointwise_element(lambda a: -a, "neg")
-_pointwise_element(sympy.Abs, "abs")
-_pointwise_element(sympy.Max, "maximum")
-_pointwise_element(sympy.Min, "minimum")
+_register_pointwise(lambda a, b: a * b, "mul")
+_register_pointwise(lambda a: -a, "neg")
+_register_pointwise(sympy.Abs, "abs")
+_register_pointwise(sympy.Max, "maximum")
+_register_pointwise(sympy.Min, "minimum")
 
 
 @element_handler("floor_divide", "div", "remainder")
@@ -262,7 +259,7 @@ def _divide_element(reader: ElementReader, call: OpCall, coords: Coords) -> Elem
 Compare = Callable[[IndexBox, sympy.Expr], Any]
 
 
-def _compare_element(compare: Compare, *names: str) -> None:
+def _register_comparison(compare: Compare, *names: str) -> None:
     """Register a handler for the comparisons with these names.
 
     Args:
@@ -302,15 +299,15 @@ def _difference(x: sympy.Expr, y: sympy.Expr) -> sympy.Expr:
     return sympy.Integer(1 if is_greater else -1)
 
 
-_compare_element(lambda box, d: box.equals_zero(d), "eq")
-_compare_element(lambda box, d: Not(box.equals_zero(d)), "ne")
-_compare_element(lambda box, d: box.at_least_zero(-d), "le")
-_compare_element(lambda box, d: box.at_least_zero(-d - 1), "lt")
-_compare_element(lambda box, d: box.at_least_zero(d), "ge")
-_compare_element(lambda box, d: box.at_least_zero(d - 1), "gt")
+_register_comparison(lambda box, d: box.equals_zero(d), "eq")
+_register_comparison(lambda box, d: Not(box.equals_zero(d)), "ne")
+_register_comparison(lambda box, d: box.at_least_zero(-d), "le")
+_register_comparison(lambda box, d: box.at_least_zero(-d - 1), "lt")
+_register_comparison(lambda box, d: box.at_least_zero(d), "ge")
+_register_comparison(lambda box, d: box.at_least_zero(d - 1), "gt")
 
 
-def _logical_element(function: Callable[..., Any], *names: str) -> None:
+def _register_logical(function: Callable[..., Any], *names: str) -> None:
     """Register a handler for the logical ops with these names: `function` combines the conditions of the operands."""
 
     def handler(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
@@ -323,10 +320,10 @@ def _logical_element(function: Callable[..., Any], *names: str) -> None:
     element_handler(*names)(handler)
 
 
-_logical_element(And, "__and__", "bitwise_and", "logical_and")
-_logical_element(Or, "__or__", "bitwise_or", "logical_or")
-_logical_element(Xor, "__xor__", "bitwise_xor", "logical_xor")
-_logical_element(Not, "bitwise_not", "logical_not")
+_register_logical(And, "__and__", "bitwise_and", "logical_and")
+_register_logical(Or, "__or__", "bitwise_or", "logical_or")
+_register_logical(Xor, "__xor__", "bitwise_xor", "logical_xor")
+_register_logical(Not, "bitwise_not", "logical_not")
 
 
 @element_handler("where")

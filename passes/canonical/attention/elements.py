@@ -61,10 +61,10 @@ class NotSymbolic(Exception):
         super().__init__(self.cause)
         self.node = node
 
-    def of(self, node: Node) -> NotSymbolic:
-        """Return the error with the name of `node`, or unchanged if it names a node.
+    def with_node(self, node: Node) -> NotSymbolic:
+        """Return the error with the name of `node` in its text; the error itself if it has that of a node already.
 
-        A reader calls it at each level of its recursion, from the innermost one on, whose node the error thus names.
+        `ElementReader` calls it at each level of its recursion, so that the error names the innermost node.
         """
         return self if self.node is not None else NotSymbolic(str(self), node)
 
@@ -131,10 +131,10 @@ class ElementReader:
         try:
             constant = constant_value(node)
             if constant is None:
-                return self._leaf(node, coords)
+                return self._add_leaf(node, coords)
             return cast_element(as_number(constant), node.meta["val"].dtype)
         except NotSymbolic as error:
-            raise (op_error or error).of(node) from None
+            raise (op_error or error).with_node(node) from None
         finally:
             del op_error  # avoids a reference cycle between the error and this frame
 
@@ -160,7 +160,7 @@ class ElementReader:
             return self.at(piece.source, (*coords[:dim], start + coords[dim], *coords[dim + 1 :]))
         return self.at(piece.source, (*coords[:dim], start, *coords[dim:]))
 
-    def _leaf(self, node: Node, coords: Coords) -> Element:
+    def _add_leaf(self, node: Node, coords: Coords) -> Element:
         """Return the element of a tensor of data as an unknown function of its coordinates, and add it to `leaves`.
 
         An attention op reads a leaf as a vector over queries or over keys, so that its coordinates must be the index of
@@ -169,7 +169,7 @@ class ElementReader:
         value, name = node.meta["val"], f"leaf_{node.name}"
         if value.dtype not in LEAF_DTYPES:
             raise NotSymbolic(f"contains {value.dtype} values that do not depend on a position")
-        indices = [self._index(c, extent) for c, extent in zip(coords, node_shape(node))]
+        indices = [self._leaf_index(c, extent) for c, extent in zip(coords, node_shape(node))]
         indices = [index for index in indices if index is not None]
         if len(set(indices)) < len(indices) or {QUERY_INDEX, KEY_INDEX} <= set(indices):
             raise NotSymbolic("depends on a query and a key")
@@ -177,7 +177,7 @@ class ElementReader:
         element = sympy.Function(name, integer=True)(*coords)
         return Ne(element, 0) if value.dtype == torch.bool else ((sympy.true, element),)
 
-    def _index(self, coord: sympy.Expr, extent: Any) -> sympy.Symbol | None:
+    def _leaf_index(self, coord: sympy.Expr, extent: Any) -> sympy.Symbol | None:
         """Return the index (b, q or k) that a coordinate of a leaf consists of, or None if it is constant.
 
         A coordinate may be a query or key index plus an offset, such as q + 1.
@@ -266,8 +266,7 @@ def cast_element(value: Element, dtype: torch.dtype) -> Element:
     """Return an element in another dtype. Raises NotSymbolic if the cast could round a position, or wrap."""
     if dtype == torch.bool:
         return as_truth(value)
-    cases = as_cases(value)
-    cases = round_constants(cases, dtype)
+    cases = round_constants(as_cases(value), dtype)
     for _, number in cases:
         is_exact_constant = number.is_infinite or (
             number.is_Integer and (dtype.is_floating_point or abs(number) < 128)  # int8 has numbers up to 127

@@ -170,14 +170,15 @@ class RewriteFlexAttention(RewriteMasks):
             score = self._write_score(node, conditions)
         # Emit attention without a mask, in one of three forms, and map each result of the call to its replacement.
         # The empty arguments are rows, cols, sizes and the predicate, which `set_mask` adds; 0.0 is dropout_p.
-        masked_call = torch.ops.sp.masked_attention.default, (q, k, v, [], [], [], "", 0.0, *options.values())
+        masked_attention = torch.ops.sp.masked_attention.default
+        masked_args = (q, k, v, [], [], [], "", 0.0, *options.values())
         with self.graph.inserting_before(node if sink_attention is None else sink_attention.result):
             if sink_attention is not None:
                 sinks = sink_attention.sinks.vector(self, node)
-                attention = self.compute(*masked_call, node, {"sinks": sinks})
+                attention = self.compute(masked_attention, masked_args, node, {"sinks": sinks})
                 replacements = {sink_attention.result: attention}
             elif 1 in results:
-                attention = self.compute(*masked_call, node, {"lse": True})
+                attention = self.compute(masked_attention, masked_args, node, {"lse": True})
                 replacements = self._split_lse(attention, results, node)
             else:
                 attention = self.compute(aten.scaled_dot_product_attention.default, (q, k, v, None), node, options)

@@ -31,7 +31,7 @@ from sp_compile.passes import base
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall, node_shape
 from sp_compile.passes.graph.sizes import Size, as_size, is_same_size, size_product
-from sp_compile.passes.sharding.attention_axes import attention_nodes, masks_all_weight
+from sp_compile.passes.sharding.attention_axes import attention_nodes, has_absorbing_sinks
 
 from . import element_ops  # noqa: F401  (registers the handlers of element ops)
 from .biases import BiasReader
@@ -74,7 +74,7 @@ def parse_mask(node: Node, shape: tuple[Size, ...], absorbs_fills: bool = False)
         node: The mask, broadcastable to `shape`; bool, or floats that are added to the scores.
         shape: The shape of the scores, (B, H, Q, K) or (B, Q, K).
         absorbs_fills: True if fills, large negative numbers, have the effect of -inf even in a row of fills only; see
-            `masks_all_weight`.
+            `has_absorbing_sinks`.
 
     Returns:
         The mask.
@@ -187,7 +187,7 @@ def _make_predicate(printer: MaskPrinter, mask: AttentionMask) -> Boolean:
     return predicate
 
 
-def keeps_a_key(node: Node, shape: tuple[Size, ...]) -> bool:
+def has_unfilled_key_per_query(node: Node, shape: tuple[Size, ...]) -> bool:
     """Return True if a bias provably adds 0 to some score of every query, and 0 or a negative number to the others.
 
     Its fills then remove weight as a mask of -inf does, because no row consists of fills only.
@@ -306,7 +306,7 @@ class RewriteMasks(base.CanonicalPass):
         shapes = q_shape, k_shape, _ = [call.shape(i) for i in range(3)]
         if call.get("is_causal") or not has_same_leading_dims(shapes, call["enable_gqa"]):
             raise NotSymbolic("q, k and v have different batch sizes or heads, or is_causal is also set")
-        shape, absorbs_fills = (*q_shape[:-1], k_shape[-2]), masks_all_weight(call)  # shape of the scores
+        shape, absorbs_fills = (*q_shape[:-1], k_shape[-2]), has_absorbing_sinks(call)  # shape of the scores
         key = (mask_tensor, shape, absorbs_fills)
         try:
             self.set_mask(node, self.share_mask(key, lambda: parse_mask(*key)))

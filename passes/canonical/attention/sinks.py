@@ -34,7 +34,7 @@ from sp_compile.passes.sharding.matchers import (
 )
 
 from .proofs import BATCH_INDEX, HEAD_INDEX, INDICES
-from .softmaxes import MAXIMA, match_difference, ops_between
+from .softmaxes import MAXIMA, match_between, match_difference
 
 aten = torch.ops.aten
 
@@ -89,7 +89,7 @@ def match_softmax_source(x: Any, keys_dim: int, *readers: Node) -> SoftmaxSource
         # scores, which are matched elsewhere.
         return replace(inner, chain=(*inner.chain, x)) if inner.chain else no_ops
     difference = match_difference(x, MAXIMA)  # (row, dim) if x is row - maximum(row, dim)
-    subtraction = ops_between(*difference, x) if difference is not None and difference[1] == keys_dim else None
+    subtraction = match_between(*difference, x) if difference is not None and difference[1] == keys_dim else None
     if subtraction is not None:
         inner = match_softmax_source(subtraction.source, keys_dim, *subtraction.readers)
         return replace(inner, chain=(*inner.chain, *subtraction.chain))

@@ -71,9 +71,9 @@ def _match_exp_log_softmax(node: Node) -> SoftmaxMatch | None:
     log_weights = value_origin(node.args[0])
     if log_weights.target in LOG_SOFTMAX and _has_same_dtype(log_weights, node):
         call = OpCall(log_weights)
-        return ops_between(call.operands[0], call.dim(), node)
+        return match_between(call.operands[0], call.dim(), node)
     difference = match_difference(log_weights, (aten.logsumexp.default,))  # (s, dim)
-    return ops_between(*difference, node) if difference is not None else None
+    return match_between(*difference, node) if difference is not None else None
 
 
 def _match_exp_over_sum(node: Node) -> SoftmaxMatch | None:
@@ -91,7 +91,7 @@ def _match_exp_over_sum(node: Node) -> SoftmaxMatch | None:
     difference = match_difference(scores, MAXIMA)  # (s, dim) of s - s.amax(dim, True), or None
     if difference is None or difference[1] != dim:
         return SoftmaxMatch(scores, dim, (node,), OVERFLOWS)
-    return ops_between(*difference, node)
+    return match_between(*difference, node)
 
 
 def match_difference(node: Node, reductions: tuple[Any, ...]) -> tuple[Node, int] | None:
@@ -137,7 +137,7 @@ def _has_same_dtype(a: Node, b: Node) -> bool:
     return bool(a.meta["val"].dtype == b.meta["val"].dtype)
 
 
-def ops_between(source: Node, dim: int, result: Node) -> SoftmaxMatch | None:
+def match_between(source: Node, dim: int, result: Node) -> SoftmaxMatch | None:
     """Return the match of a result with all ops between the scores and it; None if another node reads one of them.
 
     The caller has checked the result: a softmax, or in `sinks.py` the difference of a row and its maximum.

@@ -41,7 +41,7 @@ class RewriteVarlenAttention(CanonicalPass):
 
     def edit(self, graph: Graph) -> Self:
         """Bind the pass to a graph, with an empty cache of the values that its layers share."""
-        self.documents: dict[Any, Node] = {}  # document or aligned key of each token, by the ends it depends on
+        self.token_indices: dict[Any, Node] = {}  # document or aligned key of each token, by the ends it depends on
         return super().edit(graph)
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
@@ -120,13 +120,13 @@ class RewriteVarlenAttention(CanonicalPass):
             like: The node whose metadata new nodes copy.
         """
         length = node_shape(x)[0]
-        if (ends, length) not in self.documents:
+        if (ends, length) not in self.token_indices:
             options = {"dtype": ends.meta["val"].dtype, "device": x.meta["val"].device}
             tokens = self.compute(aten.arange.default, (self.sizes(length),), like, options)
             later_ends = self.compute(aten.slice.Tensor, (ends, 0, 1), like)
             index = self.compute(aten.bucketize.Tensor, (tokens, later_ends), like, {"right": True})
-            self.documents[ends, length] = self.compute(aten.unsqueeze.default, (index, 0), like)
-        return self.documents[ends, length]
+            self.token_indices[ends, length] = self.compute(aten.unsqueeze.default, (index, 0), like)
+        return self.token_indices[ends, length]
 
     def _aligned_keys(self, documents: Node, q_ends: Node, k_ends: Node, like: Node) -> Node:
         """Return for each query the index of the key at the same distance from the end of its document, int64 (1, T).
@@ -140,7 +140,7 @@ class RewriteVarlenAttention(CanonicalPass):
             like: The node whose metadata new nodes copy.
         """
         key = (documents, q_ends, k_ends)
-        if key not in self.documents:
+        if key not in self.token_indices:
             length = node_shape(documents)[1]
             options = {"dtype": torch.int64, "device": documents.meta["val"].device}
             tokens = self.compute(aten.arange.default, (self.sizes(length),), like, options)
@@ -150,8 +150,8 @@ class RewriteVarlenAttention(CanonicalPass):
             last_offset = self.compute(aten.slice.Tensor, (offsets, 0, -1), like)
             offsets = self.compute(aten.cat.default, ([offsets, last_offset],), like)
             token_offsets = self.compute(aten.index.Tensor, (offsets, [documents]), like)
-            self.documents[key] = self.compute(aten.add.Tensor, (token_offsets, tokens), like)
-        return self.documents[key]
+            self.token_indices[key] = self.compute(aten.add.Tensor, (token_offsets, tokens), like)
+        return self.token_indices[key]
 
 
 def _varlen_refusal(node: Node) -> str | None:

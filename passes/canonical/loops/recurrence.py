@@ -212,7 +212,12 @@ Coefficients = tuple[Value, Value, Value]  # (a, b, m) of a * state + m @ state 
 
 
 class _FoldingArithmetic:
-    """Arithmetic on values of all steps that emits ops, except where the result is known: x * 1, x + 0, 2 * 3."""
+    """Arithmetic on values of all steps that emits ops, except where the result is known: x * 1, x + 0, 2 * 3.
+
+    Args:
+        scans: Emits the ops.
+        like: The node whose metadata the emitted ops copy.
+    """
 
     def __init__(self, scans: ScanBuilder, like: Node) -> None:
         self.scans, self.like = scans, like

@@ -99,7 +99,7 @@ _COMBINE_OPS: dict[Any, Callable[..., sympy.Expr]] = {
 
 
 def expression_of(value: Node, symbol: Callable[[Node], sympy.Symbol | None]) -> sympy.Expr | None:
-    """Return the function that computes a value as an expanded expression, such as x0*x3 + x2, to compare functions.
+    """Return a value as an expanded expression of a function's arguments, such as x0*x3 + x2, to compare functions.
 
     Args:
         value: The node whose value is the result of the function.
@@ -138,7 +138,7 @@ def _evaluate_node(node: Node, expressions: Mapping[Node, sympy.Expr]) -> sympy.
 
 
 def scan_of_leaf(expression: sympy.Expr | None, i: int, left: list[Any], right: list[Any]) -> CombineOp | None:
-    """Return the scan of leaf `i` alone, such as a sum, that combines rows by an expression, or None for others.
+    """Return the scan, such as a sum, that computes leaf `i` from this leaf alone, or None if there is none.
 
     Args:
         expression: The result of the combine function for the leaf; None if it is unknown.
@@ -253,7 +253,7 @@ class RewriteAssociativeScans(CanonicalPass):
             out = self.emit(sp.linear_scan.default, args, value, like)
         else:
             out = emit_scan(self, leaves[0], dim, scan.op, value, like, reverse=operands.reverse)
-        for target, args in reversed(operands.moved_ops):
+        for target, args in reversed(operands.moved_ops):  # found from the scan backwards: here in torch's order
             out = self.compute(target, (out, *args), like)
         return out
 
@@ -290,12 +290,12 @@ def unmoved_operands(leaves: list[Node], dim: int = 0) -> _ScanOperands:
 def _source_dim(node: Node, dim: int) -> int | None:
     """Return the dim of the operand of a permutation or flip that becomes dim `dim` of its result.
 
-    None for other ops, and for a flip of other dims.
+    None for other ops, for a flip of other dims, and for ops with keyword arguments, such as a copy to another layout.
     """
     if flips_along(node, dim):
         return dim
-    order = permutation_of(node) if not node.kwargs else None
-    return None if order is None else order[dim]
+    order = permutation_of(node)
+    return None if order is None or node.kwargs else order[dim]
 
 
 class ExpandAssociativeScans(Pass):

@@ -114,7 +114,7 @@ class RewriteScanIdioms(CanonicalPass):
         for node in list(self.graph.nodes):
             if node.op != "call_function" or not is_tensor(node):
                 continue
-            if self._rewrite(node) or self._reverse_recurrence(node) or self._subtract_operand(node):
+            if self._rewrite(node) or self._rewrite_flip(node) or self._subtract_operand(node):
                 changes += 1
             elif (reason := _reverse_refusal(node)) is not None:
                 self.note_refusal(node, f"this is not a reverse scan, so it flips all rows: {reason}")
@@ -130,7 +130,7 @@ class RewriteScanIdioms(CanonicalPass):
             self.replace(node, emit_scan(self, scan.x, scan.dim, scan.op, node.meta["val"], node, *options))
         return True
 
-    def _reverse_recurrence(self, node: Node) -> bool:
+    def _rewrite_flip(self, node: Node) -> bool:
         """Rewrite flip(sp.linear_scan(flip(a), flip(b))) as a reverse recurrence, and flip(flip(x)) as a copy.
 
         Returns False for other nodes.

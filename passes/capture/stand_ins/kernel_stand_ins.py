@@ -145,14 +145,22 @@ def attend_kernel(
     b: Tensor | None = None,
     starts: Tensor | None = None,
 ) -> Any:
-    """Compute linear attention; return the result (B, S, H, V) and the final state or None.
+    """Compute linear attention; return (result (B, S, H, V), final state), or NotImplemented for unsupported shapes.
 
-    v is (B, S, H, V); q and k are (B, S, G, K), where each of the G heads serves H / G heads of v. decay, the logarithm
-    of the decay of the state, is (B, S, H), (B, S, H, K) or None. scale, a factor of q, is K ** -0.5 by default. beta
-    (B, S, H) is the factor of the delta rule; a and b (B, S, H, K) are the vectors of a transition of rank one, as in
-    RWKV-7. starts is True for the first token of each document; cu_seqlens, the bounds of the documents in one row of
-    tokens, replaces it. With cu_seqlens, there is a state for each document. Returns NotImplemented for unsupported
-    shapes.
+    Args:
+        kernel: Name of the kernel.
+        q: (B, S, G, K), of which each of the G heads serves H / G heads of v.
+        k: (B, S, G, K).
+        v: (B, S, H, V).
+        decay: (B, S, H) or (B, S, H, K), logarithm of the decay of the state; None without decay.
+        scale: Factor of q, K ** -0.5 by default.
+        initial_state: State of each batch entry before its first token, or of each document of `cu_seqlens`.
+        output_final_state: False to return None in place of the final state.
+        cu_seqlens: Bounds of the documents in one row of tokens, in place of `starts`. Each has a state of its own.
+        beta: (B, S, H), factor of the delta rule.
+        a: (B, S, H, K), first vector of a transition of rank one, as in RWKV-7.
+        b: (B, S, H, K), second vector.
+        starts: (B, S), True for the first token of each document.
     """
     opened = closed = None  # numbers of the documents that start and end at each token
     if cu_seqlens is not None:

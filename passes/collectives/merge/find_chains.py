@@ -258,7 +258,7 @@ def _previous_link(link: ChainLink) -> tuple[ChainLink, list[Node]] | str | None
     assert previous is not None, "the loop ends at a collective"
     if (previous.kind, previous.dim) != (link.kind, link.dim):
         return None
-    # The move of chunks on the way must be that of the previous all_gather, one chunk per rank, and not another one.
+    # The move of chunks between must be that of the previous all_gather, one chunk per rank, and not another one.
     if link.kind == "all_gather" and previous.chunks != move:
         return None
     for op in (previous.op, link.op):

@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from sp_compile.lowering.torch_compat import OpOverload, pytree
 from sp_compile.passes.graph.fakes import infer_value
 from sp_compile.passes.graph.mutation import is_mutation
-from sp_compile.passes.graph.strides import has_other_strides, match_strides
+from sp_compile.passes.graph.strides import copy_strides, has_other_strides
 
 aten = torch.ops.aten
 
@@ -72,7 +72,7 @@ class StrideRepair:
     def _restore_strides(self, user: Node, x: Node, old: Any) -> None:
         """Pass a copy of x with the strides of the value `old` to the user, if x has others now."""
         if isinstance(old, Tensor) and _strides_changed(old, x.meta["val"]):
-            user.replace_input_with(x, match_strides(x, old))
+            user.replace_input_with(x, copy_strides(x, old))
 
 
 def _graph_results(graph: Graph) -> list[Node | None]:

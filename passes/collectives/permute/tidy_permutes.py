@@ -53,10 +53,10 @@ class ConcatPadded(Pass):
     """Pass that replaces a sum of padded pieces by a cat or stack of the pieces."""
 
     def apply(self, gm: GraphModule, context: PassContext) -> int:
-        """Replace sums of padded pieces, not also their terms, and return their number."""
+        """Replace each sum of padded pieces, with its nested sums, by one op; return the number of replaced sums."""
         changes = 0
         for node in reversed(list(gm.graph.nodes)):  # the largest sum before its terms
-            pieces = _sum_terms(node) if node.users else None  # terms of a replaced sum have no users
+            pieces = _match_padded_sum(node) if node.users else None  # terms of a replaced sum have no users
             if pieces is not None:
                 target = aten.cat.default if pieces[0].keeps_dim else aten.stack.default
                 with self.graph.inserting_before(node):
@@ -66,10 +66,10 @@ class ConcatPadded(Pass):
         return changes
 
 
-def _sum_terms(node: Node) -> list[SlicePiece] | None:
-    """Return the pieces, each padded with zeros, that the node adds, in order, if they cover it without overlap.
+def _match_padded_sum(node: Node) -> list[SlicePiece] | None:
+    """Return the pieces in order if the node is a sum of padded pieces that cover it without overlap, else None.
 
-    The sum, possibly of sums, is then a cat or a stack of the pieces. Returns None for other nodes.
+    The sum, possibly of sums, then equals a cat or a stack of the pieces.
     """
     if not _is_addition(node):
         return None

@@ -60,7 +60,11 @@ def is_on_host(node: Node) -> bool:
 
 
 def nearest_line(node: Node) -> str:
-    """Return the user's line of a node, or else of the nearest of its first operands that has one."""
+    """Return the user's line of a node, or else of the nearest of its first operands that has one.
+
+    The search ends at a tangent (the gradient of an output) and at a cat of the gradients of parameters: these have no
+    line, and the result is a text that names them.
+    """
     for _ in range(MAX_WALK_STEPS):
         if is_tangent(node):
             return TANGENTS_LINE

@@ -28,8 +28,8 @@ def _histc_rule(call: OpCall) -> BoundRule | None:
     """Return the rule of histc: each rank counts its values, and the counts are added (kind "sum").
 
     `pad` fills the padded rows of a shard with a value after the last bin, which is not counted. None for equal bounds,
-    for which torch uses the minimum and maximum of all values, for bounds that are not known, and for values of several
-    dims.
+    for which torch uses the minimum and maximum of all values, for an upper bound that is not known, and for values of
+    several dims.
     """
     low, high = call["min"], call["max"]
     if call.ndim() != 1 or low == high or not isinstance(high, int | float):
@@ -152,7 +152,8 @@ def _masked_put_rule(call: OpCall) -> BoundRule | None:
     rank does not know where its entries begin; also for further indices, or a mask of later dims, as in x[:, mask].
     """
     dims, value_shape = factor_names(call.ndim()), call.shape("values")
-    if len(call.operands) != 3 or call["indices"][0] is not call.operands[1]:
+    has_one_index = len(call.operands) == 3  # x, the mask and the values
+    if not has_one_index or call["indices"][0] is not call.operands[1]:
         return None
     masked, unmasked = dims[: call.ndim(1)], dims[call.ndim(1) :]  # the mask has the first dims of x
     sizes_of_positions = value_shape[: max(len(value_shape) - len(unmasked), 0)]
@@ -171,7 +172,8 @@ def _dim_scatter_rule(call: OpCall) -> BoundRule:
     That dim is gathered in both; the others pass.
     """
     names, dim = factor_names(call.ndim("self")), wrap_dim(call["dim"], call.ndim("self"))
-    source_dim = (f"source{dim}",) if call.ndim("src") == len(names) else ()  # select_scatter: it has no such dim
+    # The source of slice_scatter has the dim, with another size; that of select_scatter does not have it.
+    source_dim = (f"source{dim}",) if call.ndim("src") == len(names) else ()
     source = (*names[:dim], *source_dim, *names[dim + 1 :])
     return BoundRule((names, source), (names,), dict.fromkeys((names[dim], *source_dim), "whole"))
 

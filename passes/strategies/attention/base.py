@@ -28,7 +28,7 @@ from sp_compile.passes.cost.attention_cost import Strategy, attention_strategies
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.node_info import node_info
 from sp_compile.passes.graph.sizes import Size, as_sizes, divides, is_same_shape, is_same_size, size_product
-from sp_compile.passes.sharding.attention_axes import fill_nodes, mask_predicate, masks_all_weight
+from sp_compile.passes.sharding.attention_axes import fill_nodes, has_absorbing_sinks, mask_predicate
 from sp_compile.passes.sharding.placement import REPLICATE, Demand, PlacementPlan, Shard
 from sp_compile.passes.sharding.rule import RULES, RuleFunction
 from sp_compile.passes.sharding.rules.attention_rules import sharded_attention_rule
@@ -139,13 +139,13 @@ class ShardedAttention(AttentionPass):
         assert query is not None
         q_frame = self.sizes.list(query.frame_arg())
         k_frame = self.sizes.list(key.frame_arg()) if key is not None else []  # []: every rank has all keys
-        # `_balance` is True if the op exchanges rows to zigzag order before it runs, and back.
+        exchanges_to_zigzag = self._balance(node)  # before the op runs, and back
         with self.graph.inserting_before(node):
             batch = shape[:-3]
             qkv = [self._to_four_dims(x, batch, node) for x in call.operands[:3]]
             scores = self._score_arguments(call, batch, node)
             frames = (q_frame, k_frame, ranks.n, ranks.group)
-            args = (*qkv, *scores, *frames, self._balance(node), *self.extra_arguments(node))
+            args = (*qkv, *scores, *frames, exchanges_to_zigzag, *self.extra_arguments(node))
             options = {"mask_rows": True} if self.splits_mask and self._has_mask_rows(call) else None
             # The value of a node with four dims is reused, as it has the strides of the original attention, to which
             # `localize/memory_order.py` restores gathered values.
@@ -208,14 +208,14 @@ class ShardedAttention(AttentionPass):
         """
         mask = call.get("attn_mask")
         if mask is not None:
-            mask = self._mask(mask, batch, node)
+            mask = self._reshape_mask(mask, batch, node)
         lookups = [call.get(name) or [] for name in ("rows", "cols", "pieces", "sizes")]  # what the predicate reads
         predicate, seed = mask_predicate(call) or "", None  # with dropout, the op draws a seed if it is None
         score, heads, tables = call.get("score") or "", call.get("heads") or [], call.get("tables") or []
         scores = seed, call["dropout_p"], call["scale"], score, heads, tables
         return mask, *lookups, predicate, *scores, call.get("sinks"), bool(call.get("lse"))
 
-    def _mask(self, mask: Node, batch: tuple[Size, ...], node: Node) -> Node:
+    def _reshape_mask(self, mask: Node, batch: tuple[Size, ...], node: Node) -> Node:
         """Return the mask with four dims (B, H, S, T), of which those of size 1 broadcast.
 
         If several batch dims are flattened to B, the mask is expanded to all of them first.
@@ -253,9 +253,9 @@ def has_fills(call: OpCall) -> bool:
     if may_have_fills(call.get("score") or ""):
         return True
     is_float_mask = mask is not None and mask.meta["val"].is_floating_point()
-    # A row whose keys all have fills would have uniform weights. With learned sinks (`masks_all_weight`), the sink has
-    # all of the weight of such a row, so that a fill has the effect of -inf.
-    if not is_float_mask or masks_all_weight(call):
+    # A row whose keys all have fills would have uniform weights. With learned sinks (`has_absorbing_sinks`), the sink
+    # has all of the weight of such a row, so that a fill has the effect of -inf.
+    if not is_float_mask or has_absorbing_sinks(call):
         return False
     return mask in fill_nodes(call.node.graph.owning_module)
 

@@ -3,7 +3,7 @@
     node_info(node).choice = Candidate(kind=<a strategy>, layout="zigzag", ...)    read by that strategy's pass
 
 A candidate is one strategy with its parameters (Ulysses and ring ranks, layout) and its predicted times and memory. Its
-`legal` is None, or the reason why it cannot run. A layout is an order of the rows of the sequence.
+`refusal` is None, or the reason why it cannot run. A layout is an order of the rows of the sequence.
 
 Changes nothing else. Attention whose queries or keys are not sharded along their sequence is for the passes to refuse.
 One layout applies to the program: zigzag if any attention was chosen to run on it and nothing else of the program
@@ -239,7 +239,7 @@ def _choose_candidate(
         allowed = [c for c in allowed if not STRATEGIES[c.kind].rewrite.merges_blocks]
         if requested is not None and requested.rewrite.merges_blocks:
             return None
-    supported = [c for c in allowed if c.legal is None]
+    supported = [c for c in allowed if c.refusal is None]
     if supported:
         return choose_attention(supported)
     too_large = [c for c in allowed if not c.fits]
@@ -247,15 +247,15 @@ def _choose_candidate(
         return min(too_large, key=lambda c: (c.memory, c.seconds))
     if requested is None or requested.rewrite.is_explained:  # the strategy's pass reports why it is not possible
         return None
-    is_possible_elsewhere = any(c.legal is None and c.kind == requested.name for c in found)  # in another layout
-    if job.inputs and is_possible_elsewhere:
-        options = job.options
+    is_possible_elsewhere = any(c.refusal is None and c.kind == requested.name for c in found)  # in another layout
+    if job.inputs and is_possible_elsewhere:  # inputs that an earlier graph returned in its layout
+        options, inputs = job.options, ", ".join(map(repr, job.inputs))
         raise SpError(
             "SP403",
-            f"layout={options.layout!r} is not supported with attention={options.attention!r} in "
-            f"{describe_node(node)}: an earlier graph returned its inputs in another layout.",
+            f"attention={options.attention!r} with layout={options.layout!r} does not support {describe_node(node)} in "
+            f"the layout in which an earlier graph returned {inputs}.",
         )
-    raise _unsupported_error(node, job, allowed, {c.kind for c in found if c.legal is None})
+    raise _unsupported_error(node, job, allowed, {c.kind for c in found if c.refusal is None})
 
 
 def _unsupported_error(node: Node, job: PassContext, allowed: Iterable[Candidate], alternatives: set[str]) -> SpError:
@@ -268,7 +268,7 @@ def _unsupported_error(node: Node, job: PassContext, allowed: Iterable[Candidate
         alternatives: The names of strategies that support the attention.
     """
     n, (heads, key_heads, _), requested = job.ranks.n, head_counts(OpCall(node)), job.options.attention
-    why = "; ".join(f"{c.kind} (ulysses {c.ulysses} x ring {c.ring}): {c.legal}" for c in allowed)
+    why = "; ".join(f"{c.kind} (ulysses {c.ulysses} x ring {c.ring}): {c.refusal}" for c in allowed)
     if not why:  # a hybrid without a possible number of Ulysses ranks has no candidates
         why = f"no number of Ulysses ranks u with 1 < u < {n} divides both {n} and the query heads"
     of_mesh = f", {job.ranks.ulysses} of them along the mesh's 'ulysses' axis" if job.ranks.ulysses else ""

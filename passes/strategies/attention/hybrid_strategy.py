@@ -54,7 +54,7 @@ class HybridAttention(ShardedAttention):
         Raises:
             SpError: No such number exists, or that of the mesh does not divide them (SP401).
         """
-        if self._ulysses(call) is not None:
+        if self._ulysses_ranks(call) is not None:
             return None
         n, (heads, *_) = self.job.ranks.n, head_counts(call)
         if self.job.ranks.ulysses:
@@ -66,18 +66,18 @@ class HybridAttention(ShardedAttention):
 
     def extra_arguments(self, node: Node) -> tuple[Any, ...]:
         """Return the arguments that only sp::hybrid_attention has: (Ulysses ranks, path of the gradients of keys)."""
-        return self._ulysses(OpCall(node)), ring_grads(node)
+        return self._ulysses_ranks(OpCall(node)), ring_grads(node)
 
     def describe(self, node: Node) -> str:
         """Return the line of the report for a rewritten attention."""
-        ulysses = self._ulysses(OpCall(node))
+        ulysses = self._ulysses_ranks(OpCall(node))
         assert ulysses is not None  # `unsupported_reason` refuses calls without such a number
         return f"heads over {ulysses} neighbors, a ring of {self.job.ranks.n // ulysses} such groups"
 
-    def _ulysses(self, call: OpCall) -> int | None:
+    def _ulysses_ranks(self, call: OpCall) -> int | None:
         """Return the number of neighbors that exchange heads: as chosen, or that of the mesh, or the largest possible.
 
-        It must divide the ranks and the query heads; the result is None if there is no such number.
+        It divides the ranks and the query heads; the result is None if there is no such number.
         """
         choice = node_info(call.node).choice
         if choice is not None:

@@ -122,7 +122,7 @@ def balanced_layout_refusal(nodes: Iterable[Node], plan: PlacementPlan, job: Pas
         several = " and of ".join(map(str, lengths))
         return refuse("SP411", f"the program has sequences of {several} positions")
     # The positions at both ends of the sequence that values such as x[:, 1:] lack. They must not be moved. A graph that
-    # computes the order fixes as many as it needs, but an order that an earlier graph has computed fixes only
+    # computes the order fixes those that it needs, but an order that an earlier graph has computed fixes only
     # `FIXED_END_POSITIONS` at either end.
     ends = {as_size(end) for frame in frames for end in (frame.start, frame.size - frame.start - frame.length)}
     if has_balanced_inputs and not all(isinstance(end, int) and end <= FIXED_END_POSITIONS for end in ends):

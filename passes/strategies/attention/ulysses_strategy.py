@@ -83,7 +83,7 @@ class UlyssesAttention(AttentionPass):
         """Insert the exchanges around an attention, or around each of several groups of its heads."""
         placed = {x: self.plan.of(x) for x in OpCall(node).operands[:3]}
         if self._needs_repeat(OpCall(node)):
-            placed.update(self._repeat(node, placed))
+            placed.update(self._repeat_heads(node, placed))
         num_groups = self._group_count(node)
         if num_groups == 1:
             _, text = self._exchange_around(node, placed)
@@ -188,7 +188,7 @@ class UlyssesAttention(AttentionPass):
         return result, f"{len(moved)} operands in {len(groups)} all-to-all, the result in 1"
 
     def _needs_repeat(self, call: OpCall) -> bool:
-        """Return True if there are fewer key heads than query heads, and the ranks do not divide them.
+        """Return True if the ranks do not divide the key heads, of which each serves a number of query heads.
 
         The key heads, and with them the value heads, are then repeated, and each rank gets those that it needs.
         """
@@ -196,7 +196,7 @@ class UlyssesAttention(AttentionPass):
         is_grouped = isinstance(keys, int) and keys == values and divides(keys, heads)
         return is_grouped and call.ndim(1) == call.ndim(0) and not divides(self.job.ranks.n, keys)
 
-    def _repeat(self, node: Node, placed: dict[Node, Placement]) -> dict[Node, Placement]:
+    def _repeat_heads(self, node: Node, placed: dict[Node, Placement]) -> dict[Node, Placement]:
         """Repeat the key and value heads of an attention, and return the placements of the new k and v.
 
         Args:
@@ -239,10 +239,12 @@ def _group_by_frame(moved: dict[Node, Shard]) -> list[list[Node]]:
     """
     groups: list[list[Node]] = []
     for operand, have in moved.items():
-        group = next((group for group in groups if have.has_same_positions(moved[group[0]])), [])
-        if not group:
-            groups.append(group)
-        group.append(operand)
+        for group in groups:
+            if have.has_same_positions(moved[group[0]]):
+                group.append(operand)
+                break
+        else:
+            groups.append([operand])
     return groups
 
 
@@ -263,55 +265,56 @@ def _ulysses_candidates(shape: AttentionShape, machine: Machine, layout: str) ->
     workspace = shape.workspace(n, shape.kv_len) if why is None else 0
     memory = exchanged_memory(shape, n) + workspace if n > 1 else 0
     rounds = (2, 2) if n > 1 else (0, 0)  # exchanges in the forward, in the backward: before and after the attention
-    seconds = _ulysses_seconds(shape, machine, 1)
-    # n ranks exchange heads; the ring has 1 rank.
-    candidates = [Candidate("ulysses", n, 1, layout, *seconds, memory, rounds, legal=why)]
+    forward, backward = _ulysses_seconds(shape, machine, num_groups=1)
+    one_group = Candidate(
+        "ulysses", ulysses=n, ring=1, layout=layout, forward=forward, backward=backward, memory=memory, rounds=rounds,
+        refusal=why,
+    )  # fmt: skip
+    candidates = [one_group]
     rank_heads = math.lcm(shape.kv_heads, n) // n  # key heads of a rank, after they are repeated
     is_exchanged = n > 1 and why is None
-    for chunks in range(2, rank_heads + 1) if is_exchanged else ():
-        if rank_heads % chunks == 0 and shape.heads % (chunks * n) == 0:
-            forward, backward = _ulysses_seconds(shape, machine, chunks)
-            rounds = (2 * chunks, 2 * chunks)
-            candidates.append(replace(candidates[0], forward=forward, backward=backward, rounds=rounds, chunks=chunks))
-    yield candidates[0]
+    for groups in range(2, rank_heads + 1) if is_exchanged else ():
+        if rank_heads % groups == 0 and shape.heads % (groups * n) == 0:
+            forward, backward = _ulysses_seconds(shape, machine, groups)
+            rounds = (2 * groups, 2 * groups)
+            candidates.append(replace(one_group, forward=forward, backward=backward, rounds=rounds, chunks=groups))
+    yield one_group
     best = min(candidates, key=lambda c: c.seconds)
     if best.chunks > 1:
         yield best
 
 
-def _ulysses_seconds(shape: AttentionShape, machine: Machine, chunks: int) -> tuple[float, float]:
-    """Return (seconds of the forward, seconds of the backward) if the heads run in `chunks` groups.
+def _ulysses_seconds(shape: AttentionShape, machine: Machine, num_groups: int) -> tuple[float, float]:
+    """Return (seconds of the forward, seconds of the backward) if the heads run in this number of groups.
 
     The exchange of one group is visible; those of the others overlap with attention.
     """
     compute = machine.attention(shape.flops, shape.kv_len)
-    exchange = exchange_seconds(shape, machine, shape.n, chunks)
-    visible = exchange / chunks + chunks * machine.call  # `call`: the launches of one attention
-    hidden = exchange - exchange / chunks
+    exchange = exchange_seconds(shape, machine, shape.n, num_groups)
+    visible = exchange / num_groups + num_groups * machine.call  # `call`: the launches of one attention
+    hidden = exchange - exchange / num_groups
     forward = machine.together(compute, hidden)
     backward = machine.together(machine.attention_backward(compute), hidden)
     return forward + visible, backward + visible
 
 
-def exchange_seconds(shape: AttentionShape, machine: Machine, ranks: int, chunks: int = 1) -> float:
+def exchange_seconds(shape: AttentionShape, machine: Machine, ranks: int, num_groups: int = 1) -> float:
     """Return the seconds of the all-to-all of q, k, v and of the result, with packing.
 
     Args:
         shape: The sizes of the attention.
         machine: The machine.
         ranks: The number of neighbors.
-        chunks: The number of groups of heads; the result is their total.
-
-    Returns:
-        Seconds.
+        num_groups: The number of groups of heads; the result is their total.
     """
     if ranks == 1:
         return 0.0
     result_bytes = shape.head_bytes.results
     operand_bytes = shape.head_bytes.exchange_bytes(ranks) - result_bytes
-    exchanges = sum(machine.seconds("all_to_all", nbytes / chunks, ranks) for nbytes in (operand_bytes, result_bytes))
+    group_bytes = operand_bytes / num_groups, result_bytes / num_groups
+    exchanges = sum(machine.seconds("all_to_all", nbytes, ranks) for nbytes in group_bytes)
     # Packing reads and writes each value once.
-    return chunks * exchanges + machine.copy(2 * (operand_bytes + result_bytes))
+    return num_groups * exchanges + machine.copy(2 * (operand_bytes + result_bytes))
 
 
 def exchanged_memory(shape: AttentionShape, ranks: int) -> int:

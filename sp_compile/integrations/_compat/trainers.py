@@ -48,7 +48,7 @@ class ItemCounter:
     get_tp_size: Any  # method of the Trainer
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """Multiply the Trainer's number of items by the number of ranks with the same batch (`get_tp_size`).
+        """Return the Trainer's number of items, times the number of ranks with the same batch (`get_tp_size`).
 
         The Trainer has summed the items of all ranks with `gather`, and divided the sum by this number, as these ranks
         count the same items. But `SequenceParallelAccelerator.gather` does not sum over these ranks.
@@ -116,21 +116,21 @@ def choose_fsdp_units() -> Iterator[None]:
     Returns:
         A context manager that yields None.
     """
-    fully_shard, has_layers = torch.distributed.fsdp.fully_shard, False
+    fully_shard, has_units = torch.distributed.fsdp.fully_shard, False
 
     def shard_unit(module: Any, **kwargs: Any) -> Any:
         """Run `fully_shard`, which accelerate calls for each unit, unless the module is to be a part of its parent."""
-        nonlocal has_layers
+        nonlocal has_units
         if isinstance(module, (list, torch.nn.ModuleList, torch.nn.ModuleDict)):
             return module  # accelerate's list [last norm, head], or modules without a forward
         is_leaf = type(module).__module__.startswith("torch.nn.modules") and not [*module.children()]
         # A parent that has become a unit before has sharded the parameters of this module with its own, to DTensors.
         is_sharded = any(isinstance(p, DTensor) for p in module.parameters(recurse=False))
-        # An embedding is a unit only after other modules (the layers) have become units; else it joins its parent.
-        is_embedding = has_layers and isinstance(module, torch.nn.Embedding)
-        if is_leaf and (is_sharded or not is_embedding):
+        # The only leaf that can be a unit is an embedding, after other modules (the layers) have become units.
+        can_be_unit = has_units and isinstance(module, torch.nn.Embedding) and not is_sharded
+        if is_leaf and not can_be_unit:
             return module
-        has_layers = True
+        has_units = True
         return fully_shard(module, **kwargs)
 
     with mock.patch.object(torch.distributed.fsdp, "fully_shard", shard_unit):

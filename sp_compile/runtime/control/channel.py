@@ -338,7 +338,11 @@ class ControlChannel:
         return NO_RANK if is_about_other_program or any(map(self._is_current, _own_stop)) else last
 
     def _is_own(self, notice: StopNotice) -> bool:
-        """Return True for a notice of this rank, unless another rank has published it as the end of the group."""
+        """Return True for a notice of this rank that does not break the group.
+
+        A rank that breaks the group, because this one stopped, publishes the notice of this rank again, with the name
+        of the group in `within`. This rank must then raise, too.
+        """
         return notice.rank == dist.get_rank() and notice.within != self.name
 
     def _is_current(self, notice: StopNotice) -> bool:

@@ -18,7 +18,7 @@ from sp_compile.passes.graph.provenance import ExchangeSource, failed_exchange, 
 
 from .channel import ControlChannel, publish_stop
 from .message import Message, StopNotice
-from .watch import abort_groups, involved_groups, raised_rank
+from .watch import abort_groups, find_stop_notice, involved_groups
 
 MAX_EXCEPTION_WIDTH = 500  # characters of an exception that other ranks repeat
 _AGREED_ATTRIBUTE = "_sp_compile_known"  # attribute of exceptions that the other ranks raise as well, or have received
@@ -62,7 +62,7 @@ def announce_failures(
         if channel is None or is_known or (channel.broken and isinstance(error, SpError)):
             raise
         if is_lost_connection(error):
-            place, notice = failed_exchange(error, places), raised_rank()
+            place, notice = failed_exchange(error, places), find_stop_notice()
             if notice is None:  # no rank has raised
                 raise channel.fail_timeout(mine, time.monotonic() - start, error, place) from error
             group_error = channel.break_group(notice, f"{mine}, in {place}" if place else str(mine))

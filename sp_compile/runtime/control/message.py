@@ -78,7 +78,7 @@ class Message:
     def digest(self) -> int:
         """Return the hash of what the ranks compare.
 
-        If digests differ, the ranks exchange the messages. Some differences are allowed, such as in the notes of reads.
+        If digests differ, the ranks exchange the messages. Some differences are allowed: reads may have any `note`.
         """
         values = [*self.fields.items(), *self.inputs.items(), *self.earlier.items()]
         contents = [self.verb, self.subject, self.model, self.number, self.note, self.mode, self.program.hash, values]
@@ -112,7 +112,7 @@ LIKELY_CAUSE = (
 )
 GROUP_ENDED = "The process group cannot be used any more, since some of its collectives did not end."
 BACKWARD = "runs the backward of"  # in the device's autograd thread, if it has one
-STOP_VERB = Message("stops")
+STOP_MESSAGE = Message("stops")
 MEASURE_VERB = Message("measures", "how fast the ranks are")
 
 

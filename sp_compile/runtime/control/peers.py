@@ -52,15 +52,15 @@ class PeerLinks:
 
         Args:
             value: A signed integer of 64 bits.
-            differs: If True, the result is False.
+            differs: True if this rank knows of a difference already; the result is then False.
             on_wait: Called while the rank waits.
         """
         self.number += 1
         # After round k, `differs` is True if one of the last 2**(k+1) ranks, up to this one, has passed True or another
         # value. Else the values of all these ranks are `value`, so the next round sends no other one.
-        for k, (after, before) in enumerate(zip(self.sending, self.receiving)):
+        for k, after in enumerate(self.sending):
             _send(after, VOTE.pack(self.number, value, differs), on_wait)
-            number, other, others_differ = VOTE.unpack(self._receive(k, before, VOTE.size, on_wait))
+            number, other, others_differ = VOTE.unpack(self._receive(k, VOTE.size, on_wait))
             self._check_number(k, number)
             differs = differs or bool(others_differ) or other != value
         return not differs
@@ -82,21 +82,21 @@ class PeerLinks:
 
     def _swap(self, k: int, payload: bytes, on_wait: Wait) -> bytes:
         """Send a payload in a round, and return the one that this rank receives."""
-        after, before = self.sending[k], self.receiving[k]
+        after = self.sending[k]
         _send(after, LENGTH.pack(self.number, len(payload)), on_wait)
-        number, length = LENGTH.unpack(self._receive(k, before, LENGTH.size, on_wait))
+        number, length = LENGTH.unpack(self._receive(k, LENGTH.size, on_wait))
         self._check_number(k, number)
         received = bytearray()
         # In chunks that sockets buffer: if both sides first sent all of a long payload, both sends could wait forever.
         for start in range(0, max(length, len(payload)), CHUNK_BYTES):
             _send(after, payload[start : start + CHUNK_BYTES], on_wait)
-            received += self._receive(k, before, max(0, min(CHUNK_BYTES, length - start)), on_wait)
+            received += self._receive(k, max(0, min(CHUNK_BYTES, length - start)), on_wait)
         return bytes(received)
 
-    def _receive(self, k: int, before: socket.socket, size: int, on_wait: Wait) -> bytes:
+    def _receive(self, k: int, size: int, on_wait: Wait) -> bytes:
         """Return `size` bytes from the rank before this one in a round."""
         try:
-            return _receive(before, size, on_wait)
+            return _receive(self.receiving[k], size, on_wait)
         except EOFError:
             raise ConnectionResetError(f"Connection closed by rank {self._source(k)} of the group") from None
 
@@ -250,7 +250,7 @@ def _describe_failure(peer: int, reason: Any) -> str:
 
 
 def _set_options(sock: socket.socket) -> socket.socket:
-    """Set the options of a connection, which sends small values at once, and return it."""
+    """Configure a connection to send small values without delay and to wait in slices, and return it."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.settimeout(WAIT_SECONDS)
     return sock

@@ -91,7 +91,7 @@ def involved_groups() -> list[ControlChannel]:
     return [channel for channel in map(channel_of, _recent_groups) if channel is not None]
 
 
-def raised_rank() -> StopNotice | None:
+def find_stop_notice() -> StopNotice | None:
     """Return the notice of a rank that has raised in the running program, from the store, or None."""
     for channel in involved_groups():
         notice = channel.ended or channel.find_raised()
@@ -123,7 +123,7 @@ class _Watcher:
             if _progress_state() == self.progress:  # it still waits, in a collective of another group
                 abort_groups(self.notice, everywhere=True)
             return
-        self.notice = raised_rank()
+        self.notice = find_stop_notice()
         if self.notice is not None:
             if not _active_runs:  # outside of programs, as in DDP's reducer, Gloo's error will not name the cause
                 log.error(
@@ -132,7 +132,10 @@ class _Watcher:
             abort_groups(self.notice)
 
     def _is_stalled(self) -> bool:
-        """Return True if a program or its autograd runs and no thread has progressed since the last check."""
+        """Return True if a program or its autograd runs and no thread has progressed since the last check.
+
+        The present state is stored for the next check.
+        """
         threads = {*_active_runs, *backward_threads()}
         cpu_seconds, progress = {thread: _cpu_seconds(thread) for thread in threads}, _progress_state()
         before = self.cpu_seconds

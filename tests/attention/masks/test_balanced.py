@@ -192,9 +192,9 @@ def test_heads_exchanged_in_a_balanced_program(monkeypatch: pytest.MonkeyPatch) 
     """One layer by Ulysses, which has the program's order between its exchanges, and one as a ring."""
     kinds = iter(["ulysses", "ring"])
 
-    def in_turn(legal: list[Candidate]) -> Candidate:
+    def in_turn(possible: list[Candidate]) -> Candidate:
         kind = next(kinds)
-        return next(c for c in legal if c.kind == kind)
+        return next(c for c in possible if c.kind == kind)
 
     monkeypatch.setattr(choose, "choose_attention", in_turn)
     report = check(*given(), sp=4, layout="balanced")
