@@ -171,8 +171,7 @@ class AttentionCall(RankCall):
         optional = {"documents": options.documents, "attn_mask": options.attn_mask, "sinks": options.sinks}
         given = {name: x for name, x in optional.items() if x is not None}
         yield from check_tensors(q=self.q, k=self.k, v=self.v, **given)
-        integers = {"length": options.length, "kv_length": options.kv_length, "ulysses": self.width}
-        for name, value in integers.items():
+        for name, value in (("length", options.length), ("kv_length", options.kv_length)):
             if value is not None and not isinstance(value, (int, torch.SymInt)):
                 yield SpError("SP502", f"{name}: expected an int, got {type(value).__name__}.")
         if not isinstance(options.dropout_p, (int, float, torch.SymFloat)):
@@ -214,6 +213,8 @@ class AttentionCall(RankCall):
         yield from check_choice("kv_grads", self.kv_grads, tuple(RING_GRADIENTS))
         if width is None:
             yield SpError("SP452", "ulysses: expected the number of ranks that share heads, got None.")
+        elif not isinstance(width, (int, torch.SymInt)):
+            yield SpError("SP502", f"ulysses: expected an int, got {type(width).__name__}.")
         elif width < 1 or n % width or heads % width:
             expected = f"a number of ranks that share heads and that divides the {n} ranks and the {heads} query heads"
             yield SpError("SP453", f"{self.function.name}: expected {expected}, got {width}.")

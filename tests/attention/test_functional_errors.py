@@ -185,11 +185,13 @@ def test_shapes_alone() -> None:
 
 
 def test_a_hybrid_needs_its_width() -> None:
-    def live(rank: int) -> Tensor:
-        return hybrid_attention(*operands(), mesh=Ranks(2, SIMULATED_GROUP))
+    def live(rank: int, **options: Any) -> Tensor:
+        return hybrid_attention(*operands(), mesh=Ranks(2, SIMULATED_GROUP), **options)
 
     with pytest.raises(SpError, match="SP452"):
         run_ranks(2, live)
+    with pytest.raises(SpError, match=r"SP502.*ulysses: expected an int, got float"):
+        run_ranks(2, lambda rank: live(rank, ulysses=2.0))
     assert hybrid_attention(*operands(), ulysses=2).shape == (1, 4, 8, 4)  # one rank needs none
 
 
