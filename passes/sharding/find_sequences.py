@@ -339,7 +339,7 @@ class _RivalChoice:
         if not with_strongest:
             return
         for dims in self.axes.dims.values():
-            self.counts.update(self.axes.find(a.name) for a in {a for dim in dims for a in dim})
+            self.counts.update({self.axes.find(a.name) for dim in dims for a in dim})
         self.work = RowWork(self.gm, self.axes)
         chosen = strongest.union(*with_strongest)
         for names in rival_sets:
@@ -370,16 +370,24 @@ class _RivalChoice:
         kinds = list(EVIDENCE)  # the strongest first; `counts` are numbers of values, -x only makes the choice definite
         best = max(eligible, key=lambda x: (-kinds.index(self.kinds[x]), self.counts[x], -x))
         for x in rivals - {best}:
-            if x in eligible or not total:  # not total: there are no FLOPs to compare
-                why = f"less is computed along it than along the {self.sizes[best]}"
-            elif best in self.preferred:
+            if best in self.preferred and x not in self.preferred:
                 why = f"an input is split into the {self.sizes[best]}"
+            elif x in eligible or not total:  # not total: there are no FLOPs to compare
+                why = self._explain_tie(x, best)
             else:
                 ranks = f"each of {self.axes.n} ranks"
                 shares = f"{flops[x] / total:.0%} of them instead of {flops[best] / total:.0%}"
                 why = f"{ranks} would compute {shares} with the {self.sizes[best]}"
             self.axes.lost[x] = why
         return best
+
+    def _explain_tie(self, lost: int, best: int) -> str:
+        """Return the reason against a candidate along which about as much is computed as along the best one."""
+        if self.kinds[lost] != self.kinds[best]:
+            return f"{self.kinds[best]} along the {self.sizes[best]} is stronger evidence"
+        if self.counts[lost] != self.counts[best]:
+            return f"more values have the {self.sizes[best]}"
+        return f"it is equal to the {self.sizes[best]}, which comes first"
 
 
 def _chunk_classes(axes: Axes, chunk_sources: Mapping[int, Atom], name: int) -> set[int]:
