@@ -313,15 +313,15 @@ class _RivalChoice:
     ) -> None:
         """Collect the candidates: the classes of dims with evidence, by the name of the class (`Axes.find`)."""
         self.gm, self.axes, self.found, self.preferred = gm, axes, found, preferred
-        # Each dict is by the name of a candidate.
-        self.rows: dict[int, set[int]] = {}  # its class, and those of the dims of chunks into which it is split
+        # By the name of a candidate: its class, and those of the dims of chunks into which it is split.
+        self.rows: dict[int, set[int]] = {}
         self.sizes: dict[int, Size] = {}  # positions of a candidate
         self.kinds: dict[int, str] = {}  # its strongest evidence
-        for evidence in found:
-            name = axes.find(evidence.atom.name)
+        for node, atom, kind in found:
+            name = axes.find(atom.name)
             self.rows.setdefault(name, {name})
-            self.sizes.setdefault(name, evidence.atom.size)
-            self.kinds.setdefault(name, evidence.kind)
+            self.sizes.setdefault(name, atom.size)
+            self.kinds.setdefault(name, kind)
         for name, rows in self.rows.items():
             rows |= _chunk_classes(axes, chunk_sources, name)
         self.counts: Counter[int] = Counter()  # number of values that have a dim of a class
@@ -375,9 +375,8 @@ class _RivalChoice:
             elif x in eligible or not total:  # not total: there are no FLOPs to compare
                 why = self._explain_tie(x, best)
             else:
-                ranks = f"each of {self.axes.n} ranks"
                 shares = f"{flops[x] / total:.0%} of them instead of {flops[best] / total:.0%}"
-                why = f"{ranks} would compute {shares} with the {self.sizes[best]}"
+                why = f"each of {self.axes.n} ranks would compute {shares} with the {self.sizes[best]}"
             self.axes.lost[x] = why
         return best
 
@@ -391,14 +390,9 @@ class _RivalChoice:
 
 
 def _chunk_classes(axes: Axes, chunk_sources: Mapping[int, Atom], name: int) -> set[int]:
-    """Return the classes of the dims of chunks into which a sequence is split.
+    """Return the classes of the dims of chunks into which the sequence `name` is split, from `_chunk_sources`.
 
     A shard of the sequence is a shard of its chunks, because each rank has complete chunks.
-
-    Args:
-        axes: The axes.
-        chunk_sources: The atoms that are split into chunks, by the classes of their factors (`_chunk_sources`).
-        name: The class of the sequence.
     """
     chunks = {axes.find(split.factors[0].name) for split in axes.all_splits()}
     return {chunk for chunk in chunks & chunk_sources.keys() if axes.find(chunk_sources[chunk].name) == name}
