@@ -4,9 +4,8 @@ Evidence is an op, such as attention, and the dim that is a sequence because of 
 classes are rivals if one value has both: only one of its dims can be sharded. The one with which a rank has the least
 work is chosen: the FLOPs that its shards do not divide, and a rank's share of the others. Classes that are equal
 within `LARGE_SHARE` are decided by the kind of their evidence and by the values that have them. Weaker evidence, such
-as a scan beside attention, is considered only for rivals. A program that splits a dim into chunks
-and relates the chunks, as linear attention does, has evidence on a factor of the dim; the sequence is the dim itself,
-of which each rank has complete chunks.
+as a scan beside attention, is considered only for rivals. A program that splits a dim into chunks and relates these, as
+linear attention does, has evidence on a factor of the dim; the sequence is the dim, in complete chunks on each rank.
 
 A `Dim` is the tuple of its factors (`Atom`), the slowest first, as (batch, sequence) of a flattened dim; () if its size
 is 1. `Axes` has the dims of all values of the graph, and the classes of their factors.
@@ -317,7 +316,7 @@ class _RivalChoice:
         self.rows: dict[int, set[int]] = {}
         self.sizes: dict[int, Size] = {}  # positions of a candidate
         self.kinds: dict[int, str] = {}  # its strongest evidence
-        for node, atom, kind in found:
+        for _, atom, kind in found:
             name = axes.find(atom.name)
             self.rows.setdefault(name, {name})
             self.sizes.setdefault(name, atom.size)
@@ -364,8 +363,7 @@ class _RivalChoice:
         divided = {x: self.work.flops_of_rows(self.rows[x]) for x in rivals}
         total = max(divided.values())
         flops = {x: total - divided[x] * (1 - largest_share(self.sizes[x], self.axes.n)) for x in rivals}
-        least = min(flops.values())
-        about_least = [x for x in rivals if flops[x] <= (1 + LARGE_SHARE) * least]
+        about_least = [x for x in rivals if flops[x] <= (1 + LARGE_SHARE) * min(flops.values())]
         eligible = [x for x in rivals if x in self.preferred] or about_least
         kinds = list(EVIDENCE)  # the strongest first; `counts` are numbers of values, -x only makes the choice definite
         best = max(eligible, key=lambda x: (-kinds.index(self.kinds[x]), self.counts[x], -x))
