@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import inspect
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -163,15 +164,22 @@ def _call_target(target: str) -> tuple[Any, Sequence[Any], dict[str, Any]]:
     """Call the target of a command, module:function, and return its (model, args, kwargs).
 
     Raises:
-        SpError: The function is missing or returns something else.
+        SpError: The function is missing or requires arguments (SP734), or returns something else (SP735).
     """
     module, _, name = target.partition(":")
     if "" not in sys.path:
         sys.path.insert(0, "")  # the current folder
+    expected = f"target: expected module:function, got {target!r}"
     try:
+        if module.startswith("."):
+            raise ImportError("the name of the module is relative")
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise SpError("SP734", f"target: expected module:function, got {target!r}: {str(error).rstrip('.')}.") from None
+        raise SpError("SP734", f"{expected}: {str(error).rstrip('.')}.") from None
+    try:
+        inspect.signature(function).bind()  # raises unless the function can be called without arguments
+    except (TypeError, ValueError) as error:
+        raise SpError("SP734", f"{expected}: {error}.") from None
     result = function()
     match result:
         case (model, tuple() | list() as inputs):

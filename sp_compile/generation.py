@@ -146,9 +146,10 @@ def _wrap_generate(owner: type, name: str) -> None:
     _generate_codes[id(code)] = code
 
     @functools.wraps(generate)
-    def generate_eagerly(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def generate_eagerly(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the method, without torch.compile if the model was compiled with this backend."""
-        modules = list(self.modules())
+        # Not a module: a model of another runtime, whose class inherits the methods of transformers.
+        modules = list(self.modules()) if isinstance(self, torch.nn.Module) else []
         if torch.compiler.is_compiling() or not any(module in _models for module in modules):
             return generate(self, *args, **kwargs)
         if name == "generate" and not kwargs.get("synced_gpus") and gathers_weights(modules):

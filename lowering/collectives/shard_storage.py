@@ -215,11 +215,11 @@ class ShardStorage:
         """
         with torch.inference_mode(False), torch.no_grad():
             if self.full is None and storage is not None and storage.layout.has_same_rows(self.layout):
-                self.local = self.layout.as_dense(storage.rows())
+                self.local, self.deferred = self.layout.as_dense(storage.rows()), None
                 return
             full = new if storage is None else storage.read()
             if self.full is None:
-                self.full, self.local = self.layout.as_dense(full.clone()), None
+                self.full, self.local, self.deferred = self.layout.as_dense(full.clone()), None, None
             else:
                 self.full.copy_(full)
 

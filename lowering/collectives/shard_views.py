@@ -62,7 +62,7 @@ class ViewStorage:
 
     def read(self, is_trained: bool = False) -> Tensor:
         """Return the full view, in the memory of its base, which is read."""
-        return self._view_of(self.base.read(is_trained))
+        return self._view_of(self.base.read(is_trained=is_trained))
 
     def assign(self, new: Tensor, storage: ShardStorage | ViewStorage | None) -> None:
         """Write a value into the view, and thus into its base, which is gathered (read) for that on every rank.

@@ -31,7 +31,7 @@ from sp_compile.passes.base import CanonicalPass, register_pass
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape, read_results
 from sp_compile.passes.graph.mutation import is_pure
-from sp_compile.passes.graph.sizes import Size, as_size, is_same_size
+from sp_compile.passes.graph.sizes import Size, as_size, is_same_shape, is_same_size
 from sp_compile.passes.sharding.factors import flatten_dims
 from sp_compile.passes.sharding.matchers import (
     is_arange,
@@ -177,12 +177,12 @@ class _SortUses:
     def _match_read(self, node: Node) -> bool:
         """Match a read that sorts rows, x[order] or x[order // k], or that unsorts them, rows[inverse].
 
-        Instead of an index, it may be a gather along dim 0 with the order expanded over the columns.
+        Instead of an index, it may be a gather along dim 0 with the order expanded over all columns.
         """
         if node.target is aten.index.Tensor and len(node.args[1]) == 1:
             x, (index,) = node.args
         elif node.target is aten.gather.default and node.args[1] == 0:
-            x, index = node.args[0], self.expanded.get(node.args[2])
+            x, index = node.args[0], self._row_index(node.args[2], node.args[0])
         else:
             return False
         if index in self.inverse and x in self.rows:
@@ -199,13 +199,13 @@ class _SortUses:
     def _match_add(self, node: Node) -> bool:
         """Match out.index_add(0, order // k, rows), which restores the order of rows and adds the k rows of each token.
 
-        Also a scatter_add, which has an index of the shape of the rows: order // k expanded over the columns.
+        Also a scatter_add with an index for all columns of out and of the rows: order // k expanded over the columns.
         """
         if node.target not in (aten.index_add.default, aten.scatter_add.default) or node.args[1] != 0:
             return False
         out, _, index, rows = node.args[:4]
         if node.target is aten.scatter_add.default:
-            index = self.expanded.get(index)
+            index = self._row_index(index, out, rows)
         times = self.tokens.get(index)
         if times is None or self.depends_on_order(out) or rows not in self.rows or OpCall(node).get("alpha", 1) != 1:
             return False
@@ -214,12 +214,22 @@ class _SortUses:
         self.unsorted[node], self.summed[node] = rows, times
         return True
 
+    def _row_index(self, index: Node, *tables: Node) -> Node | None:
+        """Return the vector that an index (R, columns) of a gather or scatter repeats, or None.
+
+        None also if a table, whose rows are read or written, has other columns: only the first ones would be.
+        """
+        is_complete = all(is_same_shape(node_shape(index)[1:], node_shape(table)[1:]) for table in tables)
+        return self.expanded.get(index) if is_complete else None
+
     def _match_expand(self, node: Node) -> bool:
         """Match the order or tokens (R,) viewed as (R, 1) or expanded to (R, columns), as gather reads them."""
         source, shape = node.args[0], node_shape(node) if is_tensor(node) else ()
+        if len(shape) != 2:
+            return False
         if node.target is aten.expand.default:
             vector = self.expanded.get(source)
-        elif len(shape) == 2 and is_same_size(shape[1], 1) and keeps_order(node):
+        elif is_same_size(shape[1], 1) and keeps_order(node):
             vector = source if source in self.tokens else None
         else:
             return False
@@ -231,8 +241,8 @@ class _SortUses:
     def _match_write(self, node: Node) -> bool:
         """Match a write that unsorts rows, or the inverse of the order.
 
-        out[order] = rows unsorts them, without a cast. The inverse is argsort(order), or buffer[order] = arange(R) with
-        a buffer such as empty_like(order), which is matched first.
+        out[order] = rows unsorts them, without a cast or broadcast. The inverse is argsort(order), or buffer[order] =
+        arange(R) with a buffer such as empty_like(order), which is matched first.
         """
         if node.target in FACTORIES_LIKE and node.args[0] is self.order:
             self.buffers.add(node)
@@ -246,12 +256,12 @@ class _SortUses:
         is_own_buffer = out in self.buffers or out in self.rows  # its rows do not matter: all R are overwritten
         if not self.has_length(node_shape(out)[0]) or (self.depends_on_order(out) and not is_own_buffer):
             return False
+        if not is_same_shape(node_shape(values), node_shape(out)):  # rows are broadcast to those of out
+            return False
         if is_arange(values):
             self.inverse.add(node)
             return True
-        if values not in self.rows or not self.has_length(node_shape(values)[0]):
-            return False
-        if out.meta["val"].dtype != values.meta["val"].dtype:
+        if values not in self.rows or out.meta["val"].dtype != values.meta["val"].dtype:
             return False
         self.unsorted[node] = values
         return True

@@ -487,7 +487,7 @@ def _dims_by_placeholder(graph: GraphModule, seq_dims: Mapping[Any, int], fragme
     dims = dict[str, int]()
     for key, dim in seq_dims.items():
         matches = [node for node, argument in zip(tensors, arguments) if argument == key]
-        if isinstance(key, int) and key < len(tensors):
+        if isinstance(key, int) and 0 <= key < len(tensors):
             matches = [tensors[key]]
         if not matches and fragment:
             continue

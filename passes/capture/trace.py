@@ -85,7 +85,10 @@ def _call_with_subclass(target: Any, args: tuple[Any, ...], kwargs: dict[str, An
     is_linear = target in (
         torch.nn.functional.linear, torch.ops.sp.subclass_linear, torch.ops.sp.subclass_linear.default
     )  # fmt: skip
-    is_weight = is_linear and not hasattr(args[0], SUBCLASS)  # the input, args[0], is a plain tensor
+    if is_linear:  # linear(input=x, weight=w)
+        names = {"input": "x", "weight": "w"}
+        kwargs = {names.get(name, name): x for name, x in kwargs.items()}
+    is_weight = is_linear and not hasattr(args[0] if args else kwargs["x"], SUBCLASS)  # the input is a plain tensor
     if is_weight and subclass not in SCALED_BY_TOKENS:
         return torch.ops.sp.subclass_linear(*args, **kwargs)
     reason, fix = "a tensor subclass, which is supported as the weight of a linear layer only", ""

@@ -29,7 +29,15 @@ from sp_compile.lowering.torch_compat import evaluate_expr, pytree, schema_of, s
 from sp_compile.passes.graph.call import is_tensor, parse_overloads
 from sp_compile.passes.graph.edit import erase_dead
 from sp_compile.passes.graph.mutation import find_mutation, functional_form, is_mutation, is_view_change, to_positional
-from sp_compile.passes.graph.sizes import Size, as_size, as_sizes, is_same_shape, symbolic_sizes
+from sp_compile.passes.graph.sizes import (
+    Size,
+    as_size,
+    as_sizes,
+    assume_large,
+    is_same_shape,
+    nonempty_size,
+    symbolic_sizes,
+)
 from sp_compile.passes.sharding.matchers import match_piece
 
 from .aliases import Aliases, node_storages
@@ -40,6 +48,11 @@ VIEW_OPS = "sp_views"  # key of `SharedResults` in the meta of a captured graph
 
 # Ops whose result is a view or a copy, depending on strides (and, for the second set, on dtype and device).
 _RESHAPES = parse_overloads("reshape reshape_as view_as flatten.using_ints ravel contiguous")
+_STRIDED_VIEWS = parse_overloads("as_strided as_strided_")  # of the storage, not of the elements of their operand
+# Ops whose results have no element in common. Those of others may: tensor_split at positions, meshgrid(x, x).
+_PARTITIONS = parse_overloads("""
+    chunk split.Tensor split.sizes split_with_sizes tensor_split.sections hsplit.int vsplit.int dsplit.int unbind.int
+""")
 _MAY_COPY = {*_RESHAPES, *parse_overloads("to.dtype to.device to.dtype_layout to.other type_as expand_as")}
 
 
@@ -229,14 +242,21 @@ def _are_disjoint(aliases: Aliases, a: Node, b: Node) -> bool:
     """Return True if two views of one tensor provably have no element in common.
 
     The first views in which their chains of views differ are compared: elements of one split, or slices along one dim.
-    For `x[0, :2]` and `x[0, 2:]` these are the slices, since both chains start with `x[0]`.
+    For `x[0, :2]` and `x[0, 2:]` these are the slices, since both chains start with `x[0]`. Their positions show
+    nothing if the elements of `x[0]` overlap, as those of an unfold or expand do.
     """
-    pairs = zip(_view_chain(aliases, a), _view_chain(aliases, b))
-    view_a, view_b = next(((x, y) for x, y in pairs if x is not y), (None, None))
+    chains = _view_chain(aliases, a), _view_chain(aliases, b)
+    view_a, view_b = next(((x, y) for x, y in zip(*chains) if x is not y), (None, None))
     if view_a is None or view_b is None:  # one is a view of the other
         return False
-    if view_a.target is operator.getitem and view_b.target is operator.getitem:
-        return bool(view_a.args[0] is view_b.args[0] and view_a.args[1] != view_b.args[1])
+    if any(view.target in _STRIDED_VIEWS for view in chain(*chains)):  # it may leave the piece that it is a view of
+        return False
+    is_same_split = view_a.target is view_b.target is operator.getitem and view_a.args[0] is view_b.args[0]
+    split = aliases.parent[view_a] if is_same_split else None
+    if not _has_distinct_elements(aliases.parent[split or view_a].meta["val"]):
+        return False
+    if split is not None and split.target in _PARTITIONS:
+        return view_a.args[1] != view_b.args[1]
     # Otherwise each must be a contiguous range of rows of the same dim, and one must end before the other one starts.
     pieces = [piece for piece in map(match_piece, (view_a, view_b)) if piece is not None and piece.step == 1]
     if len(pieces) < 2 or pieces[0].dim != pieces[1].dim:
@@ -244,6 +264,21 @@ def _are_disjoint(aliases: Aliases, a: Node, b: Node) -> bool:
     ranges = [(piece.start, piece.start + piece.length) for piece in pieces]
     pairs_of_bounds = ((ranges[0][1], ranges[1][0]), (ranges[1][1], ranges[0][0]))  # (end of one, start of the other)
     return any(isinstance(end, int) and isinstance(start, int) and end <= start for end, start in pairs_of_bounds)
+
+
+def _has_distinct_elements(x: Tensor) -> bool:
+    """Return True if no two elements of a tensor provably have the same memory.
+
+    In the order of strides, each stride must be longer than the distance from the first to the last element of the dims
+    before it. Strides that are not provably so, such as some products of symbols, give False.
+    """
+    dims = [(stride, size) for stride, size in zip(as_sizes(x.stride()), as_sizes(x.shape)) if size != 1]
+    extent: Size = 0  # distance from the first to the last element
+    for stride, size in sorted(dims, key=lambda dim: assume_large(dim[0])):
+        if not sympy.expand(nonempty_size(stride) - extent).is_positive:
+            return False
+        extent += (size - 1) * nonempty_size(stride)
+    return True
 
 
 def _result_view(

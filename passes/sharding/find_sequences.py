@@ -4,9 +4,8 @@ Evidence is an op, such as attention, and the dim that is a sequence because of 
 classes are rivals if one value has both: only one of its dims can be sharded. The one with which a rank has the least
 work is chosen: the FLOPs that its shards do not divide, and a rank's share of the others. Classes that are equal
 within `LARGE_SHARE` are decided by the kind of their evidence and by the values that have them. Weaker evidence, such
-as a scan beside attention, is considered only for rivals. A program that splits a dim into chunks
-and relates the chunks, as linear attention does, has evidence on a factor of the dim; the sequence is the dim itself,
-of which each rank has complete chunks.
+as a scan beside attention, is considered only for rivals. A program that splits a dim into chunks and relates these, as
+linear attention does, has evidence on a factor of the dim; the sequence is the dim, in complete chunks on each rank.
 
 A `Dim` is the tuple of its factors (`Atom`), the slowest first, as (batch, sequence) of a flattened dim; () if its size
 is 1. `Axes` has the dims of all values of the graph, and the classes of their factors.
@@ -313,15 +312,15 @@ class _RivalChoice:
     ) -> None:
         """Collect the candidates: the classes of dims with evidence, by the name of the class (`Axes.find`)."""
         self.gm, self.axes, self.found, self.preferred = gm, axes, found, preferred
-        # Each dict is by the name of a candidate.
-        self.rows: dict[int, set[int]] = {}  # its class, and those of the dims of chunks into which it is split
+        # By the name of a candidate: its class, and those of the dims of chunks into which it is split.
+        self.rows: dict[int, set[int]] = {}
         self.sizes: dict[int, Size] = {}  # positions of a candidate
         self.kinds: dict[int, str] = {}  # its strongest evidence
-        for evidence in found:
-            name = axes.find(evidence.atom.name)
+        for _, atom, kind in found:
+            name = axes.find(atom.name)
             self.rows.setdefault(name, {name})
-            self.sizes.setdefault(name, evidence.atom.size)
-            self.kinds.setdefault(name, evidence.kind)
+            self.sizes.setdefault(name, atom.size)
+            self.kinds.setdefault(name, kind)
         for name, rows in self.rows.items():
             rows |= _chunk_classes(axes, chunk_sources, name)
         self.counts: Counter[int] = Counter()  # number of values that have a dim of a class
@@ -339,7 +338,7 @@ class _RivalChoice:
         if not with_strongest:
             return
         for dims in self.axes.dims.values():
-            self.counts.update(self.axes.find(a.name) for a in {a for dim in dims for a in dim})
+            self.counts.update({self.axes.find(a.name) for dim in dims for a in dim})
         self.work = RowWork(self.gm, self.axes)
         chosen = strongest.union(*with_strongest)
         for names in rival_sets:
@@ -364,33 +363,34 @@ class _RivalChoice:
         divided = {x: self.work.flops_of_rows(self.rows[x]) for x in rivals}
         total = max(divided.values())
         flops = {x: total - divided[x] * (1 - largest_share(self.sizes[x], self.axes.n)) for x in rivals}
-        least = min(flops.values())
-        about_least = [x for x in rivals if flops[x] <= (1 + LARGE_SHARE) * least]
+        about_least = [x for x in rivals if flops[x] <= (1 + LARGE_SHARE) * min(flops.values())]
         eligible = [x for x in rivals if x in self.preferred] or about_least
         kinds = list(EVIDENCE)  # the strongest first; `counts` are numbers of values, -x only makes the choice definite
         best = max(eligible, key=lambda x: (-kinds.index(self.kinds[x]), self.counts[x], -x))
         for x in rivals - {best}:
-            if x in eligible or not total:  # not total: there are no FLOPs to compare
-                why = f"less is computed along it than along the {self.sizes[best]}"
-            elif best in self.preferred:
+            if best in self.preferred and x not in self.preferred:
                 why = f"an input is split into the {self.sizes[best]}"
+            elif x in eligible or not total:  # not total: there are no FLOPs to compare
+                why = self._explain_tie(x, best)
             else:
-                ranks = f"each of {self.axes.n} ranks"
                 shares = f"{flops[x] / total:.0%} of them instead of {flops[best] / total:.0%}"
-                why = f"{ranks} would compute {shares} with the {self.sizes[best]}"
+                why = f"each of {self.axes.n} ranks would compute {shares} with the {self.sizes[best]}"
             self.axes.lost[x] = why
         return best
 
+    def _explain_tie(self, lost: int, best: int) -> str:
+        """Return the reason against a candidate along which about as much is computed as along the best one."""
+        if self.kinds[lost] != self.kinds[best]:
+            return f"{self.kinds[best]} along the {self.sizes[best]} is stronger evidence"
+        if self.counts[lost] != self.counts[best]:
+            return f"more values have the {self.sizes[best]}"
+        return f"it is equal to the {self.sizes[best]}, which comes first"
+
 
 def _chunk_classes(axes: Axes, chunk_sources: Mapping[int, Atom], name: int) -> set[int]:
-    """Return the classes of the dims of chunks into which a sequence is split.
+    """Return the classes of the dims of chunks into which the sequence `name` is split, from `_chunk_sources`.
 
     A shard of the sequence is a shard of its chunks, because each rank has complete chunks.
-
-    Args:
-        axes: The axes.
-        chunk_sources: The atoms that are split into chunks, by the classes of their factors (`_chunk_sources`).
-        name: The class of the sequence.
     """
     chunks = {axes.find(split.factors[0].name) for split in axes.all_splits()}
     return {chunk for chunk in chunks & chunk_sources.keys() if axes.find(chunk_sources[chunk].name) == name}

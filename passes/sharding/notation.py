@@ -83,6 +83,8 @@ class RulePattern:
         # Operands broadcast along "...", so in results and kinds it has the largest number of dims of any operand.
         most_unnamed = max((ndim for dims, ndim in zip(patterns, num_unnamed) if "..." in dims), default=0)
         results = tuple(_expand_ellipsis(dims, most_unnamed) for dims in self.results)
+        if [len(dims) for dims in results] != [len(shape) for shape in result_shapes]:
+            return None
         kinds = {f: kind for name, kind in self.kinds.items() for f in _expand_ellipsis((name,), most_unnamed)}
         dims_and_shapes = [*zip(expanded, shapes), *zip(results, result_shapes)]
         sizes = _factor_sizes(dims_and_shapes)
@@ -249,6 +251,8 @@ def _solve_groups(
 ) -> dict[str, Size] | None:
     """Return the size of each factor in a group, or None if a dim is not the product of the factors of its group.
 
+    None also if the groups do not determine the size of a factor.
+
     For "(b s) d -> b s d", s and b are known from the result, and the first dim of the operand must be their product.
 
     Args:
@@ -259,12 +263,17 @@ def _solve_groups(
         (dim_factors(dim), size) for dims, shape in dims_and_shapes for dim, size in zip(dims, shape) if dim[:1] == "("
     ]
     solved: dict[str, Size] = {f: known[f] for group, _ in groups for f in group if f in known}
+    num_groups, waiting = len(groups), 0  # `waiting`: groups in a row that have waited for others
     for group, size in groups:  # which grows in this loop
         missing = [f for f in group if f not in solved]
         product = size_product(solved[f] for f in group if f in solved)
         if len(missing) > 1:  # the groups after it determine some of these
+            waiting += 1
+            if waiting > num_groups:
+                return None
             groups.append((group, size))
         elif missing:
+            waiting = 0
             quotient = exact_quotient(size, product)
             if quotient is None:
                 return None

@@ -62,7 +62,9 @@ class DecomposeMeans(DemandPass):
         dims = call.get("dim") or list(range(call.ndim()))
         count = size_product(call.shape()[d] for d in dims)
         x = call.operands[0]
-        if torch.finfo(value.dtype).bits > torch.finfo(x.meta["val"].dtype).bits:  # mean(x, dtype=torch.float32)
+        dtype = x.meta["val"].dtype
+        # mean(x, dtype=torch.float32) of half types, integers or bools
+        if not dtype.is_floating_point or torch.finfo(value.dtype).bits > torch.finfo(dtype).bits:
             x = self.cast(x, value.dtype, node)
         total = self._sum(x, node, dims, bool(call.get("keepdim")))
         mean = self.compute(aten.div.Tensor, (total, self.sizes(count)), node)

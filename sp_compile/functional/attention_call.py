@@ -23,7 +23,7 @@ from sp_compile.lowering.base.library import tag_programs
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.comm import routes
 
-from .rank_call import STATIC_LAYOUTS, RankCall, check_choice, needs_gradient, shard_frame
+from .rank_call import STATIC_LAYOUTS, RankCall, check_choice, check_tensors, needs_gradient, shard_frame
 
 
 @dataclass(frozen=True)
@@ -157,12 +157,25 @@ class AttentionCall(RankCall):
         Returns:
             SP502 to SP507 for invalid values, and SP451 to SP455 for heads, ranks, layouts and masks.
         """
+        yield from self._wrong_types()
         yield from self._wrong_operands()
         yield from self._wrong_layout()
         yield from self._wrong_heads()
         yield from self._wrong_masks()
         yield from self._wrong_dropout()
         yield from self._wrong_sinks()
+
+    def _wrong_types(self) -> Iterator[SpError]:
+        """Yield errors for wrong Python types, on which the other checks would raise."""
+        options = self.options
+        optional = {"documents": options.documents, "attn_mask": options.attn_mask, "sinks": options.sinks}
+        given = {name: x for name, x in optional.items() if x is not None}
+        yield from check_tensors(q=self.q, k=self.k, v=self.v, **given)
+        for name, value in (("length", options.length), ("kv_length", options.kv_length)):
+            if value is not None and not isinstance(value, (int, torch.SymInt)):
+                yield SpError("SP502", f"{name}: expected an int, got {type(value).__name__}.")
+        if not isinstance(options.dropout_p, (int, float, torch.SymFloat)):
+            yield SpError("SP502", f"dropout_p: expected a number, got {type(options.dropout_p).__name__}.")
 
     def _wrong_operands(self) -> Iterator[SpError]:
         """Yield errors for shapes, dtypes and devices of q, k and v."""
@@ -200,6 +213,8 @@ class AttentionCall(RankCall):
         yield from check_choice("kv_grads", self.kv_grads, tuple(RING_GRADIENTS))
         if width is None:
             yield SpError("SP452", "ulysses: expected the number of ranks that share heads, got None.")
+        elif not isinstance(width, (int, torch.SymInt)):
+            yield SpError("SP502", f"ulysses: expected an int, got {type(width).__name__}.")
         elif width < 1 or n % width or heads % width:
             expected = f"a number of ranks that share heads and that divides the {n} ranks and the {heads} query heads"
             yield SpError("SP453", f"{self.function.name}: expected {expected}, got {width}.")
@@ -246,8 +261,9 @@ class AttentionCall(RankCall):
         p, seed = self.options.dropout_p, self.options.seed
         if not 0 <= p < 1:
             yield SpError("SP507", f"dropout_p: expected 0 <= dropout_p < 1, got {p}.")
-        if isinstance(seed, Tensor) and (seed.dtype != torch.int64 or seed.ndim):
-            got = f"{seed.dtype} {list(seed.shape)}"
+        is_scalar = isinstance(seed, Tensor) and seed.dtype == torch.int64 and seed.ndim == 0
+        if seed is not None and not is_scalar and not isinstance(seed, (int, torch.SymInt)):
+            got = f"{seed.dtype} {list(seed.shape)}" if isinstance(seed, Tensor) else type(seed).__name__
             yield SpError("SP502", f"seed: expected an int or an int64 tensor of shape (), got {got}.")
 
     def _wrong_sinks(self) -> Iterator[SpError]:

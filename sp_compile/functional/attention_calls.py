@@ -339,12 +339,14 @@ def _call_attention(
         The rows of this rank.
     """
     mask = options.attn_mask
-    if mask is not None:
+    if isinstance(mask, Tensor):
         mask = mask[(None,) * (4 - mask.ndim)] if mask.ndim < 4 else mask  # leading dims of size 1
         options = replace(options, attn_mask=autocast(mask)[0])
-    q, k, v = autocast(q, k, v)
+    are_tensors = all(isinstance(x, Tensor) for x in (q, k, v))  # otherwise `run` raises an error on all ranks
+    if are_tensors:
+        q, k, v = autocast(q, k, v)
     call = AttentionCall("attention", options.check, method, q, k, v, ranks, options, width, kv_grads)
-    device = q.device.type  # torch.is_autocast_enabled does not accept "meta"
+    device = q.device.type if are_tensors else "meta"  # torch.is_autocast_enabled does not accept "meta"
     if device == "meta" or not torch.is_autocast_enabled(device):
         return call.run()
     with torch.autocast(device, enabled=False):  # the operands are cast already

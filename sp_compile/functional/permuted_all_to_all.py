@@ -149,8 +149,10 @@ class PermuteCall(RankCall):
         ndim, shape = self.x.ndim, list(self.x.shape)
         for name in ("scatter_dim", "gather_dim"):
             yield from check_dim(shape, getattr(self, name), name)
+        if ndim == 0:  # `check_dim` has accepted 0 and -1
+            yield SpError("SP542", f"scatter_dim, gather_dim: expected two dims of x, got x of shape {shape}.")
         dims = [self.scatter_dim, self.gather_dim]
-        if ndim and all(isinstance(dim, int) for dim in dims) and len({dim % ndim for dim in dims}) == 1:
+        if len({dim % ndim for dim in dims}) == 1:
             yield SpError("SP542", f"scatter_dim, gather_dim: both are dim {dims[0] % ndim} of x of shape {shape}.")
 
     def _wrong_sizes(self) -> Iterator[SpError]:

@@ -336,7 +336,8 @@ class LinearCall(ShardCall):
             Text that is equal on all ranks.
         """
         operands = describe_operands(a=self.a, b=self.b, initial=self.initial)
-        return f"{operands}, along {self.dim}, reverse={self.reverse}, {self.accumulate}, {self.shards}"
+        dim = self.dim % len(torch.broadcast_shapes(self.a.shape, self.b.shape))
+        return f"{operands}, along {dim}, reverse={self.reverse}, {self.accumulate}, {self.shards}"
 
     def _shape_of_initial(self, shape: Sequence[int]) -> list[int]:
         """Return the shape of one state: that of the operands without the scanned dim."""

@@ -248,7 +248,10 @@ class SequenceParallelAccelerator(Accelerator):
             if any(isinstance(x, torch.optim.Optimizer) for x in args):
                 prepared = super().prepare(*args, **kwargs)
             else:  # to evaluate; accelerate requires an optimizer, so pass one that is removed again
-                *prepared, optimizer = super().prepare(*args, torch.optim.SGD(models[0].parameters(), lr=0.0))
+                if kwargs.get("device_placement") is not None:  # has an entry for each object
+                    kwargs["device_placement"] = [*kwargs["device_placement"], None]
+                added = torch.optim.SGD(models[0].parameters(), lr=0.0)
+                *prepared, optimizer = super().prepare(*args, added, **kwargs)
                 self._optimizers.remove(optimizer)
                 prepared = prepared[0] if len(args) == 1 else tuple(prepared)
         for model in [prepared] if len(args) == 1 else prepared:
@@ -402,13 +405,14 @@ class SequenceParallelAccelerator(Accelerator):
         """
         if self.mesh is None:
             return super().gather_for_metrics(input_data, use_gather_object)
-        gathered = gather_over_replicas(input_data, self.batch_group, use_gather_object)
+        as_objects = use_gather_object or collect_tensors(input_data) is None
+        gathered = gather_over_replicas(input_data, self.batch_group, as_objects)
         # Loaders complete the last batch with samples of the first one. `remainder` is the number of samples without
         # these, or not positive if there are none or the number is not known.
         remainder = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else 0
         if remainder <= 0:
             return gathered
-        if isinstance(gathered, list):
+        if as_objects:  # one list of the objects of all replicas
             return gathered[:remainder]
         return recursively_apply(lambda x: x[:remainder], gathered)
 
@@ -421,6 +425,8 @@ class ReplicaScheduler(AcceleratedScheduler):
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Run `AcceleratedScheduler.step` for each replica, until `total_steps` if there is a limit.
 
+        Without `step_with_optimizer`, the user counts the steps: it is run once, as by accelerate.
+
         Args:
             *args: Arguments of the scheduler's `step`.
             **kwargs: Arguments of the scheduler's `step`.
@@ -428,6 +434,9 @@ class ReplicaScheduler(AcceleratedScheduler):
         Returns:
             None.
         """
+        if not self.step_with_optimizer:
+            super().step(*args, **kwargs)
+            return
         # In a step that only accumulates gradients, `AcceleratedScheduler.step` does not step the schedule.
         for _ in range(self.replicas if self.gradient_state.sync_gradients else 1):
             if self.scheduler.last_epoch < getattr(self.scheduler, "total_steps", float("inf")):

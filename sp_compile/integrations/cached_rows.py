@@ -381,10 +381,11 @@ def attend_to_rows(
     Args:
         module: The attention module.
         query: (B, Hq, Q, D), equal on all ranks.
-        key: `CachedRows` (B, Hkv, rows, D). For regular tensors, which are not from the cache, SDPA is called.
+        key: `CachedRows` (B, Hkv, rows, D). For regular tensors, which are not from the cache, SDPA is called, unless
+            there is a softcap or sinks, which it does not support.
         value: As key.
         attention_mask: bool or additive (B | 1, Hq | 1, Q, K) for all K positions.
-        dropout: Must be 0 for `CachedRows`.
+        dropout: Must be 0 unless SDPA is called.
         scaling: Factor of the scores; 1 / sqrt(D) by default.
         softcap: Limit of the scores.
         s_aux: (Hq,), the logit of a sink of each head.
@@ -396,9 +397,9 @@ def attend_to_rows(
     Raises:
         SpError: An argument is not supported (SP843).
     """
-    if not isinstance(key, CachedRows) and not isinstance(value, CachedRows):
+    is_plain = not isinstance(key, CachedRows) and not isinstance(value, CachedRows)
+    if is_plain and softcap is None and s_aux is None:
         plain = AttentionInterface()["sdpa"]
-        kwargs |= {"softcap": softcap, "s_aux": s_aux}
         return plain(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
     kind = type(module).__name__
     unknown = sorted(
@@ -408,14 +409,29 @@ def attend_to_rows(
         got = ", ".join(unknown) or f"dropout={dropout}; call model.eval() first"
         expected = "only a mask, scaling, softcap and s_aux"
         raise SpError("SP843", f"{kind}: expected {expected} as arguments of its attention function, got {got}.")
-    if not isinstance(key, CachedRows) or not isinstance(value, CachedRows):
-        raise SpError("SP843", f"{kind} takes its keys or its values, not both, from the cache.")
-    mask = _own_mask(attention_mask, key, query.shape[2], kind)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out, lse = _merge_ranks(*_attend_locally(query, key.plain, value.plain, mask, scale, softcap), key.layer.ranks)
+    if isinstance(key, CachedRows) and isinstance(value, CachedRows):
+        mask = _own_mask(attention_mask, key, query.shape[2], kind)
+        out, lse = _merge_ranks(*_attend_locally(query, key.plain, value.plain, mask, scale, softcap), key.layer.ranks)
+    elif is_plain:
+        is_causal = kwargs.get("is_causal")
+        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal  # as SDPA's default
+        mask = _plain_mask(attention_mask, query, key, is_causal)
+        out, lse = _attend_locally(query, key, value, mask, scale, softcap)
+    else:
+        raise SpError("SP843", f"{kind} takes its keys or its values, not both, from the cache.")
     if s_aux is not None:
         out, lse = add_sinks(out, lse, s_aux)
     return out.to(query.dtype).transpose(1, 2).contiguous(), None
+
+
+def _plain_mask(mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool) -> Tensor:
+    """Return a mask with a row of each query; of None that of SDPA, which is causal for several queries or empty."""
+    queries, keys = query.shape[2], key.shape[2]
+    if mask is None:
+        mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=query.device)
+        mask = mask.tril() if is_causal and queries > 1 else mask
+    return mask.expand(*mask.shape[:-2], queries, keys)
 
 
 def _own_mask(mask: Tensor | None, key: CachedRows, queries: int, kind: str) -> Tensor:

@@ -245,13 +245,15 @@ def _is_settled(result: StepPlan, n: int) -> bool:
 
 
 def _count_tokens(values: Iterable[Any]) -> int:
-    """Return the tokens of a step: the elements of the largest integer input, which are token ids.
+    """Return the tokens of a step: the elements of the largest input of token ids, integers (batch, sequence).
 
-    Without an integer input, it is the largest batch * sequence, the first two dims, of the others; 0 without tensors.
+    Without one, it is the largest batch * sequence, the first two dims, of the other inputs; 0 without tensors. Masks
+    are not counted: bool tensors, and matrices if there are other inputs.
     """
-    tensors = [x for x in values if isinstance(x, torch.Tensor) and x.ndim]
-    id_counts = [x.numel() for x in tensors if not x.is_floating_point()]
-    return max(id_counts or [x.shape[:2].numel() for x in tensors], default=0)
+    tensors = [x for x in values if isinstance(x, torch.Tensor) and x.ndim and x.dtype != torch.bool]
+    id_counts = [x.numel() for x in tensors if x.ndim == 2 and not x.is_floating_point()]
+    others = [x for x in tensors if x.ndim != 2] or tensors
+    return max(id_counts or [x.shape[:2].numel() for x in others], default=0)
 
 
 def _plan_first(planner: StepPlanner, result: StepPlan, all_ranks: Sequence[int], user_tiles: int | str | None) -> None:

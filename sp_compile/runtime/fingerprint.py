@@ -122,6 +122,11 @@ class NodeText(NamedTuple):
     checkpoint: str  # enclosing checkpoint, which affects collectives of the backward
 
     @property
+    def operations(self) -> list[int | str | None]:
+        """Return the operands with "input" for every input, without its number."""
+        return ["input" if isinstance(operand, str) else operand for operand in self.operands]
+
+    @property
     def value(self) -> str:
         """Return dtype and shape of the result."""
         value = self.node.meta.get("val")
@@ -163,24 +168,22 @@ def exchange_digest(gm: GraphModule) -> ProgramDigest:
 
     Ranks that have other shards of the weights, such as tensor-parallel ranks, compare it: their collectives must be
     equal, not their shapes and constants. The lines, which locate a difference, have all ops, each with the ops whose
-    results it uses. They do not distinguish the inputs, since these may differ as well.
+    results it uses. Neither the digest nor the lines distinguish the inputs, since these may differ as well.
     """
     nodes = graph_lines(gm)
     inlined = list(inline_bodies(nodes))
     digest_text = [f"{text.call} {text.checkpoint}" for text in inlined if is_collective(text.node)]
     if not digest_text:  # no collectives: all ops of the graph itself, in which a region is one op
         digest_text = [
-            f"{text.node.op} {_target_text(text.node)} {text.operands} {text.spec}"
+            f"{text.node.op} {_target_text(text.node)} {text.operations} {text.spec}"
             for text in nodes
-            if text.node.op != "output"
+            if text.node.op not in ("placeholder", "output")
         ]
     lines = []
     for text in inlined:
         if text.node.op not in ("placeholder", "output"):
-            # An operand is "input 3" for an input, of which the number is omitted, or the number of an op.
-            operands = ["input" if isinstance(operand, str) else operand for operand in text.operands]
             name = text.call or text.node.name
-            lines.append(TextLine(f"{text.call} {operands} {text.spec}", name, stack_trace(text.node)))
+            lines.append(TextLine(f"{text.call} {text.operations} {text.spec}", name, stack_trace(text.node)))
     return ProgramDigest(hash_text("\n".join(digest_text)), tuple(lines))
 
 

@@ -189,14 +189,14 @@ class CompileSession(RankQueries):
     @contextmanager
     def show_compiling(self, gm: GraphModule) -> Iterator[None]:
         """Send heartbeats to waiting ranks in the context, and show the progress to the user."""
-        done, subject = threading.Event(), program_subject(gm)
+        done, subject, compiling = threading.Event(), program_subject(gm), threading.get_ident()
         channels = [*filter(None, map(channel_of, dict.fromkeys([*self.all_groups, self.ranks])))]
 
         def send_heartbeats() -> None:
             """Send heartbeats until the compilation ends."""
             while not done.wait(HEARTBEAT_INTERVAL):
                 for channel in channels:
-                    channel.send_heartbeat()
+                    channel.send_heartbeat(compiling)
 
         progress_args = f"compiling {subject}", done
         threads = [

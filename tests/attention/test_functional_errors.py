@@ -67,6 +67,11 @@ def _three_dims_on_one_rank(rank: int) -> Tensor:
     return ring_attention(q[0] if rank else q, k, v, mesh=in_rank.group())
 
 
+def _no_tensor_on_one_rank(rank: int) -> Tensor:
+    q, k, v = operands()
+    return ring_attention(q, None if rank else k, v, mesh=in_rank.group())  # type: ignore[arg-type]
+
+
 def _way_home_on_one_rank(rank: int) -> Tensor:
     return ring_attention(*operands(), mesh=in_rank.group(), kv_grads=("travel", "fly")[rank])
 
@@ -93,6 +98,7 @@ DIFFER = {
 }
 WRONG = {
     _three_dims_on_one_rank: "SP504: rank 1: attention: q, k, v",
+    _no_tensor_on_one_rank: "SP502: rank 1: attention: k: expected a tensor, got NoneType",
     _way_home_on_one_rank: "SP507: rank 1: attention: kv_grads: expected 'travel' or 'scatter', got 'fly'.",
     _odd_zigzag: "SP454: rank 0, 1: attention: q, k, v",
     _heads: "SP453: rank 0, 1: attention: ulysses_attention",
@@ -142,6 +148,13 @@ ALONE: list[tuple[str, str, dict[str, Any]]] = [
     ("SP504", "sinks", {"sinks": torch.zeros(2)}),
     ("SP504", "sinks", {"sinks": torch.zeros(4, dtype=torch.int64)}),
     ("SP502", "seed", {"dropout_p": 0.1, "seed": torch.tensor([1])}),
+    ("SP502", "seed", {"dropout_p": 0.1, "seed": 1.5}),
+    ("SP502", "attn_mask", {"attn_mask": [[True]]}),
+    ("SP502", "documents", {"documents": [0] * 8}),
+    ("SP502", "sinks", {"sinks": 0.0}),
+    ("SP502", "length", {"length": "8"}),
+    ("SP502", "kv_length", {"kv_length": 8.0}),
+    ("SP502", "dropout_p", {"dropout_p": None}),
 ]
 
 
@@ -155,6 +168,8 @@ def test_operands() -> None:
     q, k, v = operands()
     for wrong, error in (
         ((q, k, v[:, :, :4]), "SP504"),
+        ((None, k, v), "SP502: attention: q: expected a tensor, got NoneType"),
+        ((q, k.tolist(), v), "SP502: attention: k"),
         ((q, k.double(), v), "SP505"),
         ((q.long(), k.long(), v.long()), "SP505"),
         ((q, k.to("meta"), v), "SP506"),
@@ -170,11 +185,13 @@ def test_shapes_alone() -> None:
 
 
 def test_a_hybrid_needs_its_width() -> None:
-    def live(rank: int) -> Tensor:
-        return hybrid_attention(*operands(), mesh=Ranks(2, SIMULATED_GROUP))
+    def live(rank: int, **options: Any) -> Tensor:
+        return hybrid_attention(*operands(), mesh=Ranks(2, SIMULATED_GROUP), **options)
 
     with pytest.raises(SpError, match="SP452"):
         run_ranks(2, live)
+    with pytest.raises(SpError, match=r"SP502.*ulysses: expected an int, got float"):
+        run_ranks(2, lambda rank: live(rank, ulysses=2.0))
     assert hybrid_attention(*operands(), ulysses=2).shape == (1, 4, 8, 4)  # one rank needs none
 
 

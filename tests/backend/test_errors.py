@@ -124,6 +124,8 @@ def with_options(options: dict[str, Any]) -> str:
         ({"outputs": "global"}, ["SP103: outputs", "'gather', 'local'"]),
         ({"seq_dims": 1}, ["SP103: seq_dims"]),
         ({"seq_dims": {"tokens": 1}}, ["SP236: seq_dims", "'tokens'", "ids", "labels"]),
+        ({"seq_dims": {-1: 1}}, ["SP236: seq_dims", "got -1", "ids", "labels"]),
+        ({"seq_dims": {-5: 1}}, ["SP236: seq_dims", "got -5", "ids", "labels"]),
         ({"seq_dims": {"ids": 2}}, ["SP303", "ids", "2"]),
         ({"activation_memory_budget": 2}, ["SP103: activation_memory_budget", "got 2"]),
         ({"activation_memory_budget": "half"}, ["SP103: activation_memory_budget", "got 'half'"]),

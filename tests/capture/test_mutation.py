@@ -1,11 +1,16 @@
 """In-place writes on sharded values, and gradients that depend on the full batch."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from support.capturing import Backend
+from torch import Tensor, nn
 
 import sp_compile
+from sp_compile.passes.capture.view_writes import VIEW_OPS
 
 
 @torch.library.custom_op("sp_tests::add_positions", mutates_args=("x",))
@@ -175,3 +180,30 @@ def test_values_written_by_an_out_variant_are_gathered(write):
     for n in (2, 3):
         report = sp_compile.verify(Into(write), x, sp=n)
         assert report.worst < 1e-12, str(report)
+
+
+def shared_results(f: Callable[[Tensor], Any], dynamic: bool = False) -> list[int]:
+    """Return the numbers of the results that are made as views of a common base."""
+    torch._dynamo.reset()
+    backend = Backend()
+    torch.compile(f, backend=backend, dynamic=dynamic)(torch.arange(24.0).view(4, 6))
+    return [view.number for view in backend.graphs[0].meta[VIEW_OPS].views]
+
+
+OVERLAPPING: dict[str, Callable[[Tensor], Any]] = {
+    "rows of an unfold": lambda x: (x * 2).unfold(0, 3, 1)[:2].unbind(),
+    "rows of an expand": lambda x: (x * 2).expand(2, 4, 6).split(1),
+    "rows of a strided view": lambda x: (x * 2).as_strided((3, 4), (2, 1)).split(2),
+    "a strided view of a piece": lambda x: (lambda y: (y[:1].as_strided((2, 6), (6, 1)), y[1:]))(x * 2),
+    "pieces at positions": lambda x: (x * 2).tensor_split([3, 1]),
+}
+
+
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_results_whose_elements_overlap_share_a_base(name: str) -> None:
+    assert shared_results(OVERLAPPING[name])[:2] == [0, 1]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_results_without_common_elements_share_none(dynamic: bool) -> None:
+    assert not shared_results(lambda x: (*(x * 2)[:, 1:].t().split(1, 0), *(x * 3).unfold(1, 2, 2).unbind(1)), dynamic)

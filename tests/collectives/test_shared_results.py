@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import sp_compile
-from sp_compile.lowering.collectives.shard_storage import ShardStorage
+from sp_compile.lowering.collectives.shard_storage import Layout, ShardStorage
 from sp_compile.lowering.collectives.sharded import Sharded
 
 D = 8
@@ -444,3 +444,12 @@ def of_a_batch_of_one(dim: int) -> float:
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_gathered_result_is_written_in_place(ranks: Ranks, dim: int) -> None:
     assert max(ranks.run(2, of_a_batch_of_one, dim)) < 1e-12
+
+
+def test_an_assigned_value_is_not_computed_again() -> None:
+    layout = Layout(dim=0, n=1, group="", order=(0, 1))
+    new = ShardStorage(layout, 3, local=torch.ones(3, 2))
+    deferred = mock.Mock(like=torch.zeros(3, 2), compute=lambda: torch.zeros(3, 2))
+    storage = ShardStorage(layout, 3, local=None, deferred=deferred)
+    storage.assign(torch.ones(3, 2), new)
+    assert torch.equal(storage.rows(), torch.ones(3, 2))

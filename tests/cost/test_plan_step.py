@@ -49,6 +49,29 @@ def planned(memory: str = "1GB") -> sp_compile.StepPlan:
     return sp_compile.plan(model, ids, memory=memory, ranks=[1, 2, 8])
 
 
+IDS, FLOATS = torch.zeros(2, 64, dtype=torch.int64), torch.zeros(2, 64, 8)
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        [IDS, IDS[0]],
+        [IDS, torch.ones(2, 1, 64, 64, dtype=torch.bool)],
+        [IDS, torch.ones(2, 1, 64, 64, dtype=torch.int64)],
+        [IDS, torch.ones(64, 64, dtype=torch.bool), "text"],
+        [IDS, torch.zeros(3, 2, 64, dtype=torch.int64)],  # positions along three axes
+        [IDS, torch.zeros(1000, 50)],  # pixels
+        [FLOATS, IDS[:, 0]],  # time steps of a diffusion model
+        [FLOATS, torch.ones(2, 64, dtype=torch.bool)],
+        [FLOATS, torch.zeros(64, 64)],  # a mask that is added to scores
+        [IDS.flatten()],
+        [FLOATS[..., 0]],
+    ],
+)
+def test_tokens_of_a_step(inputs: list[Any]) -> None:
+    assert plan_module._count_tokens(inputs) == 128
+
+
 @pytest.mark.slow
 def test_a_plan() -> None:
     plan = planned()

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers.integrations.moe  # noqa: F401  (registers a grouped product that knows float64)
+from support import parity
 from support.models import BATCH, check, seeded
 from torch import Tensor, nn
 
@@ -239,3 +240,49 @@ def test_values_that_depend_on_the_order_are_gathered(experts: Experts) -> None:
     report = check(model, x, sp=2, seq_dims={"x": 1})
     assert report.fallbacks
     assert report.find_notes(NoteKind.DECLINED, subject="rewrite_sorted_rows")
+
+
+def added_to_some_columns(x: Tensor, order: Tensor) -> Tensor:
+    return torch.zeros_like(x).scatter_add(0, order[:, None].expand(-1, 3), 2 * x[order])
+
+
+def some_columns_added(x: Tensor, order: Tensor) -> Tensor:
+    return torch.zeros_like(x).scatter_add(0, order[:, None], 2 * x[order, :1])
+
+
+def some_columns_read(x: Tensor, order: Tensor) -> Tensor:
+    return (x.gather(0, order[:, None].expand(-1, 3)) * 2)[order.argsort()]
+
+
+def written_to_every_row(x: Tensor, order: Tensor) -> Tensor:
+    out = x.new_zeros(len(x), len(x))
+    out[order] = 2 * x[order, 0]
+    return out
+
+
+def places_written_to_every_row(x: Tensor, order: Tensor) -> Tensor:
+    places = order.new_zeros(len(x), len(x))
+    places[order] = torch.arange(len(x))
+    return (2 * x[order])[places]
+
+
+def read_along_a_middle_dim(x: Tensor, order: Tensor) -> Tensor:
+    cube = x.view(len(x), 2, 2)  # of two rows
+    return (cube.gather(0, order[:, None].expand(2, 2, 2)) * 2)[order.argsort()]
+
+
+@pytest.mark.parametrize(
+    ("move", "rows"),
+    [
+        (added_to_some_columns, 4),
+        (some_columns_added, 4),
+        (some_columns_read, 4),
+        (written_to_every_row, 4),
+        (places_written_to_every_row, 4),
+        (read_along_a_middle_dim, 2),
+    ],
+)
+def test_only_complete_rows_are_moved(move: Callable[[Tensor, Tensor], Tensor], rows: int) -> None:
+    x, keys = torch.arange(4.0 * rows).view(rows, 4), torch.arange(rows).flip(0)
+    found = parity.sp(lambda x, keys: move(x, keys.argsort()))(x, keys)
+    torch.testing.assert_close(found, move(x, keys.argsort()))

@@ -13,6 +13,8 @@ from support.parity import VOCAB, Outcome, against_eager, check, sp, text
 from support.ranks import Ranks
 from torch import Tensor, nn
 
+from sp_compile.passes.capture.trace import SUBCLASS, _call_with_subclass
+
 aten = torch.ops.aten
 
 
@@ -152,3 +154,10 @@ def test_adapters_of_a_frozen_base(ranks: Ranks, base: Callable[[Tensor], nn.Mod
 def test_adapters_in_bf16(ranks: Ranks, base: Callable[[Tensor], nn.Module]) -> None:
     """Gradients of ranks are rounded to bfloat16 before their sum."""
     check(ranks.run(2, tuned, base, torch.bfloat16), tolerance=3e-2)
+
+
+def test_a_linear_layer_of_keyword_arguments() -> None:
+    x, w = torch.randn(2, 4), torch.randn(3, 4)
+    setattr(w, SUBCLASS, "Int8")
+    found = _call_with_subclass(torch.nn.functional.linear, (), {"input": x, "weight": w}, "Int8")
+    torch.testing.assert_close(found, x @ w.mT)

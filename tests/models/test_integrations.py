@@ -133,6 +133,42 @@ def test_one_process_compiles(fresh: Any, given: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "steps"), [({}, 2), ({"step_scheduler_with_optimizer": False}, 1), ({"split_batches": True}, 1)]
+)
+def test_schedulers_count_replicas(fresh: Any, given: dict[str, bool], steps: int) -> None:
+    """As accelerate counts processes: one step if the optimizer does not count, or if replicas split each batch."""
+    if "split_batches" in given:
+        from accelerate.utils import DataLoaderConfiguration
+
+        given = {"dataloader_config": DataLoaderConfiguration(**given)}  # type: ignore[dict-item]
+    accelerator = fresh.SequenceParallelAccelerator(cpu=True, **given)
+    accelerator.mesh, accelerator.replicas = object(), 2  # as with two replicas
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
+    optimizer, scheduler = accelerator.prepare(optimizer, scheduler)
+    optimizer.step()
+    scheduler.step()
+    assert scheduler.get_last_lr() == [pytest.approx(0.1**steps)]
+
+
+def test_placements_without_an_optimizer(fresh: Any) -> None:
+    """With FSDP, an optimizer is added to a model that is prepared for evaluation."""
+    accelerator = fresh.SequenceParallelAccelerator(cpu=True)
+    accelerator.mesh, model, loader = object(), nn.Linear(1, 1), torch.utils.data.DataLoader(range(2))
+    accelerator._optimizers.append(added := mock.Mock())
+    accelerator.compile = mock.Mock()
+    with (
+        mock.patch.object(fresh.SequenceParallelAccelerator, "is_fsdp2", True),
+        mock.patch.object(fresh.Accelerator, "prepare", return_value=(model, loader, added)) as prepare,
+    ):
+        assert accelerator.prepare(model, loader, device_placement=[True, False]) == (model, loader)
+        assert prepare.call_args.kwargs == {"device_placement": [True, False, None]}
+        accelerator._optimizers.append(added)
+        accelerator.prepare(model, loader)
+        assert prepare.call_args.kwargs == {}
+
+
+@pytest.mark.parametrize(
     ("given", "words"),
     [
         ({"dynamo_backend": "inductor"}, "SP821.*'inductor'"),
@@ -241,6 +277,7 @@ def test_metrics_of_replicas(accelerate: Any, ranks: Ranks) -> None:
 def counted() -> dict[str, Any]:
     """Return the batches of a rank in two replicas of two ranks, and its error for sums that differ."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.utils import recursively_apply
 
     import sp_compile.integrations.accelerate as integration
 
@@ -268,6 +305,11 @@ def counted() -> dict[str, Any]:
             "mean": accelerator.reduce(rows, "mean").tolist(),
             "max": accelerator.reduce(rows, "max").tolist(),
         }
+        for length, name in ((7, "three of the last batch"), (5, "one of the last batch")):
+            loader = accelerator.prepare(torch.utils.data.DataLoader(range(length), 2))
+            last = [accelerator.gather_for_metrics([x, {"twice": 2 * x}]) for x in loader][-1]
+            found[name] = recursively_apply(torch.Tensor.tolist, last)
+            found[f"{name}, as objects"] = [accelerator.gather_for_metrics(x.tolist()) for x in loader][-1]
         if dist.get_rank() == 3:
             accelerator.set_trigger()
         found["triggers"] = [accelerator.check_trigger(), accelerator.check_trigger()]
@@ -287,5 +329,9 @@ def test_rows_are_counted_once(accelerate: Any, ranks: Ranks) -> None:
             "count": 7,
             "mean": [5, 6],
             "max": [10, 11],
+            "three of the last batch": [[4, 5, 6], {"twice": [8, 10, 12]}],
+            "three of the last batch, as objects": [4, 5, 6],
+            "one of the last batch": [[4], {"twice": [8]}],
+            "one of the last batch, as objects": [4],
             "triggers": [True, False],
         }

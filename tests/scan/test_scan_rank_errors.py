@@ -13,6 +13,8 @@ from torch import Tensor
 
 import sp_compile
 from sp_compile import SpError
+from sp_compile.lowering.base.ranks import Ranks
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
 
 TIMEOUT = 30.0
 
@@ -114,3 +116,20 @@ def test_options_of_shards_need_a_group() -> None:
     for options in ({"length": 3}, {"layout": "zigzag"}, {"exchange": "gather"}):
         with pytest.raises(SpError, match="SP511"):
             sp_compile.inclusive_scan(torch.ones(4), 0, **options)
+
+
+IDS = torch.zeros(3, dtype=torch.int64)
+DIM_CALLS: dict[str, Callable[[Tensor, int, Ranks], Tensor]] = {
+    "inclusive": lambda x, dim, group: sp_compile.inclusive_scan(x, dim, group=group),
+    "segmented": lambda x, dim, group: sp_compile.segmented_scan(x, IDS, dim, group=group),
+    "linear": lambda x, dim, group: sp_compile.linear_scan(x[0], x, dim, group=group),  # factors without the first dim
+}
+
+
+@pytest.mark.parametrize("name", DIM_CALLS)
+def test_ranks_may_count_dims_from_either_end(name: str) -> None:
+    """One call with dim=-1 on a rank and dim=1 on another."""
+    x, group = torch.arange(6.0).view(2, 3), Ranks(2, SIMULATED_GROUP)
+    expected = run_ranks(2, lambda _: DIM_CALLS[name](x, 1, group))
+    for found, right in zip(run_ranks(2, lambda rank: DIM_CALLS[name](x, (-1, 1)[rank], group)), expected, strict=True):
+        assert found.equal(right)

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from support.models import BATCH, SIZES, VOCABULARY, Decoder, check, floats, seeded, tokens
 from torch import Tensor
 
+import sp_compile
+
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], object]
 IGNORED = -100
 WEIGHTS = torch.linspace(0.5, 1.5, VOCABULARY, dtype=torch.float64)
@@ -214,3 +216,15 @@ def test_label_shift_costs_no_exchange(shift: str) -> None:
 @pytest.mark.parametrize("loss", [*CLASSES.values(), *OTHERS.values()], ids=[*CLASSES, *OTHERS])
 def test_every_loss_at_every_size(loss: Loss, size: tuple[int, int]) -> None:
     run(loss, size[0], max(size[1], 3), prompt=size[1] // 2)
+
+
+def test_means_of_integers_and_bools() -> None:
+    def model(x: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        x = x.cumsum(1)
+        is_right = x.argmax(-1) == labels
+        return x.sum(), is_right.mean(dtype=torch.float32), labels.mean(dtype=torch.float64)
+
+    x, labels = torch.randn(2, 7, 5, dtype=torch.float64), torch.arange(14).view(2, 7) % 5
+    report = sp_compile.verify(model, x, labels, sp=2, seq_dims={"x": 1})
+    assert not report.fallbacks, report
+    assert report.worst < 1e-6

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import sp_compile
 from sp_compile.passes.sharding import rule
+from sp_compile.passes.sharding.notation import RulePattern, _solve_groups
 
 
 @torch.library.custom_op("sp_tests::merge_rows", mutates_args=())
@@ -83,3 +84,10 @@ def test_a_scan_of_the_user_is_gathered() -> None:
         report = sp_compile.verify(model, torch.randn(2, 7, 4, dtype=torch.float64), sp=2)
     assert report.worst < 1e-12
     assert [note.label for note in report.fallbacks] == ["gather"]
+
+
+def test_results_of_other_dims_than_the_text_have_no_rule() -> None:
+    pattern = RulePattern.parse("(b s) d -> b s d")
+    assert pattern._bind([(6, 4)], [()]) is None
+    assert pattern._bind([(6, 4)], [(2, 3, 4)]) is not None
+    assert _solve_groups([(("(b s)", "d"), (6, 4)), (("b", "s", "d"), ())], {"d": 4}) is None

@@ -312,6 +312,71 @@ def test_a_rank_that_gives_up_before_all_have_met_is_not_counted(monkeypatch: py
         assert alone.all_gather(b"text", Message(CALL_VERB, "Floats", number)) == [b"text"]
 
 
+class SlowStore:
+    """A store that answers the first `set` only after `awake`."""
+
+    def __init__(self) -> None:
+        self.store, self.awake = dist.HashStore(), threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        self.awake.wait(60)
+        self.store.set(key, value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+
+def test_a_rank_that_gives_up_while_the_store_is_slow_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread of its query counts it later, and removes it again."""
+    slow = SlowStore()
+    monkeypatch.setattr(channel.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(channel, "store_host", lambda _: "localhost")
+    monkeypatch.setattr(channel, "publish_stop", lambda *_, **__: None)
+    monkeypatch.setattr(channel, "_read_last_stop", lambda _: channel.NO_RANK)
+    monkeypatch.setattr(store, "STORE_TIMEOUT", 0.05)
+    waiting = channel.ControlChannel("one", [0, 1], slow, timedelta(seconds=0.2), ["joined the group"] * 2)
+    with pytest.raises(SpError, match="SP621"):
+        waiting.all_equal(Message(CALL_VERB, "Floats", 1))
+    slow.awake.set()
+    for thread in [*store._pending_queries]:
+        thread.join(10)
+    assert slow.store.check(["address/0"])
+    assert slow.store.add("here", 0) == 0
+
+
+def test_heartbeats_while_another_thread_waits() -> None:
+    """A rank that compiles in one thread is not absent because another thread waits, for ranks of another group."""
+    compiles = channel.ControlChannel("one", [0, 1], dist.HashStore(), timedelta(seconds=SECONDS), ["joined"] * 2)
+    waits = [channel.ControlChannel(name, [0], None, timedelta(seconds=SECONDS), ["joined"]) for name in "ab"]
+    both, first_ends, last_ends = threading.Barrier(3), threading.Event(), threading.Event()
+
+    def wait_for(end: threading.Event) -> Callable[[Any, Any], bool]:
+        """Return an exchange that ends with an event."""
+        return lambda *_: (both.wait(10), end.wait(10), True)[-1]
+
+    def heartbeats(thread: int) -> int:
+        before = compiles.store.add("compiles", 0)
+        compiles.send_heartbeat(thread)
+        return int(compiles.store.add("compiles", 0) - before)
+
+    idents: list[int] = []
+
+    def exchange(own: channel.ControlChannel, end: threading.Event) -> None:
+        own.links = object()  # type: ignore[assignment]
+        idents.append(threading.get_ident())
+        own._exchange(wait_for(end), Message(CALL_VERB, "Floats", 1))
+
+    with ThreadPoolExecutor(2) as pool:
+        ended = [pool.submit(exchange, own, end) for own, end in zip(waits, (first_ends, last_ends))]
+        both.wait(10)
+        assert heartbeats(threading.get_ident()) == 1
+        assert [heartbeats(ident) for ident in idents] == [0, 0]
+        first_ends.set()
+        ended[0].result(10)
+        assert sorted(map(heartbeats, idents)) == [0, 1]
+        last_ends.set()
+
+
 def test_a_read_that_waits_is_warned_of_before_the_timeout(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

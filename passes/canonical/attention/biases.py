@@ -7,8 +7,9 @@
 Here i is arange(S), and s, q, k and head0 are the score, the positions of its query and its key, and the number of its
 head. A *fill* is a large negative number that removes a key's weight. `BiasReader.at` derives the element of an op from
 the elements of its operands. A per-head number may be computed from anything. Unchanged: learned biases, whose gradient
-is not implemented; lookups by query, key or batch entry; biases rounded to another dtype than that of q, or that sympy
-rounds differently ((k - q) / 7 becomes k / 7 - q / 7); and biases no larger than a row.
+is not implemented; lookups by query, key or batch entry; biases rounded to another dtype than that of q, or whose
+products are rounded differently as an expression ((k - q) / 7 becomes k / 7 - q / 7, and x / 7 becomes x * 0.142...);
+and biases no larger than a row.
 """
 
 from __future__ import annotations
@@ -184,7 +185,8 @@ class BiasReader:
         if y.allowed != sympy.true and alpha != 1:  # y has fills, which remain fills only if added unscaled
             raise NotSymbolic("subtracts fills", node)
         # `finite`: masked keys get a large negative number in place of -inf, in one of the operands.
-        return BiasElement(x.value + alpha * y.value, And(x.allowed, y.allowed), x.finite or y.finite)
+        value = _require_exact(x.value + alpha * y.value, node)
+        return BiasElement(value, And(x.allowed, y.allowed), x.finite or y.finite)
 
     def _select(self, mask: Node, coords: Coords, yes: BiasElement, no: BiasElement, node: Node) -> BiasElement:
         """Return the element of where(mask, yes, no), where `yes` or `no` is a fill.
@@ -206,13 +208,27 @@ def _apply_op(op: Any, operands: list[BiasElement], node: Node) -> BiasElement:
     """
     if any(x.allowed != sympy.true for x in operands):
         raise NotSymbolic("computes with fills", node)
-    if op is aten.div and operands[1].value.has(QUERY_INDEX, KEY_INDEX):
-        raise NotSymbolic("divides by a position", node)
-    value = _BIAS_OPS[op](*(x.value for x in operands))
-    # sympy distributes numbers over sums: (k - q) / 7 becomes k / 7 - q / 7.
-    if any(_may_round(term) for terms in value.atoms(sympy.Add) for term in terms.args):
+    if op is aten.div and not _is_power_of_two(operands[1].value):  # an expression multiplies by the reciprocal
+        raise NotSymbolic("divides by another number than a power of two", node)
+    return BiasElement(_require_exact(_BIAS_OPS[op](*(x.value for x in operands)), node))
+
+
+def _require_exact(value: sympy.Expr, node: Node) -> sympy.Expr:
+    """Return the value of an op, or raise NotSymbolic if its products are rounded differently as an expression.
+
+    sympy distributes numbers over sums, (k - q) * 0.1 becomes k / 10 - q / 10, and reorders products of more than two
+    factors. A product with a power of two is exact.
+    """
+    factors = [[x for x in product.args if not _is_power_of_two(x)] for product in value.atoms(sympy.Mul)]
+    terms = [term for terms in value.atoms(sympy.Add) for term in terms.args]
+    if any(len(inexact) > 2 for inexact in factors) or any(map(_may_round, terms)):
         raise NotSymbolic("would be rounded differently as an expression", node)
-    return BiasElement(value)
+    return value
+
+
+def _is_power_of_two(x: sympy.Expr) -> bool:
+    """Return True for a number 2**n or -2**n with an integer n, such as -1 or 1 / 8."""
+    return bool(x.is_Rational) and all(int(part).bit_count() == 1 for part in (x.p, x.q))  # numerator and denominator
 
 
 def _may_round(term: sympy.Expr) -> bool:
@@ -221,8 +237,7 @@ def _may_round(term: sympy.Expr) -> bool:
     In floats, k / 7 - q / 7 is rounded differently than (k - q) / 7.
     """
     factor, position = term.as_coeff_Mul()
-    is_power_of_two = int(factor.q).bit_count() == 1  # `q` is the denominator
-    return position in (QUERY_INDEX, KEY_INDEX) and not is_power_of_two
+    return position in (QUERY_INDEX, KEY_INDEX) and int(factor.q).bit_count() != 1  # `q` is the denominator
 
 
 def _parse_number(x: Any) -> sympy.Expr:

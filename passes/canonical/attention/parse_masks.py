@@ -277,7 +277,7 @@ class RewriteMasks(base.CanonicalPass):
         """Bind the pass to a graph, with empty caches, so that layers with equal masks share work."""
         self.vectors: dict[tuple[Any, ...], Node] = {}  # (leaf, index, length) -> its vector
         self.masks: dict[tuple[Any, ...], AttentionMask | str] = {}  # key of `share_mask` -> mask, or why there is none
-        # (bias, shape, absorbs_fills) -> result of `parse_bias`
+        # (bias, shape, dtype, absorbs_fills) -> result of `parse_bias`
         self.biases: dict[tuple[Any, ...], tuple[AttentionMask, ScoreOperands] | None] = {}
         return super().edit(graph)
 
@@ -324,9 +324,9 @@ class RewriteMasks(base.CanonicalPass):
             absorbs_fills: As in `parse_mask`.
             node: The attention.
         """
-        dtype, key = node.meta["val"].dtype, (bias, shape, absorbs_fills)
+        key = (bias, shape, dtype := node.meta["val"].dtype, absorbs_fills)
         if key not in self.biases:
-            self.biases[key] = parse_bias(bias, shape, dtype, absorbs_fills)
+            self.biases[key] = parse_bias(*key)
         parsed_bias = self.biases[key]
         if parsed_bias is None or OpCall(node).get("score"):  # two score functions are not composed
             return False

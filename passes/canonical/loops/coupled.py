@@ -37,6 +37,7 @@ from sp_compile.passes.sharding.factors import BoundRule, Dims
 from sp_compile.passes.sharding.matchers import constant_value
 from sp_compile.passes.sharding.rule import lookup_rule
 
+from .recurrence import refuse_infinite_factor
 from .steps import ColumnRef, NotALoop, SeededList, StepColumn
 from .vectorize import BatchedOps, BatchedValue, Value, leaf_names
 
@@ -172,6 +173,7 @@ class CoupledStates:
         call, rule = lookup_rule(node) or (None, None)
         nodes = pytree.tree_leaves((node.args, node.kwargs))  # the arguments of one step, in the order of leaves
         tensors = [i for i, x in enumerate(nodes) if is_tensor(x)]
+        refuse_infinite_factor(node)
         error = NotALoop(f"a state that is not affine in the previous state ({node.target})")
         if terms is None or call is None or rule is None or len(rule.results) != 1:
             raise error

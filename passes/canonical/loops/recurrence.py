@@ -19,6 +19,7 @@ round it at every step. Other linear ops, and states that depend on each other, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -72,6 +73,7 @@ class ScanBuilder(BatchedOps):
         Returns:
             The value, or None if the op is not affine in one state.
         """
+        refuse_infinite_factor(node)
         affine_leaves = [x for x in leaves if isinstance(x, AffineValue)]
         state, lag = affine_leaves[0].state, affine_leaves[0].lag
         if any(x.state is not state or x.lag != lag for x in affine_leaves) or not is_tensor(node):
@@ -357,6 +359,17 @@ _AFFINE_RULES: dict[Any, AffineRule] = {  # by op, for every overload
 }
 
 
+def refuse_infinite_factor(node: Node) -> None:
+    """Raise NotALoop for an op of a step that multiplies by an infinite number or divides by 0.
+
+    (h + x) / 0 is inf where inf * h + inf * x is NaN, the sum of inf and -inf.
+    """
+    op, args = getattr(node.target, "overloadpacket", None), (*node.args, *node.kwargs.values())
+    is_infinite = op in _SCALES and any(_is_number(x) and not math.isfinite(x) for x in args)
+    if is_infinite or (op is aten.div and _is_number(node.args[1]) and node.args[1] == 0):
+        raise NotALoop("a factor that is infinite")
+
+
 def _is_row_factor(x: Value) -> bool:
     """Return True if a factor of a state (..., K, V) has one value per row: its last dim has the size 1.
 
@@ -365,6 +378,9 @@ def _is_row_factor(x: Value) -> bool:
     if isinstance(x, BatchedValue):
         return x.ndim == 0 or is_same_size(x.shape[-1], 1)
     return _is_number(x) or (is_tensor(x) and (x.meta["val"].ndim == 0 or is_same_size(node_shape(x)[-1], 1)))
+
+
+_SCALES = {aten.mul, aten.div, aten.addcmul, aten.lerp}  # ops with a factor
 
 
 def _is_number(x: Value) -> bool:

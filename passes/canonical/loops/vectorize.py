@@ -227,6 +227,9 @@ class BatchedOps(GraphEditor):
         This is for ops without a batcher. Raises NotALoop if vmap has no rule for the op, or if the result is not only
         tensors.
         """
+        has_dim = any(name in ("dim", "dims") for name in OpCall(node).args)
+        if has_dim and any(isinstance(x, BatchedValue) and not x.ndim for x in leaves):
+            raise NotALoop("a dim of a value without dims, which is that of the steps when batched")
         operands = [self.move_steps(x, 0).node if isinstance(x, BatchedValue) else x for x in leaves]
         tensors = [i for i, x in enumerate(operands) if is_tensor(x)]  # the leaves that vmap maps over or shares
         fake_leaves = torch.fx.map_arg(operands, lambda n: n.meta["val"])
@@ -246,7 +249,7 @@ class BatchedOps(GraphEditor):
             raise NotALoop("lists of values")
         try:
             body = trace_function(torch.func.vmap(run_step, in_dims=dims), values)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, IndexError) as error:
             raise NotALoop(f"{node.target} cannot be batched") from error
         if any(n.op not in ("placeholder", "call_function", "output") for n in body.graph.nodes):
             raise NotALoop(f"{node.target} contains constants")
@@ -367,6 +370,8 @@ def _batch_dim_op(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Value
     if not dim_args or not DIM_ARGUMENTS.issuperset(dim_args):  # others, such as `dims`, are left to vmap
         return None
     ndim = x.ndim + (node.target is aten.unsqueeze.default)  # unsqueeze counts the dims of its result
+    if not ndim:
+        return None
     shifted_args = pytree.tree_map(lambda d: _shift_dim(d, x.time, ndim), dim_args)
     if any(d is None for d in pytree.tree_leaves(shifted_args)):  # dim=None (all dims) would include the steps
         return None

@@ -89,7 +89,7 @@ def has_expected_placement(call: OpCall, have: Placement) -> bool:
 @register_rule_function(
     c10d.all_reduce.default, c10d.broadcast.default, c10d.wait_tensor.default, sp.reduce_pair.default
 )
-def _elementwise_rule(call: OpCall) -> BoundRule | None:
+def _separate_elements_rule(call: OpCall) -> BoundRule | None:
     """Return the rule of a collective of the user's program that acts on each element separately: all dims pass.
 
     None if its ranks have other rows of the sequence (`no_rule`): it then runs on gathered values. `lazy`: a collective

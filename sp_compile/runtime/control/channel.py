@@ -44,7 +44,7 @@ from sp_compile.lowering.torch_compat import (
 
 from .message import CALL_VERB, GROUP_ENDED, LIKELY_CAUSE, NO_RANK, READ_VERB, Message, StopNotice
 from .peers import PeerLinks, PeerListener
-from .store import package_store, query_store
+from .store import Arrival, package_store, query_store
 
 READ_SECONDS = 10.0  # seconds within which all ranks should read a value
 STORE_DELAY = 2.0  # seconds of a wait before the store is read
@@ -125,7 +125,7 @@ class ControlChannel:
         with self.lock:
             self.check_broken()
             start_time, finished = time.monotonic(), False
-            _is_waiting.set()  # no heartbeats of this process until the end of the exchange
+            _waiting_threads.add(threading.get_ident())  # no heartbeats of its compilation until the exchange ends
             try:
                 links = self.links or self._connect(message, start_time)
                 result = run(links, partial(self._check_progress, message, start_time))
@@ -135,7 +135,7 @@ class ControlChannel:
             except OSError as error:
                 raise self.fail_timeout(message, time.monotonic() - start_time, error) from error
             finally:
-                _is_waiting.clear()
+                _waiting_threads.discard(threading.get_ident())
                 if not finished and not self.broken:  # after an interrupt, messages of the others remain in transit
                     self.broken = f"rank {dist.get_rank()} {message} and was interrupted"
                     publish_stop(f"it {message} and was interrupted", continues=True, within=self.name)
@@ -144,9 +144,8 @@ class ControlChannel:
         """Connect all ranks after all have arrived, and return the connections; arguments are those of `_exchange`.
 
         Each rank writes its address to the store, which counts the arrived ranks. A rank that gives up (a timeout, or
-        another rank has stopped: `_check_progress` raises) leaves the count, so that a later attempt counts it again.
+        another rank has stopped: `_check_progress` raises) leaves the count, so that no other rank connects to it.
         """
-        is_counted = False  # this rank is in the count
         me, size = self.ranks.index(dist.get_rank()), len(self.last_fields)
         try:
             listener = PeerListener(store_host(self.store))
@@ -155,21 +154,14 @@ class ControlChannel:
             publish_stop(f"it cannot connect: {error}", within=self.name)
             raise SpError("SP625", self.broken) from error
 
-        def count_arrived() -> int:
-            """Return the number of arrived ranks; the first call publishes the address of this rank and counts it."""
-            nonlocal is_counted
-            if not is_counted:
-                self.store.set(f"address/{me}", listener.address)
-            count: int = self.store.add("here", 0 if is_counted else 1)  # returns the count
-            is_counted = True
-            return count
+        arrival = Arrival(self.store, f"address/{me}", listener.address)
 
         def find_address(rank: int) -> bytes:
             """Return the address of a rank of the group."""
             return query_store(lambda: bytes(self.store.get(f"address/{rank}")), b"")
 
         try:
-            while query_store(count_arrived, 0) < size:
+            while query_store(arrival.count, 0) < size:
                 time.sleep(POLL_INTERVAL)
                 self._check_progress(message, start_time)
             timeout = min(self.timeout, CONNECT_TIMEOUT)
@@ -179,8 +171,8 @@ class ControlChannel:
             raise self.fail_timeout(message, time.monotonic() - start_time, error) from error
         finally:
             listener.socket.close()
-            if self.links is None and is_counted:
-                query_store(lambda: self.store.add("here", -1), 0)
+            if self.links is None:
+                arrival.leave()
         return self.links
 
     def _check_progress(self, message: Message, start_time: float) -> None:
@@ -372,14 +364,14 @@ class ControlChannel:
         self.heartbeats = start_time, count, last_time
         return now - last_time < MAX_HEARTBEAT_AGE
 
-    def send_heartbeat(self) -> None:
-        """Send a heartbeat to the other ranks, unless this rank waits for ranks itself."""
-        if not _is_waiting.is_set():
+    def send_heartbeat(self, thread: int) -> None:
+        """Send a heartbeat of a thread that compiles to the other ranks, unless it waits for ranks itself."""
+        if thread not in _waiting_threads:
             with suppress(RuntimeError):  # the rank that hosts the store is lost
                 self.store.add("compiles", 1)
 
 
-_is_waiting = threading.Event()  # set while this process waits for other ranks
+_waiting_threads: set[int] = set()  # threads of this process that wait for other ranks, in any group
 
 
 def _forget_model(models: dict[tuple[int, ...], Any], key: tuple[int, ...], _reference: Any) -> None:

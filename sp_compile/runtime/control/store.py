@@ -6,6 +6,7 @@ import atexit
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -57,6 +58,45 @@ def _join_threads() -> None:
 
 
 atexit.register(_join_threads)
+
+
+class Arrival:
+    """This rank in the count of the ranks of a group that have arrived, which is in the group's store."""
+
+    def __init__(self, store: Any, key: str, address: str) -> None:
+        """Describe a rank that is not counted yet.
+
+        Args:
+            store: The group's store, with a prefix of its channel.
+            key: The key of this rank's address.
+            address: The address, which other ranks read after all have arrived.
+        """
+        self.store, self.key, self.address = store, key, address
+        self.counted: list[str] = []  # the key while this rank is in the count: only one thread can pop it
+        self.has_left = False
+
+    def count(self) -> int:
+        """Return the number of arrived ranks; the first call publishes the address of this rank and counts it."""
+        if self.counted:
+            return int(self.store.add("here", 0))
+        self.store.set(self.key, self.address)
+        arrived = int(self.store.add("here", 1))
+        self.counted.append(self.key)
+        if self.has_left:  # while the store did not answer: `leave` may have found no count to leave
+            self._remove()
+        return arrived
+
+    def leave(self) -> None:
+        """Remove this rank from the count, at once or when a pending `count` ends."""
+        self.has_left = True
+        if self.counted:
+            query_store(self._remove, None)
+
+    def _remove(self) -> None:
+        """Remove this rank from the count once, although two threads may call this."""
+        with suppress(IndexError):
+            self.counted.pop()
+            self.store.add("here", -1)
 
 
 def package_store() -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import expecttest
 import pytest
@@ -205,6 +206,52 @@ def test_half_types_lose_nothing(name: str, dtype: torch.dtype) -> None:
         assert fused.dtype == dtype
         limit = 2 * (plain - wanted).abs().max() + torch.finfo(dtype).eps / 4
         assert (fused - wanted).abs().max() <= limit
+
+
+def distance() -> Tensor:
+    return torch.arange(S) - torch.arange(S)[:, None]
+
+
+# Biases of the slopes of the heads, of which an expression would be rounded differently, or is infinite.
+INEXACT: dict[str, Callable[[Tensor], Tensor]] = {
+    "a quotient": lambda slopes: slopes * distance() / 7,
+    "a quotient in a function": lambda slopes: (slopes * distance() / 7).tanh(),
+    "a quotient of a function": lambda slopes: (slopes * distance()).tanh() / 7,
+    "a quotient by a number per head": lambda slopes: distance() / slopes,
+    "three factors": lambda slopes: slopes * distance() * 0.1,
+    "a scaled term": lambda slopes: torch.add(slopes * torch.arange(S), distance(), alpha=0.1),
+    "an infinite sum": lambda slopes: (distance() / slopes + math.inf) * 2,
+}
+EXACT: dict[str, Callable[[Tensor], Tensor]] = {
+    "a quotient by a power of two": lambda slopes: -(distance().abs() / 8 * slopes),
+    "a product of a function": lambda slopes: (slopes * distance()).tanh() * 0.1,
+}
+
+
+@pytest.mark.parametrize("name", [*INEXACT, *EXACT])
+def test_biases_are_rounded_as_written(name: str) -> None:
+    bias = {**INEXACT, **EXACT}[name]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, bias(v.mean((0, 2, 3))[:, None, None]))
+
+    (node,) = (n for n in canonical(attend, torch.float32, differentiable=False).graph.nodes if n.target in ATTENTION)
+    assert bool(OpCall(node).get("score")) == (name in EXACT)
+
+
+@pytest.mark.parametrize("half_first", [False, True])
+def test_a_bias_of_two_dtypes_of_queries(half_first: bool) -> None:
+    """The bias is rounded as the half type of some queries, but not of others."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        bias = v.mean((0, 2, 3))[:, None, None] * distance()
+        dtypes = (torch.bfloat16, torch.float32) if half_first else (torch.float32, torch.bfloat16)
+        # The op itself, since torch's function refuses a bias of another dtype than q.
+        return tuple(aten.scaled_dot_product_attention(*(x.to(dtype) for x in (q, k, v)), bias) for dtype in dtypes)
+
+    nodes = [n for n in canonical(attend, torch.float32, differentiable=False).graph.nodes if n.target in ATTENTION]
+    scored = [n.meta["val"].dtype for n in nodes if OpCall(n).get("score")]
+    assert scored == [torch.float32]
 
 
 class OneHead(nn.Module):

@@ -120,3 +120,28 @@ def test_time_is_linear_in_the_nodes() -> None:
             reroll(gm)
             looked.append(before - reroll.budget)
         assert looked[1] <= 4.5 * looked[0]
+
+
+def is_replaced(loop: Loop, args: tuple[Tensor, ...]) -> bool:
+    gm = captured(loop, *args)
+    NormalizeOps()(gm)
+    return bool(RerollLoops()(gm).modified)
+
+
+@pytest.mark.parametrize("number", [0.0, torch.inf])
+def test_a_factor_that_is_infinite_stays(number: float) -> None:
+    """(h + x) * inf is not inf * h + inf * x, which is NaN for terms of different signs."""
+    step = steps_of(lambda h, x, t: (h + x) / number if number == 0 else (h + x) * number)
+    args = floats(BATCH, 5, WIDTH) - 0.5, floats(BATCH, WIDTH, seed=3) - 0.5
+    assert not is_replaced(step, args)
+
+
+def test_dims_of_values_without_dims_stay() -> None:
+    def loop(x: Tensor, y: Tensor) -> Tensor:
+        h, out = y, []
+        for t in range(x.shape[0]):
+            h = h * x[t].softmax(0) + (x[t] * h).sum(0) * 2
+            out.append(h)
+        return torch.stack(out)
+
+    assert not is_replaced(loop, (floats(6), floats(1, seed=3)[0]))

@@ -225,6 +225,8 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "SP502: all_to_all_permute: gather_dim: expected an int, got 1.0": (X, 0, 1.0),
     "SP502: all_to_all_permute: x": ([1.0], 0, 1),
     "for a tensor of shape []": (torch.zeros(()), 0, 1),
+    "SP542: all_to_all_permute: scatter_dim, gather_dim: expected two dims of x, got x of shape []": (torch.zeros(()), 0, 0),
+    "SP542: all_to_all_permute: scatter_dim, gather_dim: both are dim 0 of x of shape [2]": (torch.zeros(2), 0, -1),
     "dim 0 of x has size 3, which is not a multiple of the 2 ranks (shape [3, 6, 4] on each rank, [3, 12, 4] over all ranks). Pad that dim to 4":
         (X, 0, 1),
     "SP504: all_to_all_permute: out: expected [6, 3, 4] torch.float32 on cpu, got [6, 3, 4] torch.float64": (

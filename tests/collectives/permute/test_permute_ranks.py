@@ -191,6 +191,10 @@ def _wrong_on_one_rank(rank: int, group: Any) -> Tensor:
     return all_to_all_permute(torch.zeros(2, 4), (1, 2)[rank], 0, group)
 
 
+def _no_dims(rank: int, group: Any) -> Tensor:
+    return all_to_all_permute(torch.zeros((2, 2) if rank else ()), rank, 0, group)
+
+
 def _on_meta(rank: int, group: Any) -> Tensor:
     return all_to_all_permute(torch.zeros(2, 2, device=("meta", "cpu")[rank]), 1, 0, group)
 
@@ -209,6 +213,7 @@ WRONG = {
     _other_dims: "scatter_dim=1, gather_dim=0",
     _indivisible: "SP543: rank 0, 1: all_to_all_permute",
     _wrong_on_one_rank: "SP503: rank 1: all_to_all_permute: scatter_dim",
+    _no_dims: "SP542: rank 0: all_to_all_permute",
     _on_meta: "rank 0: all_to_all_permute of x [2, 2] torch.float32 on meta",
     _dtensor: "SP541: rank 1: all_to_all_permute",
     _other_sizes_declared: "rank 1: size=65",

@@ -219,10 +219,16 @@ def test_refused_calls_of_attention(width: int, options: dict[str, Any], text: s
         attend_to_rows(torch.nn.Identity(), draw(3, HEADS), *rows, mask, **options)
 
 
-def test_keys_outside_of_the_cache() -> None:
-    """Such as those of a vision tower, which has the same configuration."""
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_keys_outside_of_the_cache(softcap: float | None, with_sinks: bool) -> None:
+    """Such as those of a vision tower, which has the same configuration: also with what SDPA does not support."""
     k, v, q = draw(5), draw(5, seed=1), draw(5, HEADS, seed=2)
-    mask = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
-    module = SimpleNamespace(num_key_value_groups=HEADS // KEY_HEADS)
-    found, _ = attend_to_rows(module, q, k, v, mask, scaling=0.3)  # type: ignore[arg-type]
-    torch.testing.assert_close(found, attend(q, k, v, mask, None, None))
+    sinks = torch.randn(HEADS, dtype=torch.float64) if with_sinks else None
+    allowed = torch.ones(1, 1, 5, 5, dtype=torch.bool)
+    module: Any = SimpleNamespace(num_key_value_groups=HEADS // KEY_HEADS)
+    for mask, is_causal in ((allowed.tril(), True), (None, False), (None, None)):  # None: causal, as by SDPA
+        options = {"is_causal": is_causal, "softcap": softcap, "s_aux": sinks}
+        found, _ = attend_to_rows(module, q, k, v, mask, scaling=0.3, **options)
+        right = attend(q, k, v, allowed if is_causal is False else allowed.tril(), softcap, sinks)
+        torch.testing.assert_close(found, right)

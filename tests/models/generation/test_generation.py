@@ -11,6 +11,7 @@ import torch
 from support.ranks import Ranks, mesh
 from torch._dynamo.utils import counters
 
+from sp_compile import generation
 from sp_compile.generation import is_decoding_step, runs_eagerly, wrap_generation
 
 transformers = pytest.importorskip("transformers")
@@ -123,6 +124,18 @@ def test_callers_whose_code_has_no_hash() -> None:
     with pytest.raises(TypeError):
         hash(caller.f_code)
     assert not runs_eagerly(frame.f_code, {}, caller)
+
+
+def test_generation_of_a_class_that_is_no_module() -> None:
+    """Such as a model that another runtime computes."""
+
+    class Elsewhere(transformers.GenerationMixin):
+        def generate(self) -> str:
+            return "tokens"
+
+    generation._wrap_generate(Elsewhere, "generate")
+    assert Elsewhere.generate.runs_eagerly  # type: ignore[attr-defined]
+    assert Elsewhere().generate() == "tokens"
 
 
 def test_decoding_steps() -> None:
