@@ -50,7 +50,8 @@ Coords: TypeAlias = tuple[sympy.Expr, ...]
 Handler: TypeAlias = Callable[["ElementReader", OpCall, Coords], Element]
 HANDLERS: Table[Handler] = Table("elements of ops")
 MAX_CASES = 8  # maximum number of cases of an element
-LEAF_RANGE = (-(1 << 61), 1 << 61)  # assumed range of int64 data, whose sums and differences then do not overflow
+# Assumed ranges of data such as positions and numbers of documents, whose sums and differences then do not overflow.
+LEAF_RANGES = {torch.int64: (-(1 << 61), 1 << 61), torch.int32: (-(1 << 29), 1 << 29)}
 LEAF_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -175,7 +176,7 @@ class ElementReader:
         if len(set(indices)) < len(indices) or {QUERY_INDEX, KEY_INDEX} <= set(indices):
             raise NotSymbolic("depends on a query and a key")
         self.leaves[name] = node
-        self.box.leaf_ranges[name] = LEAF_RANGE if value.dtype == torch.int64 else exact_range(value.dtype)
+        self.box.leaf_ranges[name] = LEAF_RANGES.get(value.dtype) or exact_range(value.dtype)
         element = sympy.Function(name, integer=True)(*coords)
         return Ne(element, 0) if value.dtype == torch.bool else ((sympy.true, element),)
 
