@@ -211,7 +211,7 @@ def _cumsum_element(reader: ElementReader, call: OpCall, coords: Coords) -> Elem
     cases = as_cases(reader.at(call.operands[0], (*coords[:dim], row, *coords[dim + 1 :])))
     if len(cases) != 1 or not cases[0][1].is_number:
         raise NotSymbolic("sums a value that is not constant")
-    _require_exact(reader, ((sympy.true, cases[0][1] * extent),), call.node)
+    _require_exact_integers(reader, ((sympy.true, cases[0][1] * extent),), call.node)
     return ((sympy.true, sympy.expand(cases[0][1] * (coords[dim] + 1))),)
 
 
@@ -226,7 +226,7 @@ def _cast_operands(reader: ElementReader, call: OpCall, coords: Coords) -> list[
     return [cast_cases(as_cases(x), dtype, reader.box) for x in _operands(reader, call, coords)]
 
 
-def _require_exact(reader: ElementReader, cases: Cases, node: Node) -> None:
+def _require_exact_integers(reader: ElementReader, cases: Cases, node: Node) -> None:
     """Raise NotSymbolic unless numbers are exact integers in the dtype of a node, which computes with them."""
     dtype = node.meta["val"].dtype
     if not all(reader.box.is_bounded(number, *exact_range(dtype)) for _, number in cases):
@@ -249,7 +249,7 @@ def _add_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element
     a, b = _cast_operands(reader, call, coords)
     alpha, name = reader.integer(as_number(call["alpha"])), schema_of(call.node.target).name
     if alpha != 1:  # a product, which may be rounded
-        _require_exact(reader, apply_by_cases(lambda x: alpha * x, a if "rsub" in name else b), call.node)
+        _require_exact_integers(reader, apply_by_cases(lambda x: alpha * x, a if "rsub" in name else b), call.node)
     if "rsub" in name:
         return apply_by_cases(lambda x, y: y - alpha * x, a, b)
     factor = -alpha if "sub" in name else alpha
