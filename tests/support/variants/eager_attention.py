@@ -25,7 +25,7 @@ def additive(fill: float) -> Tensor:
 
 def last_key(fill: float) -> Tensor:
     """Return a bias that fills all keys but the last one."""
-    return torch.where(torch.arange(S) == S - 1, 0.0, fill).double().expand(S, S)
+    return torch.zeros(S, dtype=torch.float64).masked_fill(torch.arange(S) != S - 1, fill).expand(S, S)
 
 
 def rows(x: Tensor) -> Tensor:
