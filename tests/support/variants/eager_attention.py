@@ -391,6 +391,9 @@ STAYS: dict[str, Attend] = {
     "another function of the log-sum-exp": lambda q, k, v: (
         lambda s: (s.softmax(-1) @ v) * (v[0, :, :1, 0] - s.logsumexp(-1)).sigmoid()[..., None]
     )(q @ k.mT),
+    "integers of the log-sum-exp": lambda q, k, v: (
+        lambda s: (s.softmax(-1) @ v) * (s.logsumexp(-1) - v[0, :, :1, 0]).int().to(q.dtype).sigmoid()[..., None]
+    )(q @ k.mT),
     "shares among queries": lambda q, k, v: shared(q, k, v, v[:1, :, 0, :1].expand(B, H, 1)),
     "two sinks per head, after the attention": lambda q, k, v: shared(q, k, v, sinks(v).expand(B, H, S, 2)),
     "a value per query, after the attention": lambda q, k, v: (
