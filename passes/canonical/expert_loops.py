@@ -121,7 +121,8 @@ class RewriteSortedRows(CanonicalPass):
             return unsorted
         # out.index_add(0, order // k, rows): the k unsorted rows of a token are adjacent
         shape = (node_shape(old)[0], uses.summed[old], *node_shape(rows)[1:])
-        token_sums = self.compute(aten.sum.dim_IntList, (self.reshape(unsorted, shape, old), [1]), old)
+        options = {} if value.is_floating_point() else {"dtype": value.dtype}  # a sum of integers is int64 by default
+        token_sums = self.compute(aten.sum.dim_IntList, (self.reshape(unsorted, shape, old), [1]), old, options)
         return self.compute(aten.add.Tensor, (old.args[0], token_sums), old)
 
 
@@ -387,10 +388,15 @@ def _is_full_slice(node: Node) -> bool:
 
 
 def _skip_exact_casts(node: Node) -> Node:
-    """Return the keys or counts before casts to dtypes that represent these integers exactly, on the same device."""
+    """Return the keys or counts before casts to dtypes that represent these integers exactly, on the same device.
+
+    A cast of other values than integers or counts, which rounds them, is returned itself.
+    """
     node = value_origin(node)
     value = node.meta["val"]
     source = move_source(node) if is_cast_op(node) else None
     if source is None or value.dtype not in EXACT_DTYPES or source.meta["val"].device != value.device:
         return node
-    return _skip_exact_casts(source)
+    source = _skip_exact_casts(source)
+    is_integer = source.target is aten.histc.default or not source.meta["val"].is_floating_point()
+    return source if is_integer else node

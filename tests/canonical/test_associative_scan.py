@@ -120,6 +120,12 @@ def test_other_functions_become_a_tree(name: str, length: int) -> None:
     compare(gm, combine, count, length)
 
 
+def test_a_detached_operand_is_no_sum() -> None:
+    gm = graph(lambda a, b: [a.detach() + b], 1)
+    RewriteAssociativeScans()(gm)
+    assert gm.graph.find_nodes(op="call_function", target=associative_scan_op)
+
+
 @pytest.mark.parametrize("name", KNOWN)
 def test_gradients(name: str) -> None:
     combine, count, _ = KNOWN[name]

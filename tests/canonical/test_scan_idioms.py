@@ -129,6 +129,15 @@ def test_masks_that_are_cast() -> None:
     assert torch.equal(gm(x), positions(x))
 
 
+def test_an_operand_that_is_rounded_is_subtracted() -> None:
+    x = torch.tensor([[[3001], [5], [7]]])
+    for function in (lambda x: x.cumsum(1, dtype=torch.float32) - x.half(), lambda x: x.cumsum(1) - x.float()):
+        gm = captured(function, x)
+        Canonicalize()(gm)
+        assert not gm.graph.find_nodes(op="call_function", target=sp.scan.default)
+        assert torch.equal(gm(x), function(x))
+
+
 STEPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cumsum": lambda y, x: y.cumsum(1),
     "- x": lambda y, x: y - x,

@@ -286,3 +286,24 @@ def test_only_complete_rows_are_moved(move: Callable[[Tensor, Tensor], Tensor], 
     x, keys = torch.arange(4.0 * rows).view(rows, 4), torch.arange(rows).flip(0)
     found = parity.sp(lambda x, keys: move(x, keys.argsort()))(x, keys)
     torch.testing.assert_close(found, move(x, keys.argsort()))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
+def test_sums_of_integers_keep_their_dtype(dtype: torch.dtype) -> None:
+    def move(x: Tensor, keys: Tensor) -> Tensor:
+        token = keys.argsort() // 2
+        return torch.zeros_like(x).index_add(0, token, x[token])
+
+    x, keys = torch.full((3, 2), 200, dtype=dtype), torch.arange(6).flip(0)
+    torch.testing.assert_close(parity.sp(move)(x, keys), move(x, keys))
+
+
+def test_counts_of_keys_that_are_rounded() -> None:
+    def move(x: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        keys, order = keys.sort()
+        out = torch.empty_like(x)
+        out[order] = 2 * x[order]
+        return out, torch.histc(keys.int().float(), 4, 0, 3)
+
+    x, keys = torch.arange(6.0)[:, None], torch.tensor([1.7, 0.2, 2.9, 1.7, 0.9, 2.4])
+    torch.testing.assert_close(parity.sp(move)(x, keys), move(x, keys))

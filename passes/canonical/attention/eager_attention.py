@@ -48,7 +48,15 @@ from sp_compile.passes.sharding.products import ProductMatch, ProductOperand, ma
 from .lse_sinks import match_lse_sinks
 from .parse_masks import has_key_per_query, has_unfilled_key_per_query, parse_bias, try_parse_mask
 from .score_functions import SCORE, register_expression
-from .scores import ScoreChain, is_between_products, is_neutral_op, match_scores, order_after, scores_refusal
+from .scores import (
+    ScoreChain,
+    ScoreOperand,
+    is_between_products,
+    is_neutral_op,
+    match_scores,
+    order_after,
+    scores_refusal,
+)
 from .sinks import SinkValue, SoftmaxSource, match_softmax_source
 from .softmaxes import SoftmaxMatch, match_softmax
 
@@ -185,15 +193,12 @@ class FuseEagerAttention(CanonicalPass):
             return self._emit_gated_mask(scores, scores.gate.materialize(self, like), shape, like)
         bias, allowed, is_equivalent = self._emit_biases(scores, shape, dtype, absorbs_fills, like)
         for condition, filled_value, _ in scores.fills:  # scores are filled where it is `filled_value`
-            node = condition.materialize(self, like)
-            if condition.dtype != torch.bool:
-                node = self.compute(aten.ne.Scalar, (node, 0), like)
-            if filled_value:
-                node = self.compute(aten.logical_not.default, (node,), like)
-            allowed = self._intersect(allowed, node, like)
+            allowed = self._intersect(allowed, self._emit_condition(condition, not filled_value, like), like)
         if not absorbs_fills and allowed is not None and any(math.isfinite(fill) for *_, fill in scores.fills):
             mask_form = try_parse_mask(allowed, shape)
             is_equivalent = is_equivalent and mask_form is not None and has_key_per_query(mask_form)
+        if not absorbs_fills and is_equivalent:
+            is_equivalent = self._has_joint_fills(scores, shape, like)
         mask = bias if allowed is None else allowed
         if bias is not None and allowed is not None:
             mask = self.compute(aten.where.ScalarOther, (allowed, bias, -math.inf), like)
@@ -228,6 +233,32 @@ class FuseEagerAttention(CanonicalPass):
             is_equivalent = is_equivalent and (has_no_fills or _has_known_fills(term, shape, dtype))
             total = term if total is None else self.compute(aten.add.Tensor, (total, term), like)
         return total, allowed, is_equivalent
+
+    def _emit_condition(self, operand: ScoreOperand, value: bool, like: Node) -> Node:
+        """Emit the condition that a mask is True, or that it is False if `value` is; other numbers than 0 are True."""
+        node = operand.materialize(self, like)
+        if operand.dtype != torch.bool:
+            node = self.compute(aten.ne.Scalar, (node, 0), like)
+        return node if value else self.compute(aten.logical_not.default, (node,), like)
+
+    def _has_joint_fills(self, scores: ScoreChain, shape: tuple[Size, ...], like: Node) -> bool:
+        """Return True if all biases and fills together have the same effect as a mask of -inf.
+
+        Each may leave every query a key, but not the same one. The proof is for their sum, as the program computes it.
+        """
+        biases = [(x, factor) for x, factor in scores.biases if x.node in self._may_contain_fills]
+        if not biases or len(biases) + len(scores.fills) < 2:
+            return True
+        terms = [self._scale(x.materialize(self, like), factor, like) for x, factor in biases]
+        total = terms[0]
+        for term in terms[1:]:
+            total = self.compute(aten.add.Tensor, (total, term), like)
+        for condition, filled_value, fill in scores.fills:
+            filled = self._emit_condition(condition, filled_value, like)
+            total = self.compute(aten.where.ScalarSelf, (filled, fill, total), like)
+        is_known = _has_known_fills(total, shape, total.meta["val"].dtype)
+        self.drop(total)  # emitted for the proof only
+        return is_known
 
     def _emit_gated_mask(
         self, scores: ScoreChain, gate: Node, shape: tuple[Size, ...], like: Node

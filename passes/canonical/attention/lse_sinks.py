@@ -65,8 +65,8 @@ def match_lse_sinks(out: Node, lse: Node) -> SinkAttention | None:
 
 
 def _strip_moves(x: Node) -> Node:
-    """Return the value before casts, copies and changes of shape, in any number."""
-    return skip_ops(x, lambda n: is_cast_op(n) or is_copy(n) or keeps_order(n))
+    """Return the value before casts to floats, copies and changes of shape, in any number."""
+    return skip_ops(x, lambda n: (is_cast_op(n) and n.meta["val"].is_floating_point()) or is_copy(n) or keeps_order(n))
 
 
 def _match_share_sinks(share: Node, lse: Node, rows: tuple[Size, ...]) -> SinkValue | None:

@@ -174,4 +174,6 @@ def _match_write(node: Node) -> RowWrite | None:
     index = (call["start"] or 0) if keeps_dim else call["index"]
     if not isinstance(extent, int) or not isinstance(index, int) or (keeps_dim and row.meta["val"].shape[dim] != 1):
         return None
-    return RowWrite(base, row, dim, index + extent if index < 0 else index, keeps_dim)
+    if index < 0:
+        index = max(index + extent, 0)  # a slice starts at the first row if `start` is before it
+    return RowWrite(base, row, dim, index, keeps_dim)

@@ -145,6 +145,8 @@ class ScanBuilder(BatchedOps):
         """
         like, a, b = affine.state.node, affine.a, affine.b
         value, shape = like.meta["val"], node_shape(like)
+        if value.dtype == torch.bool:
+            raise NotALoop("a recurrence of bools")
         # Select the dim of the steps in the result: that of b, or else of a, if it has all dims of the state. That
         # coefficient is then read as it is, without a permutation.
         times = [x.time for x in (b, a) if isinstance(x, BatchedValue) and x.ndim == value.ndim]

@@ -178,7 +178,10 @@ class BatchedOps(GraphEditor):
             return leaves[0][leaves[1]]
         batchers = (_batch_pointwise, _batch_view, _batch_matmul, _batch_trailing, _batch_dim_op, _batch_einsum)
         for batch_op in batchers:
-            result = batch_op(self, node, leaves)
+            try:
+                result = batch_op(self, node, leaves)
+            except (RuntimeError, ValueError, IndexError) as error:
+                raise NotALoop(f"{node.target} cannot be batched") from error
             if result is not None and _is_batch_of(result, node):
                 return result
         result = self._vmap(node, leaves)
@@ -295,8 +298,9 @@ def step_ndim(x: Value) -> int:
 def _batch_pointwise(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> BatchedValue | None:
     """Emit the op of a step for all steps if it acts on each element independently; None for other ops.
 
-    Its sharding rule shows it: all factors pass through (they have no kinds), and each dim of an operand is the dim of
-    the result to which it broadcasts.
+    Its sharding rule shows it: all factors pass through (they have no kinds), each dim of an operand is the dim of the
+    result to which it broadcasts, and all dims are of "...", since a named one may have a position, as the channels of
+    prelu.
 
     Args:
         ops: The editor.
@@ -311,7 +315,7 @@ def _batch_pointwise(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Ba
     (result,) = rule.results
     for dims in rule.operands:
         broadcasts = all(dim in ("", result_dim) for dim, result_dim in zip(dims[::-1], result[::-1]))
-        if len(dims) > len(result) or not broadcasts:
+        if len(dims) > len(result) or not broadcasts or not all(dim.startswith("~") for dim in result):
             return None
     return ops.broadcast(node.target, _argument_spec(node), leaves, node)
 
@@ -368,6 +372,8 @@ def _batch_dim_op(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Value
     call = OpCall(node)
     dim_args = {name: value for name, value in call.args.items() if "dim" in name and name != "keepdim"}
     if not dim_args or not DIM_ARGUMENTS.issuperset(dim_args):  # others, such as `dims`, are left to vmap
+        return None
+    if node.target is aten.diag_embed.default:  # its two new dims may be before those of the operand
         return None
     ndim = x.ndim + (node.target is aten.unsqueeze.default)  # unsqueeze counts the dims of its result
     if not ndim:

@@ -33,7 +33,7 @@ from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.edit import erase_dead
 from sp_compile.passes.graph.node_info import set_node_info
-from sp_compile.passes.sharding.matchers import permutation_of, skip_widening_cast, value_origin
+from sp_compile.passes.sharding.matchers import permutation_of, skip_widening_cast, stops_gradient, value_origin
 
 from .scan_calls import emit_scan, flips_along
 from .scan_trees import nodes_before
@@ -60,8 +60,10 @@ def recognize_combine(function: GraphModule, num_leaves: int) -> list[CombineOp]
         num_leaves: The number of leaves, the tensors that the call scans together.
 
     Returns:
-        One scan for each leaf, or None if a leaf is computed otherwise.
+        One scan for each leaf, or None if a leaf is computed otherwise, or without the gradients of a scan.
     """
+    if any(map(stops_gradient, function.graph.nodes)):
+        return None
     symbols = {node: sympy.Symbol(f"x{i}") for i, node in enumerate(function.graph.find_nodes(op="placeholder"))}
     output = function.graph.output_node().args[0]
     outputs = output if isinstance(output, (list, tuple)) else [output]

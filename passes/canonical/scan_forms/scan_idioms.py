@@ -33,6 +33,7 @@ from sp_compile.passes.sharding.matchers import (
     is_cast_op,
     is_only_read_by,
     is_same_call,
+    is_wider_dtype,
     match_piece,
     match_slice,
     move_source,
@@ -339,13 +340,13 @@ def _signed_terms(root: Node) -> Counter[Node]:
 def _is_cast_of(term: Node, scan: ScanMatch) -> bool:
     """Return True if the term equals the operand of the scan, possibly in a dtype that represents it exactly.
 
-    It is the same node, an equal call of a pure op, or a cast.
+    It is the same node, an equal call of a pure op, or a cast. A cast may also round as that of the scan does.
     """
     x = value_origin(scan.x)
     if value_origin(term) is x or is_same_call(term, x):
         return True
-    dtype = term.meta["val"].dtype
-    is_exact = torch.promote_types(x.meta["val"].dtype, dtype) == dtype
+    dtype, x_dtype = term.meta["val"].dtype, x.meta["val"].dtype
+    is_exact = x_dtype == torch.bool or is_wider_dtype(dtype, x_dtype) or dtype == scan.node.meta["val"].dtype
     return is_exact and is_cast_op(term) and value_origin(move_source(term)) is x
 
 

@@ -73,7 +73,6 @@ def _swap_dims(dims: Dims, call: OpCall) -> Dims:
     return tuple(dims[swapped.get(d, d)] for d in range(len(dims)))
 
 
-rule(aten.diag_embed.default, "... i -> ... i j", whole="i", lazy=True)
 rule(aten.view_as_complex.default, "... c -> ...", whole="c", lazy=True)
 rule(aten.view_as_real.default, "... -> ... c", lazy=True)
 register_rule_function(aten.atleast_1d.default)(lambda call: bind_rule(call, "... -> ..." if call.ndim() else "-> one"))
@@ -123,6 +122,17 @@ def _new_dim_rule(call: OpCall) -> BoundRule:
     new_name = "" if call.node.target is aten.unsqueeze.default else "stacked"
     result = (*names[:new_dim], new_name, *names[new_dim:])
     return BoundRule(tuple(names for _ in call.operands), (result,), lazy=True)
+
+
+@register_rule_function(aten.diag_embed.default)
+def _diag_embed_rule(call: OpCall) -> BoundRule:
+    """Return the rule of diag_embed: the last dim becomes two dims of the result, and the others pass in order."""
+    names = factor_names(call.ndim())
+    new_dims = normalize_dims((call["dim1"], call["dim2"]), len(names) + 1)
+    others = iter(names[:-1])
+    new_names = dict(zip(new_dims, ("row", "column")))
+    result = tuple(new_names[d] if d in new_names else next(others) for d in range(len(names) + 1))
+    return BoundRule((names,), (result,), {names[-1]: "whole"}, lazy=True)
 
 
 @register_rule_function(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)

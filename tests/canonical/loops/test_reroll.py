@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.golden import show
-from support.models import check, floats, seeded
+from support.models import BATCH, check, floats, seeded
 from support.variants.loops import LOOPS, WIDTH, Loop, inputs, rolled
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -105,3 +106,42 @@ def test_autocast() -> None:
     report = sp_compile.verify(seeded(Autocast).float(), floats(4, 10, WIDTH).float(), sp=2)
     assert report.worst < 0.03
     assert report.count("linear_scan") == 1
+
+
+@pytest.mark.parametrize("steps", [6, 5])
+def test_channels_of_a_step_are_not_those_of_all_steps(steps: int) -> None:
+    """Dim 1 of a step is its channels, and that of all steps may be the steps."""
+
+    def loop(x: Tensor, y: Tensor) -> Tensor:
+        h, out = torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            h = h * 0.9 + x[:, t]
+            out.append(F.prelu(h, y))
+        return torch.stack(out, 1)
+
+    args = floats(BATCH, steps, 6) - 0.5, floats(6, seed=3)
+    torch.testing.assert_close(rolled(loop, args)(*args), loop(*args))
+
+
+def test_a_diagonal_of_each_step() -> None:
+    def loop(x: Tensor, y: Tensor) -> Tensor:
+        h, out = y, []
+        for t in range(x.shape[1]):
+            h = h * 0.9 + x[:, t]
+            out.append(torch.diag_embed(h))
+        return torch.stack(out, 1)
+
+    args = floats(4, 4, 4), floats(4, 4, seed=3)
+    torch.testing.assert_close(rolled(loop, args)(*args), loop(*args))
+
+
+def test_a_write_before_the_first_row_is_to_the_first_row() -> None:
+    def loop(x: Tensor, y: Tensor) -> Tensor:
+        steps, h, out = x.shape[1], y, torch.zeros_like(x)
+        for t in range(steps):
+            h = h * 0.9 + x[:, t]
+            out = torch.slice_scatter(out, h[:, None], 1, t - steps - 3 * (t == 0), t + 1)
+        return out
+
+    args = floats(BATCH, 5, WIDTH), floats(BATCH, WIDTH, seed=3)
+    torch.testing.assert_close(rolled(loop, args)(*args), loop(*args))

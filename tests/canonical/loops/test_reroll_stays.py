@@ -145,3 +145,8 @@ def test_dims_of_values_without_dims_stay() -> None:
         return torch.stack(out)
 
     assert not is_replaced(loop, (floats(6), floats(1, seed=3)[0]))
+
+
+def test_a_state_of_bools_stays() -> None:
+    args = floats(BATCH, 5, WIDTH) > 0.5, floats(BATCH, WIDTH, seed=3) > 0.9
+    assert not is_replaced(steps_of(lambda h, x, t: h + x), args)

@@ -87,6 +87,7 @@ def orders_of_dims() -> None:
     one(aten.t.default, f(4, 6))
     one(aten.t.default, f(6))
     one(aten.diag_embed.default, f(4, 6))
+    one(aten.diag_embed.default, f(2, 4, 6), -1, 0, -2)
     one(aten.view_as_complex.default, f(4, 6, 2))
     one(aten.view_as_real.default, c(4, 6))
     one(aten.atleast_1d.default, x)

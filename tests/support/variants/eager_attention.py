@@ -23,6 +23,11 @@ def additive(fill: float) -> Tensor:
     return torch.zeros(S, S, dtype=torch.float64).masked_fill(~before(), fill)
 
 
+def last_key(fill: float) -> Tensor:
+    """Return a bias that fills all keys but the last one."""
+    return torch.zeros(S, dtype=torch.float64).masked_fill(torch.arange(S) != S - 1, fill).expand(S, S)
+
+
 def rows(x: Tensor) -> Tensor:
     """(B, H, S, D) as (B * H, S, D)."""
     return x.flatten(0, 1)
@@ -367,6 +372,12 @@ STAYS: dict[str, Attend] = {
     "fill that leaves weight": lambda q, k, v: (q @ k.mT).masked_fill(~before(), -5.0).softmax(-1) @ v,
     "finite fill of whole rows": lambda q, k, v: (q @ k.mT).masked_fill(before(), -1e9).softmax(-1) @ v,
     "finite fill of data": lambda q, k, v: (q @ k.mT).masked_fill(v[:, :1, None, :, 0] > 0.2, -1e9).softmax(-1) @ v,
+    "a bias and finite fills that leave no key together": lambda q, k, v: (
+        (q @ k.mT + last_key(-1e9)).masked_fill(~before(), -1e9).softmax(-1) @ v
+    ),
+    "two biases that leave no key together": lambda q, k, v: (
+        (q @ k.mT + last_key(-1e9) + additive(-1e9)).softmax(-1) @ v
+    ),
     "bias, then scale": lambda q, k, v: ((q @ k.mT + additive(-1.0)) * 0.3).softmax(-1) @ v,
     "sinks of each batch entry": lambda q, k, v: with_sinks(q, k, v, v[:, :, :1, :1]),
     "sinks of each query": lambda q, k, v: with_sinks(q, k, v, q[..., :1]),
@@ -379,6 +390,9 @@ STAYS: dict[str, Attend] = {
     )(q @ k.mT),
     "another function of the log-sum-exp": lambda q, k, v: (
         lambda s: (s.softmax(-1) @ v) * (v[0, :, :1, 0] - s.logsumexp(-1)).sigmoid()[..., None]
+    )(q @ k.mT),
+    "integers of the log-sum-exp": lambda q, k, v: (
+        lambda s: (s.softmax(-1) @ v) * (s.logsumexp(-1) - v[0, :, :1, 0]).int().to(q.dtype).sigmoid()[..., None]
     )(q @ k.mT),
     "shares among queries": lambda q, k, v: shared(q, k, v, v[:1, :, 0, :1].expand(B, H, 1)),
     "two sinks per head, after the attention": lambda q, k, v: shared(q, k, v, sinks(v).expand(B, H, S, 2)),
