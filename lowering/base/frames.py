@@ -245,6 +245,22 @@ def outside_window(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> 
     return column_along(outside, dim, x.ndim)
 
 
+def has_arithmetic(dtype: torch.dtype) -> bool:
+    """Return True if torch can add values of the dtype and fill them by a mask; False for uint16 to uint64 and float8.
+
+    Rows of other dtypes can only be moved.
+    """
+    is_wide_unsigned = not (dtype.is_floating_point or dtype.is_signed or dtype in (torch.bool, torch.uint8))
+    return not is_wide_unsigned and not (dtype.is_floating_point and dtype.itemsize == 1)
+
+
+def fill_rows(x: Tensor, is_filled: Tensor, value: float) -> Tensor:
+    """Return x with ``value`` where ``is_filled``, for any dtype."""
+    if has_arithmetic(x.dtype):
+        return x.masked_fill(is_filled, value)
+    return torch.where(is_filled, x.new_full((), value), x)
+
+
 def to_rows_first(x: Tensor, dim: int, outer: int) -> Tensor:
     """View (..., outer * rows, ...) as (rows, ..., outer, ...), or (rows, ...) when outer is 1.
 

@@ -32,11 +32,11 @@ def fill_padding(x: Tensor, dim: int, frame: FrameArg, value: float, n: int, gro
     """Write ``value`` to the positions outside the window: Shard(dim) -> Shard(dim).
 
     Shapes: any -> same; dtype unchanged. Bytes: none. Backward: the cotangent, zero where filled.
-    Runs: masked_fill; nothing if no position can be outside.
+    Runs: masked_fill, or where; nothing if no position can be outside.
     """
     if not frames.is_padded(frame, n):
         return x
-    return x.masked_fill(frames.outside_window(x, dim % x.ndim, frame, n, group), value)
+    return frames.fill_rows(x, frames.outside_window(x, dim % x.ndim, frame, n, group), value)
 
 
 @composite(

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.torch_compat import is_in_backward
+from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.torch_compat import OpOverload, is_in_backward
 
 from .shard_storage import Layout, Origin, ShardStorage
 
@@ -132,6 +133,20 @@ def make_view(base: Tensor, steps: Iterable[Callable[[Any], Any]]) -> Any:
 def can_keep_views() -> bool:
     """Return True inside `make_view` and in a backward, where views of sharded values stay sharded."""
     return _views_enabled.get() or is_in_backward()
+
+
+def refuse_shape_change(op: OpOverload, is_sharded: bool) -> None:
+    """Raise SpError for an in-place op that changes the shape or strides of a sharded x, such as `x.t_()`.
+
+    Aliases have a shape of their own, but share the storage.
+
+    Args:
+        op: The op.
+        is_sharded: True if its first operand is a sharded value.
+    """
+    if is_sharded and torch.Tag.inplace_view in op.tags and op is not torch.ops.aten.detach_.default:
+        cause = f"x.{op.overloadpacket.__name__}: expected an op that keeps the shape and strides of x, as x is sharded"
+        raise SpError("SP324", f"{cause}, got {op}.")
 
 
 def view_storages(storage: ShardStorage | ViewStorage, shape: Sequence[int], op: Callable[[Tensor], Any]) -> Any:

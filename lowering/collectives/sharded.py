@@ -32,7 +32,7 @@ from sp_compile.lowering.torch_compat import OpOverload, is_batch, is_in_transfo
 from .deferred import DeferredRows
 from .grad_tokens import store_grad
 from .shard_storage import Layout, Origin, RowPermutation, ShardStorage
-from .shard_views import ViewStorage, can_keep_views, view_storages
+from .shard_views import ViewStorage, can_keep_views, refuse_shape_change, view_storages
 
 aten, sp = torch.ops.aten, torch.ops.sp
 
@@ -192,9 +192,9 @@ class Sharded(Tensor):
         """Run a handler of `SHARDED_MOVES` or `_view` if it supports the call; else read the sharded operands."""
         # `end_of_view` makes the -1 of x[:, :-1] a constant again, which torch replaces by a symbol under Dynamo.
         args, kwargs = pytree.tree_map_only(torch.SymInt, torch_compat.end_of_view, args), dict(kwargs or {})
+        refuse_shape_change(func, is_sharded=bool(args) and isinstance(args[0], Sharded))
         handler = SHARDED_MOVES.get(func) or (_view if func.is_view and can_keep_views() else None)
-        moved = handler(func, args, kwargs) if handler is not None else None
-        if moved is not None:
+        if handler is not None and (moved := handler(func, args, kwargs)) is not None:
             return moved
         values: dict[int, Sharded] = {}  # operands by the id of their full tensors
 
@@ -343,8 +343,8 @@ class _ToLocalFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.shape, ctx.layout, ctx.origin = x.shape, layout, x.shard_storage.origin
         rows = _local_rows(x, layout).detach()
-        # The rows before and after a view are other rows of its base: replace them by its nearest rows, as in padding.
-        if isinstance(x.shard_storage, ViewStorage) and (layout.before or layout.after):
+        # Around a view, or a copy or sum of views, are other rows of the base: replace them by the view's nearest rows.
+        if layout.before or layout.after:
             rows = sp.window(rows, layout.dim, layout.frame(x.shape[layout.dim]), layout.n, layout.group)
         return rows
 

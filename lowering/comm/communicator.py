@@ -145,6 +145,8 @@ def to_sendable(x: Tensor, summed: bool = False) -> Tensor:
         return x.to(torch.uint8)
     if x.is_complex():
         return torch.view_as_real(x.resolve_conj())
+    if summed and x.dtype == torch.int16:  # the lower 16 bits of the sum are the sum of int16
+        return x.to(torch.int32)
     if summed or x.dtype in _COMMON_DTYPES:
         return x
     return x.contiguous().unsqueeze(-1).view(torch.uint8)
@@ -156,6 +158,8 @@ def from_sendable(x: Tensor, like: Tensor) -> Tensor:
         return x.to(torch.bool)
     if like.is_complex():
         return torch.view_as_complex(x)
+    if like.dtype == torch.int16 and x.dtype == torch.int32:
+        return x.to(torch.int16)
     return x if x.dtype == like.dtype else x.view(like.dtype).squeeze(-1)
 
 

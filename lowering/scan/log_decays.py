@@ -2,8 +2,9 @@
 
     decay     -1   -inf   -2   -3        log      -1 -1 -3 -6        resets      0 1 1 1
 
-A decay of 0, whose logarithm is -inf, resets the state. Differences of accumulated logarithms would be NaN after it, so
-that resets are counted instead: a decay from one token to another is 0 if their counts differ.
+A decay of 0, whose logarithm is -inf or less than -104 in float32, resets the state. Differences of accumulated
+logarithms would be NaN or imprecise after it, so that resets are counted instead: a decay from one token to another is
+0 if their counts differ.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class LogDecay(NamedTuple):
     """The decay from the start of a chunk to each token, (..., T, 1) or (..., T, K)."""
 
     log: Tensor  # the sum of the finite logarithms
-    resets: Tensor  # int64, the number of logarithms that are -inf
+    resets: Tensor  # int64, the number of decays of 0
 
     def map(self, function: Callable[[Tensor], Tensor]) -> LogDecay:
         """Apply a function, such as a selection of tokens, to both tensors."""
@@ -49,7 +50,7 @@ class Decays(NamedTuple):
             decay: The logarithm of each token's decay, (..., T, 1) or (..., T, K).
             starts: Whether each token is the first one of a document, (..., T, 1) bool; None for a single document.
         """
-        is_reset = decay == -torch.inf
+        is_reset = decay.detach().exp() == 0
         token = LogDecay(decay.masked_fill(is_reset, 0), is_reset.to(torch.int64))
         after = token.map(lambda x: x.cumsum(-2))
         before = LogDecay(after.log - token.log, after.resets - token.resets)

@@ -101,7 +101,9 @@ def scan(
         # The code below is equivalent, but its overhead is measurable for short scans.
         returns_total = False  # the combination of all rows
         return sp.local_scan(x, None, exchange.dim, op, exclusive, reverse, dtype, accumulate, returns_total)[0]
-    x = x if torch.promote_types(x.dtype, dtype) == dtype else x.to(dtype)  # kernels widen x without a copy
+    # Kernels widen x without a copy. Integers are rounded to a floating-point dtype first, as its rows are in torch.
+    is_widened = torch.promote_types(x.dtype, dtype) == dtype and x.is_floating_point() == dtype.is_floating_point
+    x = x if is_widened else x.to(dtype)
     x = shards.fill_padding(x, exchange.dim, MONOIDS[op].identity(x.dtype))
     spec = ScanSpec(op, exclusive, exchange, _saved_dtype(x, op, dtype, accumulate), accumulate)
     out = autograd.scan_with_grad(to_chunks(x, exchange), *_segment_cuts(segments, x, exchange), spec)

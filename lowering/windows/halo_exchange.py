@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.base.frames import FrameArg, column_along, is_known, local_row_count
+from sp_compile.lowering.base.frames import FrameArg, column_along, fill_rows, is_known, local_row_count
 from sp_compile.lowering.base.library import LinearMap
 from sp_compile.lowering.comm import routes
 from sp_compile.lowering.comm.communicator import current_communicator, from_sendable, to_sendable
@@ -148,7 +148,7 @@ def _fill_outside(x: Tensor, dim: int, low: int, high: int, frame: FrameArg, fil
         positions = positions + torch.ops.sp.rank(group, x.device) * s
     precedes = [positions < start] if may_precede else []
     exceeds = [positions >= start + length] if may_exceed else []
-    return x.masked_fill(column_along(reduce(or_, precedes + exceeds), dim, x.ndim), fill)
+    return fill_rows(x, column_along(reduce(or_, precedes + exceeds), dim, x.ndim), fill)
 
 
 # Two adjoint linear maps, for `LinearMap`: fetch rows, and return their cotangents. Both have the same arguments.

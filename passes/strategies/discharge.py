@@ -12,6 +12,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.base.errors import SpError, describe_node
+from sp_compile.lowering.base.frames import has_arithmetic
 from sp_compile.passes.base import Pass, Passes
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.sizes import Size
@@ -19,6 +20,11 @@ from sp_compile.passes.sharding.placement import Demand, PlacementPlan
 
 aten = torch.ops.aten
 MAX_REWRITE_ROUNDS = 8  # maximum number of runs of all rewrites; real models take two
+
+
+def is_summed(dtype: torch.dtype) -> bool:
+    """Return True if values of the dtype can be sent as a sum over the ranks, to which one rank contributes them."""
+    return dtype != torch.bool and has_arithmetic(dtype)
 
 
 class DemandPass(Pass):

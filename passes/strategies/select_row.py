@@ -4,7 +4,7 @@
     slice(x, S, i, i + 1)     ->   the same, and the dim of one row remains
 
 Exactly one rank has position i, so the sum is the value. Bytes sent: 2 (n-1)/n of one row instead of n-1 times the
-shard. Unchanged (to be gathered): bools.
+shard. Unchanged (to be gathered): dtypes that are not summed (`is_summed`), such as bool.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sp_compile.passes.graph.sizes import Size, is_same_size
 from sp_compile.passes.sharding.placement import Demand
 from sp_compile.passes.sharding.rule import rule_of
 
-from .discharge import DemandPass
+from .discharge import DemandPass, is_summed
 
 aten = torch.ops.aten
 
@@ -29,9 +29,9 @@ class SelectRow(DemandPass):
     kinds = frozenset({"gathered"})
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
-        """Return None to claim the demands of a node that selects one row and is no bool, else ""."""
+        """Return None to claim the demands of a node that selects one row of numbers that are summed, else ""."""
         is_single_row = node.target is aten.select.int or _row_position(node) is not None
-        return None if is_single_row and node.meta["val"].dtype != torch.bool else ""
+        return None if is_single_row and is_summed(node.meta["val"].dtype) else ""
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         """Replace a selected row by a sum over the sequence in which all other rows are 0.

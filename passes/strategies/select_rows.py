@@ -4,7 +4,7 @@
 
 Each rank contributes the rows that it has, and zeros for the others; the sum over the ranks is the slice. Bytes sent:
 2 (n - 1) / n of the k rows, instead of n - 1 times the shard. Unchanged (to be gathered): more than half of the rows,
-bools, and dims with more than the sequence.
+dtypes that are not summed (`is_summed`), and dims with more than the sequence.
 
 A part of a concatenation may have a frame of its own (`JoinSequences`), of which every rank has k / n rows:
 
@@ -26,7 +26,7 @@ from sp_compile.passes.graph.sizes import Size, assume_large, is_same_size
 from sp_compile.passes.sharding.placement import Demand, Shard
 from sp_compile.passes.sharding.rule import rule_of
 
-from .discharge import DemandPass
+from .discharge import DemandPass, is_summed
 
 aten, sp = torch.ops.aten, torch.ops.sp
 
@@ -45,7 +45,7 @@ class SelectRows(DemandPass):
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
         """Return None to claim the demands of a node, or "" if it is no slice of few rows of a sharded dim."""
         have, span = demands[0].have, _selected_span(node)
-        if span is None or not isinstance(have, Shard) or node.meta["val"].dtype == torch.bool:
+        if span is None or not isinstance(have, Shard) or not is_summed(node.meta["val"].dtype):
             return ""
         _, length = span
         is_simple = have.is_only_factor and not have.frame.order.is_balanced

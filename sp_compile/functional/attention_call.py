@@ -284,13 +284,13 @@ class AttentionCall(RankCall):
         """Return what must be equal on all ranks, as text that the ranks compare and errors show.
 
         Returns:
-            The shapes, the dtype, the function, the required gradients and the options, without the seed.
+            The shapes, the dtypes, the function, the required gradients and the options, without the seed.
         """
         options, width = self.options, self.width
         grads = [needs_gradient(x) for x in (self.q, self.k, self.v, options.attn_mask, options.sinks)]
         values = {f.name: getattr(options, f.name) for f in fields(options) if f.name != "seed"}
         option_texts = [
-            f"{name} {list(value.shape)}" if isinstance(value, Tensor) else f"{name}={value}"
+            f"{name} {list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else f"{name}={value}"
             for name, value in values.items()
         ]
         ranks = f"{width} x {self.ranks.n // (width or 1)} ranks"

@@ -132,6 +132,20 @@ def test_simulated_ranks_raise_as_well() -> None:
         run_ranks(2, live)
 
 
+@pytest.mark.parametrize("name", ["attn_mask", "documents", "sinks"])
+def test_dtypes_of_options_are_compared(name: str) -> None:
+    def live(rank: int) -> Tensor:
+        options = {
+            "attn_mask": torch.zeros(16, 16, dtype=torch.float32 if rank else torch.bool),
+            "documents": torch.zeros(1, 16, dtype=torch.int32 if rank else torch.int64),
+            "sinks": torch.zeros(4, dtype=torch.float64 if rank else torch.float32),
+        }
+        return ring_attention(*operands(), mesh=Ranks(2, SIMULATED_GROUP), **{name: options[name]})
+
+    with pytest.raises(SpError, match=rf"(?s)SP508: .*{name} \[[\d, ]+\] torch\."):
+        run_ranks(2, live)
+
+
 # One rank is enough for what does not depend on the others.
 
 

@@ -12,6 +12,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.frames import local_row_count
+from sp_compile.lowering.comm.communicator import from_sendable, to_sendable
 from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
 
 sp = torch.ops.sp
@@ -271,3 +272,12 @@ def test_backward_communicates(name: str) -> None:
 def test_every_rank_reads_its_own_index() -> None:
     read = run_ranks(4, lambda r: sp.rank(SIMULATED_GROUP, torch.device("cpu")))
     assert [int(rank) for rank in read] == [0, 1, 2, 3]
+
+
+def test_sums_of_int16_are_sent_in_a_dtype_of_every_backend() -> None:
+    """Gloo has no int16. The sum wraps around as in int16."""
+    x, y = torch.tensor([30000, -30000, 7], dtype=torch.int16), torch.tensor([30000, -30000, -9], dtype=torch.int16)
+    sent = [to_sendable(part, summed=True) for part in (x, y)]
+    assert sent[0].dtype == torch.int32
+    assert from_sendable(sent[0] + sent[1], x).equal(x + y)
+    assert from_sendable(to_sendable(x), x).equal(x)  # not summed: as bytes

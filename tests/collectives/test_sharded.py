@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sp_compile import SpError
 from sp_compile.lowering.collectives.shard_storage import Layout, Origin, RowPermutation
+from sp_compile.lowering.collectives.shard_views import make_view
 from sp_compile.lowering.collectives.sharded import Sharded, from_local, to_local, write
 from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
 from sp_compile.lowering.torch_compat import FakeTensorMode
@@ -227,6 +228,49 @@ def test_data_that_is_assigned() -> None:
             y.data = X[:1]
 
     on_ranks(LAYOUTS[2], rank)
+
+
+RESHAPES: dict[str, Callable[[Tensor], object]] = {
+    "t": lambda x: x.t_(),
+    "transpose": lambda x: x.transpose_(0, 1),
+    "squeeze": lambda x: x.squeeze_(),
+    "unsqueeze": lambda x: x.unsqueeze_(0),
+    "resize": lambda x: x.resize_(2, 3),
+    "set": lambda x: x.set_(torch.zeros(2, dtype=x.dtype)),
+    "as_strided": lambda x: x.as_strided_((2, 3), (3, 1)),
+}
+
+
+@pytest.mark.parametrize("way", RESHAPES)
+def test_in_place_ops_cannot_change_the_shape(way: str) -> None:
+    """Aliases share the storage, but not the shape; `detach_` and a plain operand are allowed."""
+
+    def rank(layout: Layout) -> None:
+        y = from_local(layout.local_rows(X[0]), layout, LENGTH)
+        with pytest.raises(SpError, match=f"SP324: .*{way}_"):
+            RESHAPES[way](y.detach())
+        torch.testing.assert_close(y.detach_().full(), X[0])
+        torch.testing.assert_close(torch.empty(0, dtype=X.dtype).resize_as_(y).copy_(y), X[0])
+
+    on_ranks(Layout(0, 2, SIMULATED_GROUP, (0, 1)), rank)
+
+
+def test_copies_and_sums_of_views_have_the_nearest_rows_in_padding() -> None:
+    """Rows of the base before and after a view would be NaN in the padding of the next graph."""
+    base = X.index_fill(1, torch.tensor([0, LENGTH - 1]), torch.nan)
+    ways: list[Callable[[Tensor], Tensor]] = [lambda v: v, lambda v: v.clone(), lambda v: v.float(), lambda v: v + v]
+
+    def rank(layout: Layout) -> None:
+        y = from_local(layout.local_rows(base), layout, LENGTH)
+        for way in ways:
+            view = way(make_view(y, [lambda x: x[:, 1:-1]]))
+            assert isinstance(view, Sharded)
+            assert not view.is_gathered
+            assert to_local(view, view.sharding).isfinite().all()
+
+    for layout in LAYOUTS:
+        if layout.n > 1 and layout.is_plain and layout.balanced is None:
+            on_ranks(layout, rank)
 
 
 def test_it_is_gathered_once() -> None:

@@ -23,6 +23,23 @@ def test_exchanged_extremes_are_not_rounded(scan, accumulate, exchange):
     assert torch.cat(shards).equal(scan(x, 0, "max"))
 
 
+@pytest.mark.parametrize("op", ["sum", "prod"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("segmented", [False, True])
+def test_integers_are_rounded_before_they_are_combined(op, dtype, segmented):
+    odd = 257 if dtype == torch.bfloat16 else 2**24 + 1
+    x = torch.tensor([odd, -odd + 1, 0, 0] if op == "sum" else [odd, odd, 1, 1])
+    ids = torch.zeros(4, dtype=torch.int64) if segmented else None
+
+    def scan(rank):
+        segments = None if ids is None else ids.chunk(N)[rank]
+        return torch.ops.sp.scan(x.chunk(N)[rank], segments, 0, op, dtype=dtype, frame=[1, 4, 0, 4], n=N, group="sim")
+
+    wanted = getattr(torch, f"cum{op}")(x, 0, dtype=dtype)
+    assert torch.cat(run_ranks(N, scan)).equal(wanted)
+    assert torch.ops.sp.scan(x, ids, 0, op, dtype=dtype).equal(wanted)
+
+
 @pytest.mark.parametrize("op", ["sum", "max", "logsumexp"])
 def test_a_dim_of_no_elements_beside_the_scanned_one(op):
     def scan(rank):

@@ -277,6 +277,24 @@ def test_windows_keep_the_sequence_in_order():
     assert len(report.fallbacks) == 1
 
 
+class RowsOfDtype(nn.Module):
+    """One row, two rows and a shift of values that torch cannot add or fill."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x):
+        y = (x.cumsum(1) * 9).to(self.dtype)
+        rows = y[:, 3], y[:, -1:], y[:, :2], F.pad(y, (0, 0, 1, -1)), y.roll(1, 1)
+        return x.cumsum(1), *(part.float() for part in rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn])
+def test_rows_of_a_dtype_without_arithmetic(dtype):
+    assert sp_compile.verify(RowsOfDtype(dtype), torch.rand(2, 7, 4), sp=2).worst == 0
+
+
 class Subsampled(nn.Module):
     """Attention over the rows of two convolutions with a stride of 2, with positions added, as in speech models."""
 

@@ -290,6 +290,25 @@ class Resetting(Mixer):
         return (self.out(mixed.flatten(2)) - x).pow(2).mean()
 
 
+@pytest.mark.parametrize("large", [-90.0, -110.0, -1e5, -1e9])
+@pytest.mark.parametrize("vector", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_finite_decays_are_precise(kind: str, vector: bool, large: float) -> None:
+    """Differences of float32 sums would lose the decays after a large one."""
+    operands = random_operands(kind, vector, documents=True, with_initial=True)
+    with torch.no_grad():
+        operands[3][:, 5::20] = large
+    leaves = [x for x in operands if x is not None and x.requires_grad]
+    expected, _ = attend(*operands, 0.5)
+    single = [x.float() if x is not None and x.is_floating_point() else x for x in operands]
+    found = sp.linear_attention(*single[:8], None, None, single[8], 0.5, "")
+    cotangent = torch.randn_like(found)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-4)
+    found_grads = torch.autograd.grad(found, leaves, cotangent)
+    for x, y in zip(found_grads, torch.autograd.grad(expected, leaves, cotangent.double()), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-3)
+
+
 def _train_with_resets(kernel: str, resets: str) -> Any:
     torch.manual_seed(1)
     x, is_reset = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64), torch.zeros(2, LENGTH, dtype=torch.bool)
