@@ -104,7 +104,7 @@ def fill_nodes(gm: GraphModule) -> set[Node]:
                 requires_grad = node.op == "get_attr"
             if is_tensor(node) and node.meta["val"].is_floating_point() and not requires_grad:
                 fills.add(node)
-        elif node.op == "call_function" and not _is_condition(node):
+        elif node.op == "call_function" and not _has_bool_result(node):
             leaves = pytree.tree_leaves((node.args, dict(node.kwargs)))
             has_fill = not fills.isdisjoint(node.all_input_nodes) or any(map(_can_be_fill, leaves))
             if has_fill or factors[node] >= MIN_FILL:
@@ -123,7 +123,7 @@ def constant_factors(graph: Graph) -> dict[Node, float]:
         factor = max((factors[x] for x in node.all_input_nodes), default=1.0)
         # Sizes and indices, which are in lists or operands of other ops, are not in a value.
         numbers = [abs(float(x)) for x in (*node.args, *node.kwargs.values()) if _is_finite_number(x)]
-        if packet in _WEIGHTED_SUMS or _is_condition(node):
+        if packet in _WEIGHTED_SUMS or _has_bool_result(node):
             factor = 1.0
         elif packet in (aten.mul, aten.multiply):
             factor *= math.prod(numbers)
@@ -141,7 +141,7 @@ def _is_finite_number(x: Any) -> bool:
     return isinstance(x, int | float) and not isinstance(x, bool) and x != 0 and math.isfinite(x)
 
 
-def _is_condition(node: Node) -> bool:
+def _has_bool_result(node: Node) -> bool:
     """Return True for a tensor of bools."""
     return is_tensor(node) and node.meta["val"].dtype == torch.bool
 
