@@ -48,6 +48,14 @@ def node_packet(node: Node) -> Any:
     return getattr(node.target, "overloadpacket", node.target) if node.op == "call_function" else None
 
 
+def is_same_argument(a: Any, b: Any) -> bool:
+    """Return True if two arguments are equal, with constants of equal types: 1, 1.0 and True differ, and 0.0 and -0.0.
+
+    They may contain nodes, and are nested equally then.
+    """
+    return bool(a == b) and repr(a) == repr(b)
+
+
 def op_name(node: Node) -> str:
     """Return the name of the op that a node calls, without its overload, such as "aten::mm"; "" for other nodes."""
     return str(schema_of(node.target).name) if isinstance(node.target, OpOverload) else ""

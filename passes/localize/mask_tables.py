@@ -23,7 +23,7 @@ from torch.fx import GraphModule, Node, map_arg
 from sp_compile.lowering.torch_compat import OpOverload
 from sp_compile.passes.base import Pass
 from sp_compile.passes.context import PassContext
-from sp_compile.passes.graph.call import OpCall
+from sp_compile.passes.graph.call import OpCall, is_same_argument
 from sp_compile.passes.graph.closure import reachable_set
 from sp_compile.passes.graph.mutation import is_pure
 
@@ -105,7 +105,7 @@ def _is_same_computation(a: Node, b: Node) -> bool:
     # map_arg returns the arguments with None, the result of `append`, in place of each node
     constants_of_a = map_arg((a.args, a.kwargs), operands_of_a.append)
     constants_of_b = map_arg((b.args, b.kwargs), operands_of_b.append)
-    is_same_form = constants_of_a == constants_of_b and len(operands_of_a) == len(operands_of_b)
+    is_same_form = is_same_argument(constants_of_a, constants_of_b) and len(operands_of_a) == len(operands_of_b)
     return is_same_form and all(map(_is_same_computation, operands_of_a, operands_of_b))
 
 

@@ -12,6 +12,7 @@ w.t() is then a partial-gradient node: no user needs its gradient to be summed.
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -25,12 +26,15 @@ from sp_compile.passes.propagation.node_steps import SUMMAND_GRAD
 from sp_compile.passes.sharding.placement import REPLICATE, PlacementPlan
 from sp_compile.passes.sharding.rule import transfer_of
 
+sp = torch.ops.sp
 # The size of DDP's buckets: large enough for bandwidth, small enough to overlap with the rest of the backward.
 BUCKET_BYTES = 25 << 20
 # A bucket is a second copy of its gradients while it is filled. This limits its share of all summed bytes, unless it
 # is small.
 BUCKET_SHARE = 1 / 16
 SMALL_BUCKET = 1 << 20
+# ops with a backward of the user's, or one that rounds its gradient to a low precision
+NONLINEAR_BACKWARDS = (sp.scaled_linear.default, sp.subclass_linear.default, sp.token_function.default)
 
 
 def differentiable_nodes(gm: GraphModule) -> set[Node]:
@@ -73,9 +77,19 @@ def _is_replicated_call(node: Node, plan: PlacementPlan) -> bool:
     # A node in `plan.wants` runs on shards.
     if node.op != "call_function" or node in plan.wants or transfer_of(node.target) is not None:
         return False
-    if node.target is not operator.getitem and not isinstance(node.target, OpOverload):
+    if node.target is not operator.getitem and not _has_linear_backward(node.target):
         return False
     return all(p == REPLICATE for p in plan.placements.get(node, ()))
+
+
+def _has_linear_backward(target: Any) -> bool:
+    """Return True if the backward of an op maps the sum of two gradients of its result to the sum of those it returns.
+
+    Those of torch's ops do. A custom op or autograd Function may clip or round its gradients.
+    """
+    if not isinstance(target, OpOverload) or target in NONLINEAR_BACKWARDS:
+        return False
+    return target.namespace in ("aten", "prims", "sp")
 
 
 def _gives_partial_grad(node: Node, user: Node, plan: PlacementPlan, partial_grad_nodes: set[Node]) -> bool:

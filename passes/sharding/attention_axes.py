@@ -12,13 +12,13 @@ import math
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from sp_compile.lowering.base.dtypes import MIN_FILL
 from sp_compile.lowering.base.ranks import STRATEGIES
 from sp_compile.lowering.masks.predicate import predicate_symbols
 from sp_compile.lowering.torch_compat import flex_attention_op, pytree, varlen_attention
-from sp_compile.passes.graph.call import OpCall, is_tensor
+from sp_compile.passes.graph.call import OpCall, is_tensor, node_packet
 from sp_compile.passes.graph.node_info import node_info
 
 # attention ops: q, k, v are the first three tensor operands; all accept dropout_p, scale and enable_gqa
@@ -78,15 +78,25 @@ def has_absorbing_sinks(call: OpCall) -> bool:
     return sinks is not None and sinks not in fill_nodes(sinks.graph.owning_module)
 
 
+aten = torch.ops.aten
+# products with learned weights, or averages: constants before them, such as those of each layer, do not add up
+_WEIGHTED_SUMS = {aten.linear, aten.matmul, aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.einsum, aten.softmax}
+# ops with a number that is a term of the result, or all of it
+_CONSTANT_TERMS = {
+    aten.add, aten.sub, aten.rsub, aten.subtract, aten.where, aten.masked_fill, aten.full, aten.full_like,
+    aten.new_full, aten.fill, aten.scalar_tensor,
+}  # fmt: skip
 SLICE_ENDS = 2**40  # minimum magnitude of an int that is the open end of a slice, as in x[:, 1:], and not a fill
 
 
 def fill_nodes(gm: GraphModule) -> set[Node]:
     """Return the values that may contain fills: large finite negative numbers, such as finfo.min, in place of -inf.
 
-    These are float inputs without gradients, which may be masks, large constants, and all values computed from them.
+    These are float inputs without gradients, which may be masks, large constants, products with constants that are
+    large together (`constant_factors`), and all values computed from them, except conditions.
     """
     fills: set[Node] = set()
+    factors = constant_factors(gm.graph)
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             requires_grad = node_info(node).requires_grad
@@ -94,11 +104,51 @@ def fill_nodes(gm: GraphModule) -> set[Node]:
                 requires_grad = node.op == "get_attr"
             if is_tensor(node) and node.meta["val"].is_floating_point() and not requires_grad:
                 fills.add(node)
-        elif node.op == "call_function":
+        elif node.op == "call_function" and not _has_bool_result(node):
             leaves = pytree.tree_leaves((node.args, dict(node.kwargs)))
-            if not fills.isdisjoint(node.all_input_nodes) or any(map(_can_be_fill, leaves)):
+            has_fill = not fills.isdisjoint(node.all_input_nodes) or any(map(_can_be_fill, leaves))
+            if has_fill or factors[node] >= MIN_FILL:
                 fills.add(node)
     return fills
+
+
+def constant_factors(graph: Graph) -> dict[Node, float]:
+    """Return a bound of the constants in each value: its magnitude, if all inputs are between -1 and 1.
+
+    It is 10**9 for (mask - 1) * 1000 * 1000 * 1000, and for (mask - 1) / 1e-9. The nodes need no metadata.
+    """
+    factors: dict[Node, float] = {}
+    for node in graph.nodes:
+        packet = node_packet(node)
+        factor = max((factors[x] for x in node.all_input_nodes), default=1.0)
+        # Sizes and indices, which are in lists or operands of other ops, are not in a value.
+        numbers = [abs(float(x)) for x in (*node.args, *node.kwargs.values()) if _is_finite_number(x)]
+        if packet in _WEIGHTED_SUMS or _has_bool_result(node):
+            factor = 1.0
+        elif packet in (aten.mul, aten.multiply):
+            factor *= math.prod(numbers)
+        elif packet in (aten.div, aten.divide, aten.true_divide):
+            factor /= math.prod(numbers)
+        elif packet in _CONSTANT_TERMS and not _is_integer(node):  # an integer may be a position
+            factor = max(factor, *numbers, 1.0)
+            factor *= abs(float(node.kwargs.get("alpha", 1)))
+        factors[node] = factor
+    return factors
+
+
+def _is_finite_number(x: Any) -> bool:
+    """Return True for a Python number other than 0, infinity, NaN and a bool."""
+    return isinstance(x, int | float) and not isinstance(x, bool) and x != 0 and math.isfinite(x)
+
+
+def _has_bool_result(node: Node) -> bool:
+    """Return True for a tensor of bools."""
+    return is_tensor(node) and node.meta["val"].dtype == torch.bool
+
+
+def _is_integer(node: Node) -> bool:
+    """Return True for a tensor of integers; False if the node has no metadata."""
+    return is_tensor(node) and not (node.meta["val"].is_floating_point() or node.meta["val"].is_complex())
 
 
 def _can_be_fill(leaf: Any) -> bool:

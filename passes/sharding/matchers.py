@@ -24,7 +24,7 @@ import torch
 from torch.fx import Node
 
 from sp_compile.lowering.torch_compat import FakeTensor
-from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape, node_tensors, parse_overloads
+from sp_compile.passes.graph.call import OpCall, is_same_argument, is_tensor, node_shape, node_tensors, parse_overloads
 from sp_compile.passes.graph.closure import iterate_reachable
 from sp_compile.passes.graph.mutation import is_pure, is_written
 from sp_compile.passes.graph.node_info import node_info
@@ -327,7 +327,9 @@ def is_same_call(a: Node, b: Node) -> bool:
     """Return True if both are the same node, or the same call of a pure op."""
     if a is b:
         return True
-    return a.op == "call_function" and (a.target, a.args, a.kwargs) == (b.target, b.args, b.kwargs) and is_pure(a)
+    if a.op != "call_function" or a.target != b.target or not is_pure(a):
+        return False
+    return is_same_argument((a.args, a.kwargs), (b.args, b.kwargs))
 
 
 def is_only_read_by(value: Node, node: Node) -> bool:

@@ -3,8 +3,8 @@
     all_reduce(ce) / n + 0.01 * (all_reduce(z) / m)     ->     all_reduce(ce / n + 0.01 * (z / m))
 
 A cross-entropy and its z-loss then have one gradient, computed in the forward's loop over tiles. Bytes sent: those of
-one sum instead of several. Unchanged: sums with other readers, casts (a half type rounds each rank's sum), and numbers
-that are added to a sum, which every rank would count.
+one sum instead of several. Unchanged: sums with other readers, casts (a half type rounds each rank's sum), sums in
+float16 (one rank's may overflow), and numbers that are added to a sum, which every rank would count.
 
 A partial value (`Partial`) is one summand of each rank; the all_reduce adds them. A scaling multiplies a partial value
 by a replicated one, so that it may run before the all_reduce.
@@ -12,6 +12,7 @@ by a replicated one, so that it may run before the all_reduce.
 
 from __future__ import annotations
 
+import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.passes.context import PassContext
@@ -39,6 +40,8 @@ class MarkPartialSums(DemandPass):
         scalings: dict[Node, tuple[Node, ...]] = {}
         for node in gm.graph.nodes:
             if isinstance(plan.of(node), Partial):
+                if node.meta["val"].dtype == torch.float16:
+                    continue
                 scalings[node] = ()
             elif node.target in LINEAR_OPS:
                 terms = summed_operands(node)

@@ -29,6 +29,7 @@ from .discharge import DemandPass
 
 sp, aten = torch.ops.sp, torch.ops.aten
 MEAN_OPS = (aten.mean.default, aten.mean.dim)
+SUM_OPS = (aten.sum.default, aten.sum.dim_IntList, aten.nansum.default)
 
 
 class DecomposeMeans(DemandPass):
@@ -124,10 +125,27 @@ class ReducePartials(DemandPass):
         for source in filter(is_tensor, node.all_input_nodes):
             is_reduced = any(user.target is sp.all_reduce.default for user in source.users)
             if isinstance(self.plan.of(source), Partial) and not is_reduced:
+                if source.target in SUM_OPS and source.meta["val"].dtype in HALF:
+                    self._reduce_half(source)
+                    continue
                 args = (source, self.job.ranks.n, self.job.ranks.group)
                 with self.insert_after(source):
                     self.insert_between(source, self.emit(sp.all_reduce.default, args, source.meta["val"], source))
                 self.note(source, "adds the partial sums of the ranks")
+
+    def _reduce_half(self, source: Node) -> None:
+        """Replace a sum in a half type by one in float32, of which only the sum over all ranks is rounded.
+
+        The sum of one rank may overflow float16 where that of all ranks does not.
+        """
+        args, kwargs = source.args, {**source.kwargs, "dtype": torch.float32}
+        with self.graph.inserting_before(source):
+            partial = self.compute(source.target, args, source, kwargs)
+            reduce_args = (partial, self.job.ranks.n, self.job.ranks.group)
+            total = self.emit(sp.all_reduce.default, reduce_args, partial.meta["val"], source)
+            rounded = self.cast(total, source.meta["val"].dtype, source)
+        self.replace(source, rounded)
+        self.note(partial, "adds the partial sums of the ranks")
 
 
 class ReduceExtremes(DemandPass):

@@ -12,10 +12,12 @@ from support.golden import captured
 from torch import Tensor
 from torch.fx import Node
 
+from sp_compile.passes.graph.call import is_same_argument
 from sp_compile.passes.sharding.matchers import (
     constant_value,
     is_cast_op,
     is_copy,
+    is_same_call,
     keeps_order,
     match_join,
     match_pad,
@@ -120,6 +122,21 @@ def test_pads() -> None:
 )
 def test_origins(function: Callable[[Tensor], Tensor], undone: bool) -> None:
     assert (value_origin(last(function)).op == "placeholder") == undone
+
+
+def test_adjoints_of_complex_numbers_conjugate() -> None:
+    assert value_origin(last(lambda x: x.mH.mT)).op == "placeholder"
+    assert value_origin(last(lambda x: torch.complex(x, x).mH.mT)).target != torch.ops.aten.complex.default
+    assert value_origin(last(lambda x: torch.complex(x, x).mT.mT)).target == torch.ops.aten.complex.default
+
+
+def test_constants_of_equal_calls_have_one_type() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    call, *others = (graph.call_function(torch.ops.aten.mul.Tensor, (x, c)) for c in (1, 1, 1.0, True))
+    assert [is_same_call(call, other) for other in others] == [True, False, False]
+    assert is_same_argument([x, 0.0], [x, 0.0])
+    assert not is_same_argument([x, 0.0], [x, -0.0])
 
 
 @pytest.mark.parametrize(

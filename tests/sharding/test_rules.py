@@ -106,6 +106,13 @@ def test_smooth_ops_are_finite_with_finite_derivatives(op: Any, value: float | N
     assert checked
 
 
+@pytest.mark.parametrize("op", [aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor], ids=str)
+def test_infinite_constants_are_not_smooth(op: Any) -> None:
+    x = torch.ones(2)
+    assert is_smooth(brute.node_of(op, (x, 3.0), {})[0])
+    assert not is_smooth(brute.node_of(op, (x, torch.inf), {})[0])
+
+
 def test_shards_equal_the_full_result_on_torch_samples() -> None:
     ops, wrong = set(), []
     for op, (args, kwargs) in opinfo.samples():

@@ -41,6 +41,15 @@ sum_rows.register_autograd(
 )
 
 
+@torch.library.custom_op("sp_tests::clip_gradient", mutates_args=())
+def clip_gradient(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+clip_gradient.register_fake(torch.empty_like)
+clip_gradient.register_autograd(lambda ctx, grad: grad.clamp(-0.1, 0.1))
+
+
 @pytest.fixture(autouse=True)
 def rules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rule, "RULES", copy.copy(rule.RULES))
@@ -84,6 +93,16 @@ def test_a_scan_of_the_user_is_gathered() -> None:
         report = sp_compile.verify(model, torch.randn(2, 7, 4, dtype=torch.float64), sp=2)
     assert report.worst < 1e-12
     assert [note.label for note in report.fallbacks] == ["gather"]
+
+
+def test_a_backward_of_the_user_gets_full_gradients() -> None:
+    """A clipped sum over the ranks is not the sum of clipped summands."""
+
+    def model(x: Tensor, w: Tensor) -> Tensor:
+        return (x.sin() @ torch.ops.sp_tests.clip_gradient(w * 1.0)).sin()
+
+    x, w = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 7, 6), (6, 5)))
+    assert sp_compile.verify(model, x, w, sp=2, seq_dims={"x": 1}).worst < 1e-9
 
 
 def test_results_of_other_dims_than_the_text_have_no_rule() -> None:

@@ -32,6 +32,7 @@ from sp_compile.passes.canonical.elementwise_functions import is_pure_pointwise
 from sp_compile.passes.graph.call import OpCall, is_tensor, node_packet, node_shape
 from sp_compile.passes.graph.edit import GraphEditor, interpret_graph
 from sp_compile.passes.graph.sizes import as_size, is_same_size
+from sp_compile.passes.sharding.attention_axes import constant_factors
 from sp_compile.passes.sharding.matchers import carries_gradient, constant_value
 
 from .elements import NotSymbolic
@@ -364,6 +365,7 @@ def _adds_fills(graph: Graph) -> bool:
 
     Constants in indices and conditions do not reach the result.
     """
+    factors = constant_factors(graph)
     reaches_result = {graph.output_node().args[0]}
     for node in reversed(graph.nodes):  # from the result back to its operands
         packet = node_packet(node)
@@ -375,7 +377,8 @@ def _adds_fills(graph: Graph) -> bool:
         elif packet is aten.where:
             args = args[1:]  # without the condition
         # The absolute value, as the function may subtract a large positive constant, or multiply by -1.
-        if any(isinstance(x, int | float) and MIN_FILL <= abs(x) < float("inf") for x in args):
+        is_large = any(isinstance(x, int | float) and MIN_FILL <= abs(x) < float("inf") for x in args)
+        if is_large or factors[node] >= MIN_FILL:
             return True
         reaches_result |= {x for x in args if isinstance(x, Node)}
     return False

@@ -46,7 +46,16 @@ def _permute_rule(permute: Any) -> RuleFunction:
     return instantiate
 
 
-rule(parse_overloads("adjoint mH mT"), "... a b -> ... b a", lazy=True)
+rule(aten.mT.default, "... a b -> ... b a", lazy=True)
+
+
+@register_rule_function(aten.adjoint.default, aten.mH.default)
+def _adjoint_rule(call: OpCall) -> BoundRule | None:
+    """Return the rule of a transpose that conjugates complex elements, and only moves others."""
+    is_complex = call.operands[0].meta["val"].is_complex()
+    return bind_rule(call, "... a b -> ... b a", lazy=not is_complex)
+
+
 register_rule_function(aten.numpy_T.default, aten.t.default)(_permute_rule(lambda dims, call: dims[::-1]))
 register_rule_function(aten.permute.default)(
     _permute_rule(lambda dims, call: [dims[wrap_dim(d, len(dims))] for d in call["dims"]])

@@ -101,8 +101,8 @@ def is_smooth(node: Node) -> bool:
     if rule is None or not (rule.lazy or node.target in SMOOTH_OPS):
         return False
     call = OpCall(node)
-    fill, eps = call.get("value"), call.get("eps")  # of masked_fill, and of norms
-    if isinstance(fill, float) and not math.isfinite(fill):
+    eps = call.get("eps")  # of norms
+    if any(isinstance(x, float) and not math.isfinite(x) for x in call.args.values()):  # as in x + inf, masked_fill
         return False
     return eps is None or eps > 0
 

@@ -145,6 +145,18 @@ def test_rewritten_op(name: str) -> None:
     assert len(OpCall(node)["tables"]) == {"documents": 2, "a mask by head": 0}.get(name, 1)
 
 
+@pytest.mark.parametrize(("factor", "fills"), [(1000, True), (2, False)])
+def test_products_of_constants_may_be_fills(factor: int, fills: bool) -> None:
+    keep = torch.zeros(2, LENGTH, dtype=torch.long)
+
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s + (keep.float() - 1)[b, k] * factor * factor
+
+    graph, _ = canonical(lambda x: flex_attention(*x, score_mod=score_mod), qkv())
+    (node,) = attention_nodes(graph)
+    assert show_score(OpCall(node)["score"]).startswith("fills: ") is fills
+
+
 PREDICATES = {"documents": "(k <= q) & (col0 < 3)"}
 TEXTS = {
     "distances": "(s + index(table0, [head0, (((k - q) + 13) - 1)]))",

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from support import ranks as worker
 from support.attention.score_texts import score_of
 from support.capturing import compile_function
-from support.golden import show
+from support.golden import captured, show
 from support.models import check, floats, seeded
 from support.parity import Outcome, against_eager
 from support.parity import check as same_on_ranks
@@ -70,6 +70,27 @@ def test_a_bias_that_may_hold_anything_stays() -> None:
     """An untrained float input: for a row of finfo.min, fused attention would have another gradient."""
     gm = canonical(FORMS["bias"][0], differentiable=False)
     assert not [n for n in gm.graph.nodes if n.target in ATTENTION]
+
+
+@pytest.mark.parametrize(
+    ("bias", "is_fused"),
+    [
+        (lambda keep: (keep.float() - 1) * 10**9, False),
+        (lambda keep: ((keep - 1) * 10**9).float(), False),
+        (lambda keep: (keep.float() - 1) * 1000 * 1000 * 1000, False),
+        (lambda keep: (keep.float() - 1) / 1e-9, False),
+        (lambda keep: (1 - keep.float()) * -100, True),
+    ],
+)
+def test_products_of_constants_may_be_fills(bias: Callable[[Tensor], Tensor], is_fused: bool) -> None:
+    """A row of padding only: fused attention would have another gradient."""
+
+    def attend(q: Tensor, keep: Tensor) -> Tensor:
+        return (q @ q.mT / 2 + bias(keep)[:, None, None]).softmax(-1) @ q
+
+    gm = captured(attend, torch.randn(1, 2, 6, 4), torch.zeros(1, 6, dtype=torch.long))
+    Canonicalize()(gm)
+    assert any(n.target in ATTENTION for n in gm.graph.nodes) is is_fused
 
 
 def test_untrained_sinks_may_be_fills() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -131,6 +133,21 @@ def test_half_types_are_rounded_once(dtype: torch.dtype) -> None:
     torch.testing.assert_close(
         found.double(), right(*batch(16)), rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=0
     )
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda x: (x * 2).half().sum(1),
+        lambda x: (x * 2).half().nansum(1),
+        lambda x: (x * 2).half().sum() / 2 + (x * 2).half().sum(),
+    ],
+)
+def test_sums_of_ranks_do_not_overflow(model: Any) -> None:
+    """The sums of both ranks exceed the range of float16, and their sum is 0."""
+    x = torch.full((1, 8, 2), 3e4)
+    x[:, 4:] *= -1
+    assert sp_compile.verify(model, x.requires_grad_(), sp=2, seq_dims={"x": 1}).worst < 1e-3
 
 
 class Goldens(TestCase):
