@@ -110,7 +110,9 @@ def _invert_permute(view: ViewCall, new: Node, order: tuple[int, ...], emit: Emi
     inverse = inverse_permutation(order)
     is_einsum = not isinstance(view.base, Node)  # its first argument is the equation
     if inverse == [*order] and not is_einsum:
-        return emit(view.node.target, new, *view.args)
+        base = emit(view.node.target, new, *view.args)
+        # The base of mH is no lazy conjugate, which other views of it would reject.
+        return emit(aten.resolve_conj.default, base) if base.meta["val"].is_conj() else base
     return emit(aten.permute.default, new, inverse)
 
 

@@ -227,6 +227,8 @@ WRITTEN: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "view of a copy": lambda y, z: (y.t() * 2).copy_(z).t().view(-1) * 1,
     "strides of a fill": lambda y, z: (y.t() * 2).fill_(z[0, 0]),
     "strides of a joined split": lambda y, z: fill_pieces(y),
+    "conjugate transpose": lambda y, z: (lambda c: (c.mH.add_(1j), torch.view_as_real(c) * 1)[1])(torch.complex(y, y)),
+    "draws": lambda y, z: (lambda h: (h[0].bernoulli_(0.5), h[1].bernoulli_(), h[1, :2].bernoulli_(0.9), h)[3])(y * 2),
     "last rows": lambda y, z: (lambda h: (h.narrow(1, -2, 2).add_(1), h)[1])(y * 2),
 }
 
@@ -237,6 +239,7 @@ def test_a_written_tensor_keeps_its_memory_and_strides(name: str) -> None:
     outcomes = []
     torch._dynamo.reset()
     for f in (WRITTEN[name], torch.compile(WRITTEN[name], backend=Backend())):
+        torch.manual_seed(0)
         inputs = [torch.arange(6.0).view(2, 3), torch.arange(6.0).view(3, 2) * 10]
         results = f(*inputs)
         results = results if isinstance(results, tuple) else (results,)
