@@ -323,8 +323,12 @@ class _TracingInterpreter(Interpreter):
                     "jvp).",
                 )
             n.meta = {key: first.meta[key] for key in INHERITED_META if key in first.meta}
-        # Replay it.
+        # Replay it. The recording contains the casts of autocast, also where the region has disabled it.
+        devices = dict.fromkeys(n.args[0] for n in nodes if n.target is torch_compat.enter_autocast)
+        entered = [self.change_autocast(torch_compat.enter_autocast, (d, None, False, None), {}) for d in devices]
         results = Interpreter(plain).run(*arguments)
+        for node in reversed(entered):
+            self.change_autocast(torch_compat.exit_autocast, (node,), {})
         self.env.update(zip(outputs, results, strict=True))
         self.done |= inside
         return self.env.get(first)

@@ -328,6 +328,7 @@ CAST: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "writes of float32": lambda h, x, w: (h.add_(x), torch.zeros_like(h).add_(x), h.new_zeros(4, 8).copy_(x)),
     "a write to float32": lambda h, x, w: torch.zeros(4, 8).copy_(h) / 3,
     "a vmap": lambda h, x, w: torch.vmap(lambda row: (row.float() * 3).cumsum(0))(h),
+    "a vmap without autocast": lambda h, x, w: torch.vmap(lambda row: multiply_disabled(row, w))(h),
     "a function": lambda h, x, w: FloatProduct.apply(x, w),
     "a region without autocast": lambda h, x, w: (multiply_disabled(h, w), multiply_disabled(h, w) @ w),
 }
