@@ -46,13 +46,19 @@ def _copy_rows(*xs: Tensor) -> Sequence[Tensor]:
     return tuple(map(Tensor.contiguous, xs)) if cpu_copy_bytes(*xs) else xs
 
 
+def _cpu_mask(q: Tensor, args: KernelArgs) -> Tensor | None:
+    """Return the additive mask in q's dtype; in float32, in which the kernel adds it, for half q and another bias."""
+    is_wider = q.dtype in HALF and args.bias is not None and args.bias.dtype != q.dtype
+    return args.additive_mask(torch.float32 if is_wider else q.dtype)
+
+
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
     """Run PyTorch's CPU flash kernel; return out (B, Hq, Q, E) and lse (B, Hq, Q).
 
     It requires equal head dims, so that operands are padded, and out is trimmed. Operands that are read with strides
     are copied first if that is faster (`_copy_rows`).
     """
-    mask, width = args.additive_mask(q.dtype), max(q.shape[-1], v.shape[-1])
+    mask, width = _cpu_mask(q, args), max(q.shape[-1], v.shape[-1])
     # 0.0: no dropout, here and in the backward.
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
         *_copy_rows(*pad_last_dim(width, q, k, v)), 0.0, args.causal, attn_mask=mask, scale=args.scale
@@ -69,7 +75,7 @@ def _cpu_backward(
 
     It requires equal head dims, so that operands are padded, and gradients are trimmed.
     """
-    mask, width = args.additive_mask(q.dtype), max(q.shape[-1], v.shape[-1])
+    mask, width = _cpu_mask(q, args), max(q.shape[-1], v.shape[-1])
     grad, query, key, value, out = pad_last_dim(width, grad, q, k, v, out)
     query, key, value = _copy_rows(query, key, value)  # contiguous, where the kernel is faster then
     # invert_empty_lse: rows without keys get the weights exp(score - inf) = 0, and not NaN

@@ -25,6 +25,8 @@ from torch import Tensor
 
 from sp_compile.lowering.base.errors import SpError
 
+from .pieces import FAR_VALUE
+
 Bounds = tuple[Any, Any]  # minimum and maximum value, both inclusive
 Verdict = bool | None  # True if a condition holds for all pairs, False if for none, None if unknown
 Evaluator = Callable[[Mapping[str, Any]], Any]  # a function from the symbols' values to the expression's value
@@ -130,7 +132,7 @@ def _unsupported_node_error(expr: Any) -> SpError:
 
 # Intervals.
 
-_FAR_BOUND = 1 << 62  # greater than every index, size and value
+_FAR_BOUND = 1 << 80  # greater than every product of two int64
 
 
 def _interval_extremes(operation: Callable[[Any, Any], Any], a: Bounds, b: Bounds) -> Bounds:
@@ -458,9 +460,14 @@ def evaluate_over(text: str, box: Mapping[str, Bounds]) -> Verdict:
 
     Args:
         text: The predicate.
-        box: The inclusive bounds of every symbol of the predicate.
+        box: The inclusive bounds of every symbol of the predicate. From `FAR_VALUE` on they mean that a value has no
+            bound (`pieces.py`).
     """
-    return _evaluate_text(text, tensors=False)(box)
+    known = {
+        name: (low if low > -FAR_VALUE else -_FAR_BOUND, high if high < FAR_VALUE else _FAR_BOUND)
+        for name, (low, high) in box.items()
+    }
+    return _evaluate_text(text, tensors=False)(known)
 
 
 def evaluate_mask(text: str, values: Mapping[str, Tensor | int]) -> Tensor | bool:

@@ -148,3 +148,16 @@ def check(make: Callable[[], Decoder], length: int, ranks: int, **config: Any) -
     alone = error(one_device(half, ids), reference)
     ours = error(on_ranks(half, ids, ranks, **config), reference)
     assert 0 < ours <= 2 * alone, (ours, alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_float32_mask_is_not_rounded(dtype: torch.dtype) -> None:
+    """torch adds such a mask in float32; in bfloat16, 300.4 and 301 are both 300."""
+    torch.manual_seed(0)
+    qkv, mask = [torch.randn(1, 2, 8, 8).to(dtype).requires_grad_() for _ in range(3)], torch.randn(8, 8) + 300
+    exact = [x.detach().double().requires_grad_() for x in qkv]
+    out = torch.ops.sp.masked_attention(*qkv, [], [], [], "", 0.0, None, False, attn_mask=mask)
+    right = F.scaled_dot_product_attention(*exact, attn_mask=mask.double())
+    out.sum().backward(), right.sum().backward()
+    torch.testing.assert_close(out.double(), right, rtol=0, atol=0.01)
+    torch.testing.assert_close([x.grad.double() for x in qkv], [x.grad for x in exact], rtol=0, atol=0.03)

@@ -10,12 +10,15 @@ A kernel contains nothing that depends on a rank, a step of a ring or a batch. R
 slopes are inputs, so that one kernel serves all of them.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import sympy
 import torch
+from sympy.core.relational import Relational
 from torch import Tensor
 
 from sp_compile.lowering.masks import predicate as language
@@ -92,6 +95,24 @@ class PairFunctions:
         return _element_at(inputs["mask"], *(index_of[dim] for dim in self.mask_dims))
 
 
+@lru_cache(maxsize=1024)
+def max_magnitude(text: str, largest: int) -> int:
+    """Return a bound of the magnitude of every value that a predicate computes if that of its symbols is `largest`."""
+
+    def bound(expr: Any) -> int:
+        """Return a bound of the values of an expression and of its operands; conditions are 0 or 1."""
+        if expr.is_Symbol:
+            return largest
+        if expr.is_Rational:
+            return max(abs(expr.p), expr.q)
+        operands = [bound(x) for x in expr.args]
+        if isinstance(expr, sympy.Mul):
+            return math.prod(max(x, 1) for x in operands)
+        return sum(operands) if isinstance(expr, sympy.Add | Relational) else max(operands, default=1)
+
+    return bound(language.parse_predicate(text))
+
+
 def pair_functions(
     pairs: PairTexts, queries: int, keys: int, device: torch.device
 ) -> tuple[PairFunctions, list[Tensor]]:
@@ -103,10 +124,11 @@ def pair_functions(
         keys: Rows of the local keys.
         device: Device of the captured tensors.
     """
-    # Row positions and sizes are int32 if all of them are small.
+    # Row positions and sizes are int32 if all of them, and the values that the predicate computes, are small.
     ends = [segment.first + segment.length for segment in (*pairs.q_rows, *pairs.k_rows)]
     largest = max([*map(abs, pairs.sizes.values()), *ends], default=0)
-    dtype = torch.int32 if largest < SMALL_INDEX else torch.int64
+    is_small = largest < SMALL_INDEX and max_magnitude(pairs.predicate, largest) < 1 << 31
+    dtype = torch.int32 if is_small else torch.int64
     captured = {
         "q": _row_positions(pairs.q_rows, queries, dtype, device),
         "k": _row_positions(pairs.k_rows, keys, dtype, device),

@@ -32,6 +32,7 @@ from sp_compile.lowering.triton.flex.flex_tables import (
     tile_kinds,
     tile_size,
 )
+from sp_compile.lowering.triton.flex.flex_texts import max_magnitude
 
 sp = torch.ops.sp
 TEXTS = ["", "30.0*tanh(s/30.0)", "s + head0*(k - q)", "s - Abs(k - q)/8.0 + exp(-s**2)"]
@@ -213,3 +214,11 @@ def test_order_of_tables() -> None:
 
     names = [name for name in BlockMask.__annotations__ if name.endswith(("num_blocks", "indices"))]
     assert tuple(names) == BlockTables._fields
+
+
+@pytest.mark.parametrize(
+    ("text", "is_small"),
+    [("(k <= q) & (q - k < 4)", True), ("(q*65536 >= k*65536)", False), ("q*99999 < k + 7", False)],
+)
+def test_positions_are_int64_for_large_products(text: str, is_small: bool) -> None:
+    assert (max_magnitude(text, 1 << 20) < 1 << 31) == is_small

@@ -15,6 +15,7 @@ from support.attention.score_texts import score_of
 
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.comm.simulate import SIMULATED_GROUP
+from sp_compile.lowering.masks.pieces import FAR_VALUE
 from sp_compile.lowering.masks.predicate import (
     Linear,
     as_linear,
@@ -249,3 +250,11 @@ def test_an_exported_program_that_was_edited_runs_nothing(text: str, tmp_path: P
     with pytest.raises(SpError, match=r"SP441|SP908"):
         torch.export.load(file).module()(*inputs)
     assert not made.exists()
+
+
+def test_values_without_bounds_decide_nothing() -> None:
+    """Vectors with values from FAR_VALUE on, such as sentinels of padding, have its bounds."""
+    far = {"row0": (0, 3), "col0": (-FAR_VALUE, FAR_VALUE)}
+    assert evaluate_over(f"col0 - row0 < {1 << 60}", far) is None
+    assert evaluate_over(f"Ne(col0, {1 << 62})", far) is None
+    assert evaluate_over("col0 - row0 < 5", {"row0": (0, 3), "col0": (0, 4)}) is True
