@@ -102,7 +102,8 @@ def _return_operand(x: Node, leaves: list[Any], trains: bool) -> DeferredOperand
 
 def _needs_gradient(x: Node) -> bool:
     """Return True if gradients may reach the value x."""
-    return node_info(x).requires_grad is not False and x.meta["val"].is_floating_point()
+    value = x.meta["val"]
+    return node_info(x).requires_grad is not False and (value.is_floating_point() or value.is_complex())
 
 
 def _nodes_to_defer(node: Node) -> list[Node] | None:

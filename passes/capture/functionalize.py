@@ -13,7 +13,7 @@ without functional form (custom ops, out= variants, norms with running statistic
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node, map_arg
 
 from sp_compile.lowering import torch_compat
 from sp_compile.lowering.base.errors import SpError, WriteError, node_line
+from sp_compile.passes.graph.call import collect_nodes
 from sp_compile.passes.graph.edit import GraphEditor, erase_dead
 from sp_compile.passes.graph.mutation import (
     Mutation,
@@ -34,7 +35,7 @@ from sp_compile.passes.graph.mutation import (
 from sp_compile.passes.graph.node_info import node_info
 
 from . import view_inverses
-from .aliases import Aliases
+from .aliases import Aliases, node_storages
 
 aten = torch.ops.aten
 RENORM_BEFORE = "Omit max_norm, and call torch.embedding_renorm_ under no_grad before the compiled model."
@@ -83,6 +84,7 @@ class _Functionalizer:
         self.root_values: dict[Node, Node] = {}  # mutated root -> node with its current value
         self.values: dict[Node, _ViewValue] = {}  # last computed value by view or mutated node
         self.replaced: list[Node] = []  # in-place nodes, erased at the end
+        self.copies: list[Node] = []  # copies of the sources of copy_ and fill_, in program order
         # Number of entered autocast regions.
         self.autocast_depth = int(torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))
 
@@ -95,6 +97,7 @@ class _Functionalizer:
         for node in reversed(self.replaced):
             assert not node.users, f"{node} is still read by {list(node.users)}"
             self.graph.erase_node(node)
+        self.remove_copies()
         erase_dead(self.graph)
         self.graph.lint()
         self.gm.recompile()
@@ -257,7 +260,7 @@ class _Functionalizer:
     def new_value(self, node: Node, mutation: Mutation) -> Node:
         """Emit the value that an in-place op writes, converted to the dtype and shape of its target, and return it.
 
-        It is contiguous if the target is.
+        It has the strides of the target if these are dense, and does not share memory with another argument.
         """
         assert mutation.value is not None
         emit = self.emitter(node)
@@ -270,9 +273,32 @@ class _Functionalizer:
         if value.meta["val"].shape != expected.shape:  # the op broadcasts to its target, the first argument
             value = emit(aten.expand.default, value, view_inverses.shape_in_graph(args[0], emit))
         # A later view may need the strides of the mutated tensor.
-        if expected.is_contiguous() and not value.meta["val"].is_contiguous():
-            value = emit(aten.clone.default, value, memory_format=torch.contiguous_format)
+        value = view_inverses.match_strides(value, expected, emit)
+        if any(node_storages(value) & node_storages(x) for x in collect_nodes((args[1:], kwargs))):
+            value = emit(aten.clone.default, value)
+            self.copies.append(value)
         return value
+
+    def remove_copies(self) -> None:
+        """Remove the copies of sources that the caller cannot distinguish from the sources.
+
+        It can if the copy, or a view of it, is a result, and the source is an input or another result.
+        """
+        owners: dict[int, int] = {}  # storage of a removed copy -> storage of its source
+
+        def storages(nodes: Iterable[Node]) -> set[int]:
+            """Return the storages of nodes, without those of removed copies."""
+            return {owners.get(storage, storage) for node in nodes for storage in node_storages(node)}
+
+        inputs = [node for node in self.graph.nodes if node.op in ("placeholder", "get_attr")]
+        for copy in self.copies:
+            (storage,), (source,) = node_storages(copy), storages(copy.all_input_nodes)
+            results = storages(self.graph.output_node().all_input_nodes)
+            if storage in results and source in results | storages(inputs):
+                continue
+            owners[storage] = source
+            copy.replace_all_uses_with(copy.all_input_nodes[0])
+            self.graph.erase_node(copy)
 
     @contextmanager
     def disable_autocast_of_in_place(self, node: Node, device: torch.device) -> Iterator[None]:
@@ -332,8 +358,10 @@ class _Functionalizer:
         """
         if view.target is operator.getitem:
             (split, _), _ = self.aliases.calls[view]  # getitem(split, index)
+            base = self.aliases.parent[split]
             new_base = view_inverses.rejoin_split(self.current_view_call(split), view, new, emit)
         else:
+            base = self.aliases.parent[view]
             new_base = view_inverses.invert_view(self.current_view_call(view), new, emit)
         if new_base is None:
             raise WriteError(
@@ -341,7 +369,7 @@ class _Functionalizer:
                 f"{node.name}: {node_line(node)} changes in place a view that {view.target} created at "
                 f"{node_line(view)}. This op has no known inverse, so that the viewed tensor cannot be updated.",
             )
-        return new_base
+        return view_inverses.match_strides(new_base, base.meta["val"], emit)
 
     def current_view_call(self, view: Node) -> view_inverses.ViewCall:
         """Return the call of a view op on the current value of its base, as `view_inverses` inverts it."""

@@ -10,6 +10,7 @@ from the start of its outermost level to the end. The proxy of a tensor is its n
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from sp_compile.lowering.base.errors import CaptureError, SpError, node_line
 from sp_compile.lowering.scaled_linear import trace_scaled_linear
 from sp_compile.lowering.torch_compat import FakeTensorMode, active_tracer, make_fx, pytree
 from sp_compile.passes.graph.edit import INHERITED_META
+from sp_compile.passes.graph.modes import disable_autocast
 
 from .regions import inline_regions
 
@@ -107,6 +109,7 @@ class _TracingInterpreter(Interpreter):
         self.fake_mode = fake_mode
         self.functorch = _functorch_regions(gm.graph)  # nodes of each functorch region, by its first node
         self.done: set[Node] = set()  # nodes of functorch regions that have run
+        self.autocasts: dict[Node, torch.autocast] = {}  # open autocast regions, by the node that enters them
         self.state_nodes: dict[Any, Node] = {}  # result of a call that changes Python state -> its node in the trace
 
     def run_node(self, n: Node) -> Any:
@@ -151,6 +154,8 @@ class _TracingInterpreter(Interpreter):
 
         State changes, autograd functions and hooks are not ATen ops, so they are recorded as nodes here.
         """
+        if target in (torch_compat.enter_autocast, torch_compat.exit_autocast):
+            return self.change_autocast(target, args, kwargs)
         if target in torch_compat.PYTHON_STATE_CALLS:
             return self.python_state(target, args, kwargs)
         if target is torch_compat.get_data:  # x.data
@@ -198,6 +203,22 @@ class _TracingInterpreter(Interpreter):
             )
         return super().call_function(target, args, kwargs)
 
+    def change_autocast(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record a call that enters or exits autocast, and change the mode of the trace, which torch only records.
+
+        Values then have the dtypes and storages of the run. The trace records the ops without their casts. `trace`
+        restores the mode after an error.
+        """
+        node = super().call_function(target, args, kwargs)
+        with torch_compat.suspend_trace(self.fake_mode):  # entering the mode is no node of the trace
+            if target is torch_compat.enter_autocast:
+                self.autocasts[node] = torch.autocast(*args, **kwargs)
+                self.autocasts[node].__enter__()
+                torch.set_autocast_cache_enabled(False)
+            else:
+                self.autocasts.pop(args[0]).__exit__(None, None, None)
+        return node
+
     def python_state(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that changes Python state, such as the attention backend, and record it as a node.
 
@@ -232,7 +253,10 @@ class _TracingInterpreter(Interpreter):
                 result, saved = Interpreter(forward).run(*leaves)
                 results = result if isinstance(result, tuple | list) else (result,)
                 grads = [torch.empty_like(t) if isinstance(t, torch.Tensor) else None for t in results]
-                lowered_backward = trace(backward, [*grads, *_make_leaves(saved)], self.fake_mode)
+                devices = [t.device.type for t in grads if t is not None]
+                # The backward runs outside of the autocast region of the call.
+                with disable_autocast(devices[0]) if devices else nullcontext():
+                    lowered_backward = trace(backward, [*grads, *_make_leaves(saved)], self.fake_mode)
         for node in lowered_forward.graph.nodes:
             if node.op == "call_function":
                 node.meta.update(tags)
@@ -245,7 +269,7 @@ class _TracingInterpreter(Interpreter):
         """
         tensor, body, *closed_over = args
         with torch_compat.suspend_trace(self.fake_mode):
-            with torch.no_grad():
+            with torch.no_grad(), disable_autocast(tensor.device.type):
                 lowered = trace(body, [torch.empty_like(tensor), *_make_leaves(closed_over)], self.fake_mode)
             out = tensor.view_as(tensor)  # a new tensor, so that the hooked value has a node of its own
         result = _record_node(target, args, kwargs, {body: lowered}, out)
@@ -299,8 +323,12 @@ class _TracingInterpreter(Interpreter):
                     "jvp).",
                 )
             n.meta = {key: first.meta[key] for key in INHERITED_META if key in first.meta}
-        # Replay it.
+        # Replay it. The recording contains the casts of autocast, also where the region has disabled it.
+        devices = dict.fromkeys(n.args[0] for n in nodes if n.target is torch_compat.enter_autocast)
+        entered = [self.change_autocast(torch_compat.enter_autocast, (d, None, False, None), {}) for d in devices]
         results = Interpreter(plain).run(*arguments)
+        for node in reversed(entered):
+            self.change_autocast(torch_compat.exit_autocast, (node,), {})
         self.env.update(zip(outputs, results, strict=True))
         self.done |= inside
         return self.env.get(first)

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from sp_compile.passes.graph.strides import inverse_permutation, is_identity
+from sp_compile.passes.graph.sizes import as_sizes
+from sp_compile.passes.graph.strides import has_other_strides, inverse_permutation, is_identity, order_of_strides
 from sp_compile.passes.sharding.matchers import keeps_order, match_piece, permutation_of
 
 aten = torch.ops.aten
@@ -55,6 +56,23 @@ def shape_in_graph(node: Node, emit: Emit) -> list[Any]:
     ]
 
 
+def match_strides(value: Node, like: torch.Tensor, emit: Emit) -> Node:
+    """Emit a copy of `value` with the strides of `like`, if these are dense and others than its own; return it.
+
+    Strides are dense if the elements fill the memory without a gap. Views of `like` may depend on them.
+    """
+    if like.is_contiguous():
+        is_contiguous = value.meta["val"].is_contiguous()
+        return value if is_contiguous else emit(aten.clone.default, value, memory_format=torch.contiguous_format)
+    is_dense = like.layout is torch.strided and not has_other_strides(torch.empty_like(like), like)
+    if not is_dense or not has_other_strides(value.meta["val"], like):
+        return value
+    order = order_of_strides(as_sizes(like.stride()))
+    value = emit(aten.permute.default, value, order)
+    value = emit(aten.clone.default, value, memory_format=torch.contiguous_format)
+    return emit(aten.permute.default, value, inverse_permutation(order))
+
+
 def _invert_reshape(view: ViewCall, new: Node, emit: Emit) -> Node:
     """Emit the new base of a reshape: the new value in the shape of the base."""
     return emit(aten.reshape.default, new, shape_in_graph(view.base, emit))
@@ -68,6 +86,9 @@ def _invert_by_scatter(op: Any) -> Callable[[ViewCall, Node, Emit], Node]:
 def _invert_narrow(view: ViewCall, new: Node, emit: Emit) -> Node:
     """Emit the new base of `narrow(base, dim, start, length)`: the base with the new value in the selected rows."""
     dim, start, length = view.args
+    if isinstance(start, int) and start < 0:  # the end would be 0 for the last rows
+        size = shape_in_graph(view.base, emit)[dim]
+        start = emit(operator.add, size, start) if isinstance(size, Node) else size + start
     symbolic = isinstance(start, Node) or isinstance(length, Node)
     end = emit(operator.add, start, length) if symbolic else start + length
     return emit(aten.slice_scatter.default, view.base, new, dim, start, end)
@@ -89,7 +110,9 @@ def _invert_permute(view: ViewCall, new: Node, order: tuple[int, ...], emit: Emi
     inverse = inverse_permutation(order)
     is_einsum = not isinstance(view.base, Node)  # its first argument is the equation
     if inverse == [*order] and not is_einsum:
-        return emit(view.node.target, new, *view.args)
+        base = emit(view.node.target, new, *view.args)
+        # The base of mH is no lazy conjugate, which other views of it would reject.
+        return emit(aten.resolve_conj.default, base) if base.meta["val"].is_conj() else base
     return emit(aten.permute.default, new, inverse)
 
 

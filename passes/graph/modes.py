@@ -101,8 +101,8 @@ def disable_autocast(device: str) -> Iterator[None]:
 def settle_dtypes(graph: Graph) -> None:
     """Set `meta["val"]` of nodes to the dtypes in which they compute under the autocast regions of the graph.
 
-    Capture records the dtypes without autocast. Passes that depend on dtypes call this function first. A node outside
-    of the regions changes only if the dtype of an operand did.
+    Passes add nodes with the dtypes without autocast. Passes that depend on dtypes call this function first. A node
+    outside of the regions changes only if the dtype of an operand did.
     """
     if not graph.find_nodes(op="call_function", target=enter_autocast):
         return

@@ -176,12 +176,19 @@ def _draw_value(args: Any, kwargs: Any, emit: Callable[..., Node], op: OpOverloa
     return emit(op, emit(aten.detach.default, args[0]), *args[1:], **kwargs)
 
 
+def _bernoulli_value(args: Any, kwargs: Any, emit: Callable[..., Node]) -> Node:
+    """Emit the draw of a bernoulli_ with a number as its probability, which a trace omits if it is the default."""
+    given = dict(kwargs)
+    target, p = args if len(args) == 2 else (args[0], given.pop("p", 0.5))
+    return _draw_value((target, p), given, emit, aten.bernoulli.p)
+
+
 _NEW_VALUES: dict[OpOverload, NewValue] = {
     aten.copy_.default: _copy_value,
     aten.zero_.default: lambda args, kwargs, emit: emit(aten.full_like.default, args[0], 0),
     aten.fill_.Scalar: lambda args, kwargs, emit: emit(aten.full_like.default, *args),
     aten.fill_.Tensor: lambda args, kwargs, emit: args[1],
     aten.normal_.default: partial(_draw_value, op=aten.normal_functional.default),
-    aten.bernoulli_.float: partial(_draw_value, op=aten.bernoulli.p),
+    aten.bernoulli_.float: _bernoulli_value,
     aten.bernoulli_.Tensor: partial(_draw_value, op=aten.bernoulli.Tensor),
 }

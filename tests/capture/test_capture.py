@@ -299,3 +299,54 @@ class HookedForNothing(nn.Module):
 def test_hooks_and_regions_without_gradients(model: nn.Module) -> None:
     x = torch.linspace(-1, 1, 48, dtype=torch.float64).view(2, 6, 4).requires_grad_()
     assert sp_compile.verify(model, x, sp=2, seq_dims={"x": 1}).worst < 1e-12
+
+
+class FloatProduct(torch.autograd.Function):
+    """x @ w as a float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return (x @ w).float()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return grad @ w.t(), x.t() @ grad
+
+
+def multiply_disabled(h: Tensor, w: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return h.float() @ w
+
+
+# (x @ w in bfloat16, x, w) -> values inside of a region of autocast
+CAST: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "a copy in another dtype": lambda h, x, w: (h, h.float()),
+    "a write to a copy in another dtype": lambda h, x, w: (h.float().mul_(3), h * 1),
+    "a write to an alias": lambda h, x, w: (h.to(torch.bfloat16).mul_(2), h * 1),
+    "writes of float32": lambda h, x, w: (h.add_(x), torch.zeros_like(h).add_(x), h.new_zeros(4, 8).copy_(x)),
+    "a write to float32": lambda h, x, w: torch.zeros(4, 8).copy_(h) / 3,
+    "a vmap": lambda h, x, w: torch.vmap(lambda row: (row.float() * 3).cumsum(0))(h),
+    "a vmap without autocast": lambda h, x, w: torch.vmap(lambda row: multiply_disabled(row, w))(h),
+    "a function": lambda h, x, w: FloatProduct.apply(x, w),
+    "a region without autocast": lambda h, x, w: (multiply_disabled(h, w), multiply_disabled(h, w) @ w),
+}
+
+
+@pytest.mark.parametrize("name", CAST)
+def test_values_in_an_autocast_region_have_the_dtypes_of_the_run(name: str) -> None:
+    def run(x: Tensor, w: Tensor) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            results = CAST[name](x @ w, x, w)
+        return list(results) if isinstance(results, tuple) else [results]
+
+    outcomes = []
+    for f in (run, torch.compile(run, backend=Backend())):
+        inputs = [torch.linspace(-1, 1, 4 * 8).view(4, 8), torch.linspace(-2, 1, 64).view(8, 8)]
+        results = f(*(x.requires_grad_() for x in inputs))
+        sum(x.float().pow(2).sum() for x in results).backward()
+        outcomes.append([*results, *(x.grad for x in inputs)])
+    for expected, got in zip(*outcomes, strict=True):
+        assert expected.dtype == got.dtype
+        assert (expected - got).abs().max() <= 1e-2 * expected.abs().max()

@@ -207,3 +207,44 @@ def test_results_whose_elements_overlap_share_a_base(name: str) -> None:
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_results_without_common_elements_share_none(dynamic: bool) -> None:
     assert not shared_results(lambda x: (*(x * 2)[:, 1:].t().split(1, 0), *(x * 3).unfold(1, 2, 2).unbind(1)), dynamic)
+
+
+def fill_pieces(y: Tensor) -> Tensor:
+    h = y.t() * 2
+    h.split([1, 2], 0)[0].add_(1)
+    return h.as_strided((6,), (1,)) * 1
+
+
+# (y, z) -> results, each with a layout and memory of its own
+WRITTEN: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "source that is written later": lambda y, z: (torch.zeros(2, 3).copy_(y), y.mul_(2)),
+    "source that is an input": lambda y, z: torch.empty_like(y).copy_(y),
+    "source that fills a view": lambda y, z: (lambda h: (h.view(2, 3).copy_(y), h)[1])(torch.empty(6)),
+    "source that fills a transposed view": lambda y, z: (lambda h: (h.t().copy_(y), h)[1])(torch.empty(3, 2)),
+    "source that is a result": lambda y, z: (lambda h: (torch.empty_like(h).copy_(h), h))(y * 2),
+    "copy of a copy": lambda y, z: (lambda h: torch.empty_like(h).copy_(h))(torch.empty_like(y).copy_(y)),
+    "strides of a copy": lambda y, z: (y.t() * 2).copy_(z).as_strided((6,), (1,)) * 1,
+    "view of a copy": lambda y, z: (y.t() * 2).copy_(z).t().view(-1) * 1,
+    "strides of a fill": lambda y, z: (y.t() * 2).fill_(z[0, 0]),
+    "strides of a joined split": lambda y, z: fill_pieces(y),
+    "conjugate transpose": lambda y, z: (lambda c: (c.mH.add_(1j), torch.view_as_real(c) * 1)[1])(torch.complex(y, y)),
+    "draws": lambda y, z: (lambda h: (h[0].bernoulli_(0.5), h[1].bernoulli_(), h[1, :2].bernoulli_(0.9), h)[3])(y * 2),
+    "last rows": lambda y, z: (lambda h: (h.narrow(1, -2, 2).add_(1), h)[1])(y * 2),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_written_tensor_keeps_its_memory_and_strides(name: str) -> None:
+    """A write to a result changes neither the inputs nor other results."""
+    outcomes = []
+    torch._dynamo.reset()
+    for f in (WRITTEN[name], torch.compile(WRITTEN[name], backend=Backend())):
+        torch.manual_seed(0)
+        inputs = [torch.arange(6.0).view(2, 3), torch.arange(6.0).view(3, 2) * 10]
+        results = f(*inputs)
+        results = results if isinstance(results, tuple) else (results,)
+        before = [x.clone() for x in results]
+        results[0].add_(1)
+        outcomes.append((before, [(x.clone(), x.stride()) for x in results], inputs))
+    expected, got = outcomes
+    assert str(expected) == str(got)

@@ -130,6 +130,34 @@ def test_each_product_is_made_in_its_autocast() -> None:
     torch.testing.assert_close(loss, right, rtol=1e-5, atol=0)
 
 
+class Turned(Model):
+    """Logits that are the absolute values of complex ones."""
+
+    def __init__(self) -> None:
+        super().__init__(mean)
+        self.turn = nn.Parameter(torch.randn(8, VOCAB, dtype=torch.complex128))
+
+    def forward(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        seen: list[Tensor] = []
+
+        def loss(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+            seen.append((torch.complex(h, h * 2) @ self.turn).abs() + head(h))
+            return F.cross_entropy(seen[0][:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+        self.loss = loss
+        return super().forward(ids, weights), seen[0]
+
+
+def test_gradients_of_complex_operands() -> None:
+    model = Turned().double()
+    alone = copy.deepcopy(model)
+    loss, logits = torch.compile(model, backend="sp", options=OPTIONS)(*batch(SEQ))
+    assert isinstance(logits, Sharded)
+    of(loss, logits).backward(), of(*alone(*batch(SEQ))).backward()
+    gradients = [[p.grad for p in one.parameters()] for one in (model, alone)]
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
+
+
 class Head(nn.Module):
     """The head and the loss only, of hidden rows that are an argument."""
 
