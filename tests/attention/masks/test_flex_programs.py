@@ -162,7 +162,7 @@ TEXTS = {
     "distances": "(s + index(table0, [head0, (((k - q) + 13) - 1)]))",
     "pairs": "(s + index(table0, [head0, q, k]))",
     "a mask by head": "where(__or__(eq(remainder(head1, 2), 0), lt((q - k), 3)), (s * head0), -inf)",
-    "documents": "(s + index(table1, [index(table0, [b, q]), index(table0, [b, k])]))",
+    "documents": "(s + index(table0, [index(table1, [b, q]), index(table1, [b, k])]))",
 }
 
 
