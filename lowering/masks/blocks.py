@@ -232,9 +232,12 @@ def supports_window(window: Window, queries: int, keys: int) -> bool:
     """Return True if FlashAttention applies a window correctly to at least two more queries than keys.
 
     A window counts from the end: the last query has the position of the last key, so the first queries are before the
-    first key, at positions down to keys - queries. FlashAttention treats a right limit of ``keys`` or more as none.
-    Beside a left limit it then uses ``keys``, so that these queries see too few keys; without a left limit, all queries
-    see all keys, too many unless the window excludes none.
+    first key, at positions down to keys - queries. What FlashAttention does with a right limit:
+
+        less than ``keys``                           it is applied as it is
+        ``keys`` or more, or None, and a left limit  it becomes ``keys``: the first queries see too few keys
+        ``keys`` or more, without a left limit       it becomes None: all queries see all keys, which is right only if
+                                                     the limit excludes none, as 3 or more for 4 queries and 2 keys
 
     Args:
         window: The window.
@@ -242,12 +245,9 @@ def supports_window(window: Window, queries: int, keys: int) -> bool:
         keys: The number of keys, at most queries - 2.
     """
     left, right = window
-    if right is None:  # beside a left limit, FlashAttention replaces it by `keys`
-        return left is None
-    if right < keys:  # applied as it is
+    if right is not None and right < keys:
         return True
-    excludes_no_key = left is None and right >= queries - 1  # then the queries cannot see too many keys
-    return excludes_no_key
+    return left is None and (right is None or right >= queries - 1)
 
 
 def split_run(run: AttendedRun) -> list[AttendedRun]:

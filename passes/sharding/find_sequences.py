@@ -403,7 +403,7 @@ def _rival_values(evidence: FoundDim) -> list[Node]:
 
 
 def _found_dims(gm: GraphModule, axes: Axes, chunk_sources: Mapping[int, Atom]) -> Iterator[FoundDim]:
-    """Yield the evidence for sequences by factors, the strongest kind first; `chunk_sources` replaces chunks."""
+    """Yield a `FoundDim` per factor, the strongest kind first; factors of chunks become the dim that was split."""
     for kind, find_evidence in EVIDENCE.items():
         for node, dim in find_evidence(gm, axes):
             yield from (FoundDim(node, chunk_sources.get(axes.find(a.name), a), kind) for a in dim)

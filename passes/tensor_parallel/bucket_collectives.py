@@ -77,7 +77,10 @@ def _find_moves_and_readers(node: Node) -> tuple[set[Node], set[Node]]:
 
 
 def _is_bucket_reader(user: Node) -> bool:
-    """Return True for the output, and for a cat, as that of another bucket, which only outputs read."""
+    """Return True for the output, and for any cat, which is usually that of another bucket.
+
+    Other cats are safe, too: the new nodes are inserted directly before the only reader.
+    """
     return user.op == "output" or user.target is aten.cat.default
 
 

@@ -406,9 +406,9 @@ def attend_to_rows(
         name for name, x in kwargs.items() if name not in WITHOUT_EFFECT and x is not None and x is not False
     )
     if unknown or dropout:
-        got = ", ".join(unknown) or f"dropout={dropout}; call model.eval() first"
-        expected = "only a mask, scaling, softcap and s_aux"
-        raise SpError("SP843", f"{kind}: expected {expected} as arguments of its attention function, got {got}.")
+        got = ", ".join(unknown) or f"dropout={dropout}"
+        cause = f"{kind}: expected only a mask, scaling, softcap and s_aux as arguments of its attention, got {got}."
+        raise SpError("SP843", cause, None if unknown else "Call model.eval() first.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(key, CachedRows) and isinstance(value, CachedRows):
         mask = _own_mask(attention_mask, key, query.shape[2], kind)

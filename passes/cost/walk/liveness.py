@@ -288,7 +288,7 @@ class StorageTable(KernelSchedule):
                 retained = self._retained_by(node)
                 overwritable = [key for key in ending if key not in retained]
             # A library call allocates unaligned results for unaligned operands.
-            returns_unaligned = self._is_extern_kernel(node) and not reads.isdisjoint(self.unaligned)
+            returns_unaligned = self._is_allocated_by_torch(node) and not reads.isdisjoint(self.unaligned)
             for key in written:
                 value = self._written_value(key)
                 overwritten = next((k for k in overwritable if live[k].nbytes == value.nbytes), None)
@@ -353,8 +353,11 @@ class StorageTable(KernelSchedule):
                 totals[i] += current_bytes(x)
         return totals
 
-    def _is_extern_kernel(self, node: Node) -> bool:
-        """Return True for a call that Inductor passes to torch, which allocates results that may be unaligned."""
+    def _is_allocated_by_torch(self, node: Node) -> bool:
+        """Return True for a call of a library whose results torch allocates; they may be unaligned.
+
+        Inductor allocates the results of its own kernels, of matrix products and of collectives.
+        """
         is_collective = namespace_of(node.target) == "_c10d_functional"
         return not (self.is_fused(node) or self._is_matrix_product(node) or is_collective)
 
