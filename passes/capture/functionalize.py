@@ -39,7 +39,7 @@ from .aliases import Aliases, node_storages
 
 aten = torch.ops.aten
 RENORM_BEFORE = "Omit max_norm, and call torch.embedding_renorm_ under no_grad before the compiled model."
-COMPLEX_ERROR = {aten.silu_.default: "x * x.sigmoid()"}  # ops with wrong gradients of complex inputs -> replacement
+COMPLEX_ERROR = {aten.silu_.default: "x * x.sigmoid()"}  # wrong gradient of complex inputs -> replacement
 
 
 def functionalize(gm: GraphModule) -> None:

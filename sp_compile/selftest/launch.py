@@ -47,10 +47,10 @@ def selftest(ranks: int | None = None, device: str | None = None, compiler: str 
     most = min(gpus, MOST_RANKS) if device == "cuda" else MOST_RANKS
     if device not in ("cuda", "cpu"):
         raise SpError("SP741", f"selftest: device: expected 'cuda' or 'cpu', got {device!r}.")
+    if most < 2:
+        raise SpError("SP741", f"selftest: device: expected two GPUs or more for 'cuda', got {gpus}.")
     if not 2 <= ranks <= most:
-        raise SpError(
-            "SP741", f"selftest: ranks: expected 2 to {most} on {device}, which has {gpus} GPUs, got {ranks}."
-        )
+        raise SpError("SP741", f"selftest: ranks: expected 2 to {most} on {device!r}, got {ranks}.")
     settings = _choose_sizes(ranks, device, compiler)
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_run_process, (settings, folder), ranks)
