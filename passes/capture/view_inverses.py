@@ -110,10 +110,14 @@ def _invert_permute(view: ViewCall, new: Node, order: tuple[int, ...], emit: Emi
     inverse = inverse_permutation(order)
     is_einsum = not isinstance(view.base, Node)  # its first argument is the equation
     if inverse == [*order] and not is_einsum:
-        base = emit(view.node.target, new, *view.args)
-        # The base of mH is no lazy conjugate, which other views of it would reject.
-        return emit(aten.resolve_conj.default, base) if base.meta["val"].is_conj() else base
+        return emit(view.node.target, new, *view.args)
     return emit(aten.permute.default, new, inverse)
+
+
+def _invert_adjoint(view: ViewCall, new: Node, emit: Emit) -> Node:
+    """Emit the new base of mH: mH of the new value, no lazy conjugate, which other views of the base would reject."""
+    base = emit(view.node.target, new)
+    return emit(aten.resolve_conj.default, base) if base.meta["val"].is_conj() else base
 
 
 def _invert_expand(view: ViewCall, new: Node, emit: Emit) -> Node | None:
@@ -145,6 +149,7 @@ _INVERSES: dict[Any, Callable[[ViewCall, Node, Emit], Node | None]] = {
     aten.diagonal.default: _invert_by_scatter(aten.diagonal_scatter.default),
     aten.as_strided.default: _invert_by_scatter(aten.as_strided_scatter.default),
     aten.narrow.default: _invert_narrow,
+    **dict.fromkeys((aten.mH.default, aten.adjoint.default), _invert_adjoint),
     aten.expand.default: _invert_expand,
     aten.expand_as.default: _invert_expand,
     aten.view.dtype: lambda view, new, emit: emit(aten.view.dtype, new, view.base.meta["val"].dtype),
