@@ -135,18 +135,25 @@ def can_keep_views() -> bool:
     return _views_enabled.get() or is_in_backward()
 
 
-def refuse_shape_change(op: OpOverload, is_sharded: bool) -> None:
-    """Raise SpError for an in-place op that changes the shape or strides of a sharded x, such as `x.t_()`.
+def refuse_shape_change(op: OpOverload, args: Sequence[Any]) -> None:
+    """Raise SpError if an in-place op changes the shape or strides of a sharded x, as `x.t_()` does.
 
     Aliases have a shape of their own, but share the storage.
 
     Args:
-        op: The op.
-        is_sharded: True if its first operand is a sharded value.
+        op: An op; those without torch's tag `inplace_view` keep the shape.
+        args: Its arguments; the first one is x. () if that is not sharded.
     """
-    if is_sharded and torch.Tag.inplace_view in op.tags and op is not torch.ops.aten.detach_.default:
-        cause = f"x.{op.overloadpacket.__name__}: expected an op that keeps the shape and strides of x, as x is sharded"
-        raise SpError("SP324", f"{cause}, got {op}.")
+    if not args or torch.Tag.inplace_view not in op.tags:
+        return
+    x, *others = args
+    if op.overloadpacket is not torch.ops.aten.set_:
+        like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        changed = op(like, *others)
+        if (changed.shape, changed.stride()) == (x.shape, x.stride()):  # such as squeeze_() without dims of size 1
+            return
+    cause = f"x.{op.overloadpacket.__name__}: expected an op that keeps the shape and strides of x, as x is sharded"
+    raise SpError("SP324", f"{cause}, got {op}.")
 
 
 def view_storages(storage: ShardStorage | ViewStorage, shape: Sequence[int], op: Callable[[Tensor], Any]) -> Any:

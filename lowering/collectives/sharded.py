@@ -192,7 +192,7 @@ class Sharded(Tensor):
         """Run a handler of `SHARDED_MOVES` or `_view` if it supports the call; else read the sharded operands."""
         # `end_of_view` makes the -1 of x[:, :-1] a constant again, which torch replaces by a symbol under Dynamo.
         args, kwargs = pytree.tree_map_only(torch.SymInt, torch_compat.end_of_view, args), dict(kwargs or {})
-        refuse_shape_change(func, is_sharded=bool(args) and isinstance(args[0], Sharded))
+        refuse_shape_change(func, args if args and isinstance(args[0], Sharded) else ())
         handler = SHARDED_MOVES.get(func) or (_view if func.is_view and can_keep_views() else None)
         if handler is not None and (moved := handler(func, args, kwargs)) is not None:
             return moved

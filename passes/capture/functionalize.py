@@ -282,7 +282,8 @@ class _Functionalizer:
     def remove_copies(self) -> None:
         """Remove the copies of sources that the caller cannot distinguish from the sources.
 
-        It can if the copy, or a view of it, is a result, and the source is an input or another result.
+        It can if the copy, or a view of it, is a result, and the source is an input or another result. A copy is also
+        needed if it is written to an input, and the source is another input that the program writes to, as in a swap.
         """
         owners: dict[int, int] = {}  # storage of a removed copy -> storage of its source
 
@@ -291,10 +292,13 @@ class _Functionalizer:
             return {owners.get(storage, storage) for node in nodes for storage in node_storages(node)}
 
         inputs = [node for node in self.graph.nodes if node.op in ("placeholder", "get_attr")]
+        written = {root: value for root, value in self.root_values.items() if root in inputs}
         for copy in self.copies:
             (storage,), (source,) = node_storages(copy), storages(copy.all_input_nodes)
             results = storages(self.graph.output_node().all_input_nodes)
             if storage in results and source in results | storages(inputs):
+                continue
+            if storage in storages(written.values()) and source in storages(written):
                 continue
             owners[storage] = source
             copy.replace_all_uses_with(copy.all_input_nodes[0])

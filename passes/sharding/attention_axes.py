@@ -82,9 +82,9 @@ aten = torch.ops.aten
 # products with learned weights, or averages: constants before them, such as those of each layer, do not add up
 _WEIGHTED_SUMS = {aten.linear, aten.matmul, aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.einsum, aten.softmax}
 # ops with a number that is a term of the result, or all of it
-_CONSTANT_TERMS = {
-    aten.add, aten.sub, aten.rsub, aten.subtract, aten.where, aten.masked_fill, aten.full, aten.full_like,
-    aten.new_full, aten.fill, aten.scalar_tensor,
+_SUMS = {aten.add, aten.sub, aten.rsub, aten.subtract}
+_CONSTANT_TERMS = _SUMS | {
+    aten.where, aten.masked_fill, aten.full, aten.full_like, aten.new_full, aten.fill, aten.scalar_tensor,
 }  # fmt: skip
 SLICE_ENDS = 2**40  # minimum magnitude of an int that is the open end of a slice, as in x[:, 1:], and not a fill
 
@@ -129,9 +129,10 @@ def constant_factors(graph: Graph) -> dict[Node, float]:
             factor *= math.prod(numbers)
         elif packet in (aten.div, aten.divide, aten.true_divide):
             factor /= math.prod(numbers)
-        elif packet in _CONSTANT_TERMS and not _is_integer(node):  # an integer may be a position
+        elif packet in _CONSTANT_TERMS and not (packet in _SUMS and _is_integer(node)):  # an integer may be a position
             factor = max(factor, *numbers, 1.0)
-            factor *= abs(float(node.kwargs.get("alpha", 1)))
+            alpha = node.kwargs.get("alpha", 1)
+            factor *= abs(float(alpha)) if _is_finite_number(alpha) else 1.0
         factors[node] = factor
     return factors
 

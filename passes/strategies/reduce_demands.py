@@ -138,9 +138,12 @@ class ReducePartials(DemandPass):
 
         The sum of one rank may overflow float16 where that of all ranks does not.
         """
-        args, kwargs = source.args, {**source.kwargs, "dtype": torch.float32}
+        operand, *others = source.args
+        kwargs = {**source.kwargs, "dtype": torch.float32}
         with self.graph.inserting_before(source):
-            partial = self.compute(source.target, args, source, kwargs)
+            # With dtype=, the elements of another dtype are rounded before the sum.
+            operand = self.cast(operand, source.meta["val"].dtype, source)
+            partial = self.compute(source.target, (operand, *others), source, kwargs)
             reduce_args = (partial, self.job.ranks.n, self.job.ranks.group)
             total = self.emit(sp.all_reduce.default, reduce_args, partial.meta["val"], source)
             rounded = self.cast(total, source.meta["val"].dtype, source)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -262,7 +263,7 @@ class AttentionCall(RankCall):
         if not 0 <= p < 1:
             yield SpError("SP507", f"dropout_p: expected 0 <= dropout_p < 1, got {p}.")
         is_scalar = isinstance(seed, Tensor) and seed.dtype == torch.int64 and seed.ndim == 0
-        if seed is not None and not is_scalar and not isinstance(seed, (int, torch.SymInt)):
+        if seed is not None and not is_scalar and not isinstance(seed, (Integral, torch.SymInt)):
             got = f"{seed.dtype} {list(seed.shape)}" if isinstance(seed, Tensor) else type(seed).__name__
             yield SpError("SP502", f"seed: expected an int or an int64 tensor of shape (), got {got}.")
 

@@ -248,11 +248,11 @@ def _count_tokens(values: Iterable[Any]) -> int:
     """Return the tokens of a step: the elements of the largest input of token ids, integers (batch, sequence).
 
     Without one, it is the largest batch * sequence, the first two dims, of the other inputs; 0 without tensors. Masks
-    are not counted: bool tensors, and matrices if there are other inputs.
+    are not counted: bool tensors, and matrices if there are inputs of more dims.
     """
     tensors = [x for x in values if isinstance(x, torch.Tensor) and x.ndim and x.dtype != torch.bool]
     id_counts = [x.numel() for x in tensors if x.ndim == 2 and not x.is_floating_point()]
-    others = [x for x in tensors if x.ndim != 2] or tensors
+    others = [x for x in tensors if x.ndim != 2] if any(x.ndim > 2 for x in tensors) else tensors
     return max(id_counts or [x.shape[:2].numel() for x in others], default=0)
 
 

@@ -108,7 +108,10 @@ def max_magnitude(text: str, largest: int) -> int:
         operands = [bound(x) for x in expr.args]
         if isinstance(expr, sympy.Mul):
             return math.prod(max(x, 1) for x in operands)
-        return sum(operands) if isinstance(expr, sympy.Add | Relational) else max(operands, default=1)
+        if isinstance(expr, Relational):  # both sides are multiplied by the denominators of their terms
+            terms = sympy.Add.make_args(sympy.expand(expr.lhs - expr.rhs))
+            return sum(operands) * int(sympy.ilcm(1, *(term.as_coeff_Mul()[0].q for term in terms)))
+        return sum(operands) if isinstance(expr, sympy.Add) else max(operands, default=1)
 
     return bound(language.parse_predicate(text))
 

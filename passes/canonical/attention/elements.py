@@ -51,7 +51,7 @@ Handler: TypeAlias = Callable[["ElementReader", OpCall, Coords], Element]
 HANDLERS: Table[Handler] = Table("elements of ops")
 MAX_CASES = 8  # maximum number of cases of an element
 # Assumed ranges of data such as positions and numbers of documents, whose sums and differences then do not overflow.
-LEAF_RANGES = {torch.int64: (-(1 << 61), 1 << 61), torch.int32: (-(1 << 29), 1 << 29)}
+LEAF_RANGES = {torch.int64: (-(1 << 40), 1 << 40), torch.int32: (-(1 << 29), 1 << 29)}
 LEAF_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -296,8 +296,10 @@ def cast_number(number: sympy.Expr, dtype: torch.dtype, box: IndexBox) -> sympy.
             represented = round_to_dtype(number.p / number.q, dtype)  # a division of ints is rounded correctly
         except OverflowError:
             represented = None
-        if represented is None or math.isinf(represented):
+        if represented is None:
             raise NotSymbolic(f"overflows in {dtype}")
+        if math.isinf(represented):  # -1e9 is -inf in float16
+            return sympy.oo if represented > 0 else -sympy.oo
         return sympy.Rational(represented)
     if not number.is_integer or not box.is_bounded(number, *exact_range(dtype)):
         raise NotSymbolic(f"may round or overflow in {dtype}")

@@ -146,7 +146,7 @@ class RewriteFlexAttention(RewriteMasks):
         """Return True if a value that a score function reads may contain fills, large negative finite numbers."""
         if self._nodes_with_fills is None:
             self._nodes_with_fills = fill_nodes(self.graph.owning_module)
-        return value.meta["val"].is_floating_point() and value in self._nodes_with_fills
+        return value in self._nodes_with_fills
 
     def _replace_call(self, node: Node, mask: AttentionMask, conditions: list[GraphModule]) -> None:
         """Replace a call by attention with a mask and a score function.

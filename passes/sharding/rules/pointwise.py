@@ -102,7 +102,8 @@ def is_smooth(node: Node) -> bool:
         return False
     call = OpCall(node)
     eps = call.get("eps")  # of norms
-    if any(isinstance(x, float) and not math.isfinite(x) for x in call.args.values()):  # as in x + inf, masked_fill
+    is_infinite = any(isinstance(x, float) and not math.isfinite(x) for x in call.args.values())  # as in x + inf
+    if is_infinite and node.target is not aten.full_like.default:  # which reads no element
         return False
     return eps is None or eps > 0
 

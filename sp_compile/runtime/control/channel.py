@@ -116,29 +116,33 @@ class ControlChannel:
     def _exchange(self, run: Callable[[PeerLinks, Callable[[], None]], T], message: Message) -> T:
         """Run an exchange and return its result; the errors are those of `all_equal`.
 
-        Args:
-            run: Runs the exchange on the connections; the second argument is called about once a second of a wait.
-            message: The operation of this rank.
+        `run` runs it on the connections; its second argument is called about once a second of a wait.
         """
         if os.getpid() != self.process:  # the sockets are shared, so its bytes would be mixed with those of the rank
             raise SpError("SP682", "a process that was forked from a rank calls a program of the rank's process group.")
-        with self.lock:
-            self.check_broken()
-            start_time, finished = time.monotonic(), False
-            _waiting_threads.add(threading.get_ident())  # no heartbeats of its compilation until the exchange ends
-            try:
-                links = self.links or self._connect(message, start_time)
-                result = run(links, partial(self._check_progress, message, start_time))
-                finished = True
-                self.exchanges += 1
-                return result
-            except OSError as error:
-                raise self.fail_timeout(message, time.monotonic() - start_time, error) from error
-            finally:
-                _waiting_threads.discard(threading.get_ident())
-                if not finished and not self.broken:  # after an interrupt, messages of the others remain in transit
-                    self.broken = f"rank {dist.get_rank()} {message} and was interrupted"
-                    publish_stop(f"it {message} and was interrupted", continues=True, within=self.name)
+        _waiting_threads.add(threading.get_ident())  # no heartbeats until the exchange ends, nor while it is locked out
+        try:
+            with self.lock:
+                return self._run_locked(run, message)
+        finally:
+            _waiting_threads.discard(threading.get_ident())
+
+    def _run_locked(self, run: Callable[[PeerLinks, Callable[[], None]], T], message: Message) -> T:
+        """Run an exchange with the lock; arguments and errors are those of `_exchange`."""
+        self.check_broken()
+        start_time, finished = time.monotonic(), False
+        try:
+            links = self.links or self._connect(message, start_time)
+            result = run(links, partial(self._check_progress, message, start_time))
+            finished = True
+            self.exchanges += 1
+            return result
+        except OSError as error:
+            raise self.fail_timeout(message, time.monotonic() - start_time, error) from error
+        finally:
+            if not finished and not self.broken:  # after an interrupt, messages of the others remain in transit
+                self.broken = f"rank {dist.get_rank()} {message} and was interrupted"
+                publish_stop(f"it {message} and was interrupted", continues=True, within=self.name)
 
     def _connect(self, message: Message, start_time: float) -> PeerLinks:
         """Connect all ranks after all have arrived, and return the connections; arguments are those of `_exchange`.

@@ -78,10 +78,11 @@ class Arrival:
     def count(self) -> int:
         """Return the number of arrived ranks; the first call publishes the address of this rank and counts it."""
         if self.counted:
-            return int(self.store.add("here", 0))
-        self.store.set(self.key, self.address)
-        arrived = int(self.store.add("here", 1))
-        self.counted.append(self.key)
+            arrived = int(self.store.add("here", 0))
+        else:
+            self.store.set(self.key, self.address)
+            arrived = int(self.store.add("here", 1))
+            self.counted.append(self.key)
         if self.has_left:  # while the store did not answer: `leave` may have found no count to leave
             self._remove()
         return arrived
