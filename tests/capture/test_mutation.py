@@ -248,3 +248,17 @@ def test_a_written_tensor_keeps_its_memory_and_strides(name: str) -> None:
         outcomes.append((before, [(x.clone(), x.stride()) for x in results], inputs))
     expected, got = outcomes
     assert str(expected) == str(got)
+
+
+def swap(a: Tensor, b: Tensor) -> None:
+    kept = torch.empty_like(a)
+    kept.copy_(a)
+    a.copy_(b)
+    b.copy_(kept)
+
+
+def test_inputs_can_be_swapped_by_a_copy() -> None:
+    torch._dynamo.reset()
+    a, b = torch.zeros(3), torch.ones(3)
+    torch.compile(swap, backend=Backend())(a, b)
+    torch.testing.assert_close([a, b], [torch.ones(3), torch.zeros(3)])

@@ -145,12 +145,13 @@ def test_rewritten_op(name: str) -> None:
     assert len(OpCall(node)["tables"] or ()) == {"documents": 2, "a mask by head": 0}.get(name, 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
 @pytest.mark.parametrize(("factor", "fills"), [(1000, True), (2, False)])
-def test_products_of_constants_may_be_fills(factor: int, fills: bool) -> None:
+def test_products_of_constants_may_be_fills(factor: int, fills: bool, dtype: torch.dtype) -> None:
     keep = torch.zeros(2, LENGTH, dtype=torch.long)
 
     def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return s + (keep.float() - 1)[b, k] * factor * factor
+        return s + (((keep.to(dtype) - 1) * factor * factor)[b, k])
 
     graph, _ = canonical(lambda x: flex_attention(*x, score_mod=score_mod), qkv())
     (node,) = attention_nodes(graph)

@@ -150,6 +150,16 @@ def test_sums_of_ranks_do_not_overflow(model: Any) -> None:
     assert sp_compile.verify(model, x.requires_grad_(), sp=2, seq_dims={"x": 1}).worst < 1e-3
 
 
+def test_elements_are_rounded_to_the_dtype_of_a_sum() -> None:
+    """257 is 256 in bfloat16."""
+    x = torch.tensor([[257.0, -256.0, 0.0, 0.0]])
+
+    def model(x: Tensor) -> tuple[Tensor, Tensor]:
+        return (x * 1).sum(1, dtype=torch.bfloat16), x.cumsum(1)
+
+    assert sp_compile.verify(model, x, sp=2, seq_dims={"x": 1}).worst == 0
+
+
 class Goldens(TestCase):
     """Golden graphs of the pass between its neighbors in the pipeline."""
 
