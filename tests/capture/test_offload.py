@@ -88,6 +88,7 @@ def kept(forward: Graph, results: int) -> dict[Any, int]:
     return {place: nbytes for place, nbytes in found.items() if place not in given}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["as written", pytest.param("checkpointed", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("share", [0.5, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_device_memory_shrinks_by_the_share(model: str, share: float) -> None:

@@ -46,6 +46,7 @@ def rows(names: list[str], quick: set[str]) -> list[Any]:
     return [pytest.param(name, how, marks=marks(name, how)) for how, name in product(COMPILERS, names)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "compiler"), rows(CASES, QUICK))
 def test_values(name: str, compiler: str) -> None:
     from measuring.steps import compare

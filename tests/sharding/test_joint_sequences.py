@@ -183,6 +183,7 @@ def test_a_part_of_one_row() -> None:
     check(TwoStreams().double(), *tokens(text=1), sp=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", ["balanced", *(pytest.param(x, marks=pytest.mark.slow) for x in ("contiguous", "zigzag"))]
 )
@@ -190,6 +191,7 @@ def test_layouts_of_causal_parts(layout: str) -> None:
     check(TwoStreams(is_causal=True).double(), *tokens(), sp=2, layout=layout)
 
 
+@pytest.mark.slow
 def test_a_part_attends_to_itself() -> None:
     assert_on_shards(check(TwoStreams(refines=True).double(), *tokens(), sp=2))
 
@@ -291,6 +293,7 @@ def _train(name: str) -> object:
     return against_eager(Loss(MODELS[name]()), *tokens(6 if name == "rotated" else 3), mesh=mesh())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("name", list(MODELS))
 @pytest.mark.sampled(every=3)

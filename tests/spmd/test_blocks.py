@@ -458,6 +458,7 @@ def _published_by_checkpoints() -> list[str]:
     return published
 
 
+@pytest.mark.slow
 def test_the_end_of_a_recomputation_is_no_failure(ranks: Ranks) -> None:
     """torch ends the recomputation of a checkpoint by an exception, as soon as all saved values exist again."""
     assert ranks.run(2, _published_by_checkpoints) == [[], []]

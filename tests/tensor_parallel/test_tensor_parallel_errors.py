@@ -32,6 +32,7 @@ def gradients_of_their_own() -> tuple[str, bool]:
     return error, x.grad is None
 
 
+@pytest.mark.slow
 def test_gradients_of_a_shared_result(ranks: Pool) -> None:
     for error, untouched in ranks.run(2, gradients_of_their_own):
         assert "parallel/parallel_variants.py:" in error

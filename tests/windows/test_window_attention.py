@@ -13,6 +13,7 @@ from support.ranks import Ranks, mesh
 from torch import Tensor, nn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "n"), [((32, 32), 2), ((42, 26), 3), ((26, 42), 2), ((22, 18), 2), ((18, 118), 4)])
 @pytest.mark.sampled(every=5)
 def test_pyramids(size: tuple[int, int], n: int) -> None:

@@ -217,6 +217,7 @@ def test_unmatched_calls_are_reported(name: str) -> None:
     assert "test_flex_attention.py" in note.where
 
 
+@pytest.mark.slow
 def test_unmatched_calls_are_correct() -> None:
     """Unmatched calls run on gathered q, k and v."""
     table = torch.rand(LENGTH, 3)

@@ -112,6 +112,7 @@ def one_step(make: Any, seq: int, padded: bool) -> Outcome:
     return against_eager(model, ids, kwargs=kwargs, mesh=worker.mesh())
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=12)
 @pytest.mark.parametrize(("n", "padded"), [(2, True), (3, False)], ids=["padded", "not divisible"])
 @pytest.mark.parametrize("model", [llama, gpt2, bert])

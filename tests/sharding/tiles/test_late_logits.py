@@ -148,6 +148,7 @@ class Turned(Model):
         return super().forward(ids, weights), seen[0]
 
 
+@pytest.mark.slow
 def test_gradients_of_complex_operands() -> None:
     model = Turned().double()
     alone = copy.deepcopy(model)

@@ -107,6 +107,7 @@ def qwen3(experts: str, **sizes: int) -> nn.Module:
     return transformers.Qwen3MoeForCausalLM(config)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=12)
 @pytest.mark.parametrize("n", [2, 1, 3])
 @pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm"])
