@@ -27,7 +27,7 @@ from sp_compile.passes.base import Pass
 from sp_compile.passes.graph.closure import reachable_set
 from sp_compile.passes.graph.edit import erase_dead
 from sp_compile.passes.graph.modes import autocast_regions
-from sp_compile.passes.graph.node_info import node_info
+from sp_compile.passes.graph.node_info import can_require_grad, node_info
 
 from .boundary_context import BoundaryContext, insert_detach, insert_tap, output_leaves, set_outputs
 
@@ -90,7 +90,7 @@ def _return_operand(x: Node, leaves: list[Any], trains: bool) -> DeferredOperand
     gradient token is appended, too.
     """
     grad_token = None
-    if trains and _needs_gradient(x):
+    if trains and can_require_grad(x):
         grad_token = len(leaves)
         leaves.append(insert_tap(x))  # the token of sp::tap, which adds the gradient that the deferred graph computes
     argument = _argument_number(x)
@@ -98,12 +98,6 @@ def _return_operand(x: Node, leaves: list[Any], trains: bool) -> DeferredOperand
         return DeferredOperand(is_argument=True, position=argument, grad_token=grad_token)
     leaves.append(insert_detach(x))
     return DeferredOperand(is_argument=False, position=len(leaves) - 1, grad_token=grad_token)
-
-
-def _needs_gradient(x: Node) -> bool:
-    """Return True if gradients may reach the value x."""
-    value = x.meta["val"]
-    return node_info(x).requires_grad is not False and (value.is_floating_point() or value.is_complex())
 
 
 def _nodes_to_defer(node: Node) -> list[Node] | None:

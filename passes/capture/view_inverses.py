@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from sp_compile.passes.graph.sizes import as_sizes
-from sp_compile.passes.graph.strides import has_other_strides, inverse_permutation, is_identity, order_of_strides
+from sp_compile.passes.graph.strides import has_other_strides, inverse_permutation, is_identity, stride_copy_ops
 from sp_compile.passes.sharding.matchers import keeps_order, match_piece, permutation_of
 
 aten = torch.ops.aten
@@ -67,10 +66,9 @@ def match_strides(value: Node, like: torch.Tensor, emit: Emit) -> Node:
     is_dense = like.layout is torch.strided and not has_other_strides(torch.empty_like(like), like)
     if not is_dense or not has_other_strides(value.meta["val"], like):
         return value
-    order = order_of_strides(as_sizes(like.stride()))
-    value = emit(aten.permute.default, value, order)
-    value = emit(aten.clone.default, value, memory_format=torch.contiguous_format)
-    return emit(aten.permute.default, value, inverse_permutation(order))
+    for target, args, kwargs in stride_copy_ops(like):
+        value = emit(target, value, *args, **kwargs)
+    return value
 
 
 def _invert_reshape(view: ViewCall, new: Node, emit: Emit) -> Node:

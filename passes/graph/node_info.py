@@ -59,6 +59,12 @@ def clear_node_info(node: Node) -> None:
     node.meta.pop(META_KEY, None)
 
 
+def can_require_grad(x: Node) -> bool:
+    """Return True if a value may need a gradient: a float or complex one that is not known to require none."""
+    value = x.meta["val"]
+    return node_info(x).requires_grad is not False and (value.is_floating_point() or value.is_complex())
+
+
 def is_in_chunks(node: Node) -> bool:
     """Return True if the node is of code that processes rows in chunks itself, such as a fused loss of a package.
 

@@ -42,14 +42,8 @@ def copy_strides(node: Node, value: Tensor) -> Node:
         node: Node to copy; the new nodes follow it.
         value: Tensor with the same number of dims, only the strides of which are read.
     """
-    order = order_of_strides(as_sizes(value.stride()))
-    steps: list[tuple[Any, list[Any], dict[str, Any]]]
-    steps = [(aten.clone.default, [], {"memory_format": torch.contiguous_format})]
-    if not is_identity(order):
-        steps.insert(0, (aten.permute.default, [order], {}))
-        steps.append((aten.permute.default, [inverse_permutation(order)], {}))
     last = node
-    for target, args, kwargs in steps:
+    for target, args, kwargs in stride_copy_ops(value):
         result = target(last.meta["val"], *args, **kwargs)
         with node.graph.inserting_after(last):
             last = node.graph.call_function(target, (last, *args), kwargs)
@@ -57,6 +51,15 @@ def copy_strides(node: Node, value: Tensor) -> Node:
         # The origin, of which `node` is the local value, was copied with the metadata; the copy is not that value.
         set_node_info(last, origin=None)
     return last
+
+
+def stride_copy_ops(like: Tensor) -> list[tuple[Any, list[Any], dict[str, Any]]]:
+    """Return the ops (target, further arguments, keyword arguments) that copy a value to the stride order of `like`."""
+    order = order_of_strides(as_sizes(like.stride()))
+    clone = (aten.clone.default, list[Any](), {"memory_format": torch.contiguous_format})
+    if is_identity(order):
+        return [clone]
+    return [(aten.permute.default, [order], {}), clone, (aten.permute.default, [inverse_permutation(order)], {})]
 
 
 def has_other_strides(x: Tensor, y: Tensor) -> bool:

@@ -45,7 +45,7 @@ from sp_compile.lowering.torch_compat import FakeTensorMode, enable_python_dispa
 from sp_compile.passes.graph.call import OpCall, node_shape
 from sp_compile.passes.graph.fakes import trace_function
 from sp_compile.passes.graph.modes import disable_autocast, disable_autocast_cache, restore_autocast
-from sp_compile.passes.graph.node_info import node_info
+from sp_compile.passes.graph.node_info import can_require_grad
 from sp_compile.passes.graph.sizes import as_sizes, is_same_size, read_sizes_from_inputs, size_product
 from sp_compile.passes.graph.strides import is_identity, order_of_strides
 from sp_compile.passes.sharding.rule import rule_of
@@ -172,7 +172,7 @@ def tile_program(view: TokenView, region: TileRegion, tiles: int) -> TileProgram
     mode, functions = _tile_functions(view, region, places, tiles)
     with mode, enable_python_dispatcher(), disable_autocast_cache():  # autocast itself is that of the caller
         # Indices of the operands that have a gradient, and of the results that have a cotangent.
-        trained = tuple(i for i, x in enumerate(operands) if _can_require_grad(x))
+        trained = tuple(i for i, x in enumerate(operands) if can_require_grad(x))
         # The tiles of one length show it for all.
         differentiable, trained = _find_differentiable(next(iter(functions.values())), trained)
         losses = [region.results[i] for i in differentiable]
@@ -230,12 +230,6 @@ def draws_same_numbers(program: TileProgram) -> bool:
 def _count_draws(gm: GraphModule) -> int:
     """Return the number of nodes of the graph that draw random numbers."""
     return sum(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in gm.graph.nodes)
-
-
-def _can_require_grad(x: Node) -> bool:
-    """Return True if an operand may need a gradient: a float that is not known to require none."""
-    value = x.meta["val"]
-    return node_info(x).requires_grad is not False and (value.is_floating_point() or value.is_complex())
 
 
 def _describe_value(view: TokenView, x: Node, names: Mapping[Any, Any]) -> TileValue:

@@ -162,12 +162,18 @@ ROUNDED: dict[str, tuple[Mask, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", ROUNDED)
-def test_mask_of_rounded_values(name: str) -> None:
-    mask, expected = ROUNDED[name]
+def canonical_graph(mask: Callable[..., Tensor], expected: str) -> torch.fx.GraphModule:
+    """Return the canonical graph of attention with a mask, whose text must be as expected."""
     gm = captured(mask)
     Canonicalize()(gm)
     assert text(gm) == expected
+    return gm
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_mask_of_rounded_values(name: str) -> None:
+    mask, expected = ROUNDED[name]
+    gm = canonical_graph(mask, expected)
     torch.testing.assert_close(gm(*inputs()), Attention(mask)(*inputs()), rtol=1e-12, atol=1e-12)
 
 
@@ -175,9 +181,7 @@ def test_mask_of_rounded_values(name: str) -> None:
 @pytest.mark.parametrize("name", MASKS)
 def test_mask(name: str) -> None:
     mask, expected = MASKS[name]
-    gm = captured(mask)
-    Canonicalize()(gm)
-    assert text(gm) == expected
+    gm = canonical_graph(mask, expected)
     assert expected == DATA or not squares(gm)
     torch.testing.assert_close(grads(gm), grads(Attention(mask)), rtol=1e-12, atol=1e-12)
 

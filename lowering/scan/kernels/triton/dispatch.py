@@ -75,7 +75,7 @@ def run_sweep(sweep: Sweep, initial: State | None, out: State | None, total: boo
     multiprocessors = _multiprocessors(sweep.x.device)
     if choose_schedule(across, along, multiprocessors, sizes) == "one":
         return scan_single_pass(sweep, tile, initial, out, total)
-    # As many parts of each line as keep the device busy: `sizes.programs` programs per multiprocessor.
+    # Parts of each line, enough to keep the device busy: `sizes.programs` programs per multiprocessor.
     num_parts = min(triton.cdiv(sizes.programs * multiprocessors, across), along)
     steps_of_part = tile.steps * triton.cdiv(along, num_parts)
     return scan_in_parts(sweep, tile, steps_of_part, initial, out)
