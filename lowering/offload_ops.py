@@ -27,8 +27,10 @@ def _start_copy(target: Tensor, source: Tensor, device: torch.device) -> Tensor:
         source: Source of the copy, of equal shape and dtype.
         device: The GPU among the two devices.
     """
-    key = device, source.device.type  # the type is the direction
-    stream = _streams[key] = _streams.get(key) or torch.cuda.Stream(device)
+    key = device, source.device.type  # the type of the source's device is the direction of the copy
+    if key not in _streams:
+        _streams[key] = torch.cuda.Stream(device)
+    stream = _streams[key]
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         target.copy_(source, non_blocking=True)
@@ -49,8 +51,8 @@ def _wait_for_copy(written: Tensor, device: torch.device) -> None:
 def offload(x: Tensor) -> Tensor:
     """Start to copy a tensor to host memory.
 
-    Shapes: any, without gaps -> same, with the same strides. Bytes: all of x, to the host. The result is valid after
-    ``offloaded``; until then `x` must not change.
+    Shapes: any, without gaps in memory -> same, with the same strides. Bytes: all of x, to the host. The result is
+    valid after ``offloaded``; until then `x` must not change.
     """
     host = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
     return _start_copy(host, x, x.device) if x.is_cuda else host.copy_(x)

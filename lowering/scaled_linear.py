@@ -50,7 +50,7 @@ class LinearConfig(NamedTuple):
         if scale is None:
             with torch.no_grad():
                 largest = x.abs().amax() if axiswise_dim is None else x.abs().amax(axiswise_dim, keepdim=True)
-                # -1: one maximum for each row, which is complete. Others are over the rows, of which a rank has a part.
+                # -1: a maximum over each row, and a rank has complete rows. All others include rows of other ranks.
                 if axiswise_dim != -1:
                     largest = _max_of_ranks(largest, n, group)
             scale = amax_to_scale(largest, config.target_dtype, self.casts.round_scales_to_power_of_2)
@@ -129,15 +129,17 @@ class _ScaledLinear(torch.autograd.Function):
         """Return the product of x and w_t."""
         from torchao.float8.float8_training_tensor import GemmInputRole as Role
 
-        # Float8 products require aligned inner dims; that of the gradient of w are the rows. The number of rows of a
-        # rank may be unaligned where that of the sequence is not.
+        # Float8 products require an aligned inner dim. In the product for the gradient of w it is the dim of the rows,
+        # whose number may be unaligned on a rank although it is aligned in the full sequence.
         if n > 1:
-            products = type(config.products)(*(p._replace(pad_inner_dim=True) for p in config.products))
+            padded_products = (product._replace(pad_inner_dim=True) for product in config.products)
+            products = type(config.products)(*padded_products)
             config = config._replace(products=products)
         ctx.save_for_backward(x, w_t, grad_scale)
         ctx.config, ctx.ranks = config, (n, group)
-        left = config.cast(x.reshape(-1, x.shape[-1]), config.casts.cast_config_input, Role.INPUT, -1, scale)
-        right = config.cast(w_t, config.casts.cast_config_weight, Role.WEIGHT, 0)
+        rows, casts = x.reshape(-1, x.shape[-1]), config.casts
+        left = config.cast(rows, casts.cast_config_input, Role.INPUT, dim=-1, scale=scale)
+        right = config.cast(w_t, casts.cast_config_weight, Role.WEIGHT, dim=0)
         return torch.mm(left, right).reshape(*x.shape[:-1], w_t.shape[-1])
 
     @staticmethod
@@ -147,16 +149,20 @@ class _ScaledLinear(torch.autograd.Function):
         from torchao.float8.float8_training_tensor import GemmInputRole as Role
 
         (x, w_t, grad_scale), casts, cast = ctx.saved_tensors, ctx.config.casts, ctx.config.cast
-        # cast(matrix, config, role, dim of axiswise maxima, scale or None to compute it, number of ranks, group)
+        n, group = ctx.ranks
+        # The gradient of the result is cast twice: each product has its own settings, and sums over another dim.
         rows = grad.reshape(-1, grad.shape[-1])
-        for_x = cast(rows, casts.cast_config_grad_output, Role.GRAD_OUTPUT, -1, None, *ctx.ranks)
-        right = cast(w_t, casts.cast_config_weight_for_grad_input, Role.WEIGHT, -1)
+        for_x = cast(rows, casts.cast_config_grad_output, Role.GRAD_OUTPUT, dim=-1, n=n, group=group)
+        right = cast(w_t, casts.cast_config_weight_for_grad_input, Role.WEIGHT, dim=-1)
         x_grad = torch.mm(for_x, right.t()).reshape(x.shape)
-        for_w = cast(rows, casts.cast_config_grad_output_for_grad_weight, Role.GRAD_OUTPUT, 0, None, *ctx.ranks)
+        config_for_w = casts.cast_config_grad_output_for_grad_weight
+        for_w = cast(rows, config_for_w, Role.GRAD_OUTPUT, dim=0, n=n, group=group)
         if grad_scale is not None and grad_scale.ndim:  # of each column
             grad_scale = grad_scale.unsqueeze(0)
-        left = cast(x.reshape(-1, x.shape[-1]), casts.cast_config_input_for_grad_weight, Role.INPUT, 0, grad_scale)
-        return x_grad, torch.mm(for_w.t(), left).t(), *(None,) * 5
+        x_rows = x.reshape(-1, x.shape[-1])
+        left = cast(x_rows, casts.cast_config_input_for_grad_weight, Role.INPUT, dim=0, scale=grad_scale)
+        w_t_grad = torch.mm(for_w.t(), left).t()
+        return x_grad, w_t_grad, None, None, None, None, None  # the other arguments of `forward` have no gradient
 
 
 def _is_disabled(config: Any) -> bool:
@@ -179,9 +185,10 @@ def trace_scaled_linear(x: Tensor, w_t: Tensor, products: Any, casts: Any) -> An
         magnitudes = x.detach().abs()
 
         def compute_scale(config: Any, by_column: bool) -> Tensor | None:
-            """Return the scale of x, or those of its columns; None without a cast, or if each row has its own scale.
+            """Return the scale of x, (), or of each of its columns, (K,).
 
-            A rank computes the scales of its rows itself, in the product.
+            None without a cast, and if each row has its own scale: a rank computes the scales of its rows in the
+            product.
 
             Args:
                 config: torchao's CastConfig of x.
@@ -196,6 +203,6 @@ def trace_scaled_linear(x: Tensor, w_t: Tensor, products: Any, casts: Any) -> An
 
         x_cast, grad_cast = casts.cast_config_input, casts.cast_config_input_for_grad_weight
         scale = compute_scale(x_cast, by_column=False)
-        is_shared = scale is not None and x_cast == grad_cast  # one scale of all of x
+        is_shared = scale is not None and x_cast == grad_cast  # one scale of all of x serves both products
         grad_scale = scale if is_shared else compute_scale(grad_cast, by_column=True)
     return torch.ops.sp.scaled_linear(x, w_t, scale, grad_scale, register_config(products, casts))

@@ -265,8 +265,9 @@ class PassContext:
             axes = choose_rows(gm, axes)  # of windows of an image, if a rank has less work with these as the sequence
         # A dim that is already sharded is a sequence, even if no op of this graph gives evidence for it.
         for node, dim in sharded_dims.items():
-            axes.sequences.update(axes.find(atom.name) for atom in axes.dims[node, 0][dim])
-        # Windows such as x[:, 1:] may start at other rows; the starts are chosen by repeated propagation.
+            dims_of_input = axes.dims[node, 0]  # of its only result
+            axes.sequences.update(axes.find(atom.name) for atom in dims_of_input[dim])
+        # Propagation may run again, so that an operand added to a window such as x[:, 1:] starts in the window's frame.
         return axes, align_window_starts(
             lambda window_starts: propagate(gm, axes, self.ranks.n, inputs, self.outputs, window_starts=window_starts)
         )

@@ -116,11 +116,13 @@ def _replica_of_group(ranks: Ranks) -> Replica:
     if ranks.n == world.n or not world.has_other_processes:  # one replica of all ranks, or torch's fake groups
         return Replica(0, 1)
     own_members = dist.get_process_group_ranks(group)
-    all_members = all_gather_object(world, "gathers", "the ranks that share a sequence", own_members)
+    subject = "the ranks that share a sequence"
+    all_members = all_gather_object(world, verb="gathers", subject=subject, value=own_members)
     groups = sorted({tuple(members) for members in all_members}, key=min)
     # Each rank is in its own group, so the sizes add up to that of the world only if the groups do not overlap.
     has_overlap = sum(map(len, groups)) != world.n
-    if has_overlap or len({*map(len, groups)}) > 1:
+    has_different_sizes = len({len(members) for members in groups}) > 1
+    if has_overlap or has_different_sizes:
         raise SpError(
             "SP815",
             f"mesh: expected disjoint groups of equal size over the {world.n} ranks of the default process group, "

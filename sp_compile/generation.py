@@ -139,7 +139,7 @@ def _wrap_own_generation(model_class: type[torch.nn.Module]) -> None:
 def _wrap_generate(owner: type, name: str) -> None:
     """Replace a method of a class, which it may inherit, such that it runs models of this backend eagerly."""
     generate: Callable[..., Any] | None = getattr(owner, name, None)
-    if generate is None or hasattr(generate, "runs_eagerly"):
+    if generate is None or hasattr(generate, "runs_eagerly"):  # missing in this version, or replaced already
         return
     # `runs_eagerly` finds this code on the stack if a caller holds the method from before its replacement.
     code = inspect.unwrap(generate).__code__
@@ -148,7 +148,7 @@ def _wrap_generate(owner: type, name: str) -> None:
     @functools.wraps(generate)
     def generate_eagerly(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the method, without torch.compile if the model was compiled with this backend."""
-        # Not a module: a model of another runtime, whose class inherits the methods of transformers.
+        # `self` may be no module: the class of a model of another runtime may inherit the methods of transformers.
         modules = list(self.modules()) if isinstance(self, torch.nn.Module) else []
         if torch.compiler.is_compiling() or not any(module in _models for module in modules):
             return generate(self, *args, **kwargs)

@@ -41,7 +41,7 @@ from sp_compile.passes.report import Report
 from sp_compile.passes.tiles.run_in_tiles import programs_of
 from sp_compile.runtime.control.channel import publish_stop
 from sp_compile.runtime.fingerprint import ProgramDigest, exchange_digest, graph_digest, input_names, program_subject
-from sp_compile.runtime.guard import GuardedProgram, InProcesses, ProgramInfo
+from sp_compile.runtime.guard import GuardedProgram, ProgramInfo, WorldProgram
 from sp_compile.runtime.input_checks import ComparedInputs, group_inputs, local_tensors, sequence_inputs
 from sp_compile.runtime.session import CompileSession
 from sp_compile.runtime.settings_digest import settings_fields
@@ -141,7 +141,7 @@ def compile_rank_program(lowered: RankProgram, mode: str | None) -> Callable[...
     if lowered.eager:
         return lowered.graph.forward
     if not lowered.unsplit_reason:  # an unsplit program has no sharded results
-        with torch_compat.without_saved_tensor_hooks():  # those of a checkpoint around the program
+        with torch_compat.without_saved_tensor_hooks():  # hooks of a checkpoint around the program must not run here
             lowered.add_boundary_outputs()
     return compile_local(lowered, mode)
 
@@ -168,8 +168,9 @@ def compile_local(lowered: RankProgram, mode: str | None = None) -> Callable[...
         set_step(f"compiler {name}" if isinstance(name, str) else "compiler")
         # Regions that run in tiles are separate graphs, which operators of the local graph call.
         tile_compiler = torch_compat.nested_compiler(torch_compat.get_compiler(name, patches))
+        key = name, str(patches)  # the program of a region is compiled again only if this changes
         for program in programs_of(local):
-            program.compile(tile_compiler, (name, str(patches)), for_training=torch.is_grad_enabled())
+            program.compile(tile_compiler, key, for_training=torch.is_grad_enabled())
         run = compiler(local, lowered.inputs)
     if lowered.exchanges:
         log.info("%s", joint.report)
@@ -213,9 +214,12 @@ def guard_program(
         error: The error of the compilation on a rank, which every call raises on all ranks.
     """
     gm, info = program.graph, _describe_program(program, session, lowered)
-    # A graph that is not split takes full tensors. `session.split` is True if ranks were to share its sequence, even if
-    # every rank runs it unsplit. Sharded arguments are gathered here, or by the guard of a group.
-    gathers_inputs = bool(info.unsplit_reason) if session.split else not session.groups and any_sharded(program.inputs)
+    # A graph that is not split takes full tensors, so sharded arguments are gathered here, or by the guard of a group.
+    # `session.split` is True if ranks were to share the sequence; with an `unsplit_reason`, each rank runs all of it.
+    if session.split:
+        gathers_inputs = bool(info.unsplit_reason)
+    else:
+        gathers_inputs = not session.groups and any_sharded(program.inputs)
     if run is not None and lowered is not None and gathers_inputs:
         run = GatheredProgram(run, lowered.eager)
     # The innermost guard is that of the ranks of the sequence, around it are those of the groups.
@@ -224,7 +228,9 @@ def guard_program(
         run, error = _guard_sequence(program, session, lowered, run, error, info), None
     elif error is not None and not session.groups:
         publish_stop(str(error), subject=info.subject)  # with an invalid mesh, the waiting ranks are not known
-        run = GuardedProgram(None, SINGLE_RANK, info, ProgramDigest(), ComparedInputs(), error)
+        run = GuardedProgram(
+            run=None, ranks=SINGLE_RANK, info=info, program=ProgramDigest(), inputs=ComparedInputs(), error=error
+        )
     for ranks in reversed(session.groups):  # the first group is checked first, as in CompileProtocol.start
         joint = None if lowered is None else lowered.joint.job
         # The inputs whose values the passes assume to be equal on these ranks.
@@ -236,8 +242,8 @@ def guard_program(
     boundary = GraphBoundary() if lowered is None else lowered.boundary
     if boundary.results or boundary.writes or boundary.views:
         run = ShardedProgram(run, session.ranks, info.subject, boundary)
-    # `InProcesses` refuses calls after the default process group has changed.
-    return run if session.groups else InProcesses(run)
+    # `WorldProgram` refuses calls after the default process group has changed.
+    return run if session.groups else WorldProgram(run)
 
 
 def _describe_program(program: UserProgram, session: CompileSession, lowered: RankProgram | None) -> ProgramInfo:
@@ -285,6 +291,6 @@ def _guard_sequence(
         error,
         boundary,
         backward=True,
-        gradients=session.options.outputs != "local",  # those of local results are of the rows of a rank
+        gradients=session.options.outputs != "local",  # local results are rows of a rank, so their gradients differ
         work=None if lowered is None else lowered.report.work,
     )

@@ -190,7 +190,7 @@ class SplitProgram:
         boundary = make_boundary(local, self.view, ranks, symbols)
         if boundary.results:
             register_sharded_outputs(ranks)
-            written = boundary.writes.values()  # results that are new values of inputs, which the user does not see
+            written = boundary.writes.values()  # outputs that are new values of inputs, no results of the program
             report.sharded_outputs = [result.name for i, result in boundary.results.items() if i not in written]
         joint = make_joint_passes(inputs, self.config, self.session)
         return RankProgram(local, self.config, report, inputs, joint, ranks, self.machine, boundary)

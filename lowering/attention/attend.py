@@ -123,7 +123,7 @@ class KernelSelector:
     def _select_for(self, call: Block | PackedCall) -> Kernel:
         """Return the kernel of a block or of a packed call, from its sizes and window."""
         queries, keys = call.query_rows[1], call.key_rows[1]
-        if isinstance(call, PackedCall):  # `square` matters only with a left limit
+        if isinstance(call, PackedCall):  # `square`, which visits all sequences, matters only with a left limit
             return self.select(call.kind, queries, call.window, call.window.left is not None and call.square)
         return self.select(call.kind, min(queries, keys), call.window, queries == keys)
 
@@ -185,8 +185,8 @@ def _query_strips(q: Tensor, v: Tensor, masking: CallMask, mask_grad: bool) -> I
     # Blocks with the same queries are consecutive. A BAND is not merged with blocks for kernels without windows.
     for _, group in groupby(block_calls, key=lambda call: (call[0].query_rows, call[0].kind is Kind.BAND)):
         calls = list(group)
-        # A kernel without tensor masks has no tensors that grow with the queries, so its calls are not cut. It could
-        # not run the lower rows of a causal block, the first of which sees more than one key.
+        # A kernel without tensor masks has no tensors that grow with the queries, so its calls are not cut. Nor could
+        # it run the lower rows of a causal block alone: the first of them attends to several keys.
         uncut: QueryStrip = [call for call in calls if not call[1].supports_masks]
         if uncut:
             yield uncut
@@ -251,10 +251,10 @@ def _block_operands(q: Tensor, k: Tensor, v: Tensor, block: Block | PackedCall) 
 
 
 def _split_scale_sign(q: Tensor, scale: float) -> tuple[Tensor, int, float]:
-    """Return (q * sign, sign, positive scale), whose product equals q * scale.
+    """Return (signed q, sign, positive scale) with signed q = sign * q, and signed q * positive scale = q * scale.
 
     PyTorch's causal kernel returns NaN for scales that are not positive. A scale of 0 becomes a sign of 0 and a scale
-    of 1. The backward multiplies dq by the sign.
+    of 1. The backward multiplies dq by the sign. Example: a scale of -0.5 gives (-q, -1, 0.5).
     """
     if scale > 0:
         return q, 1, scale
@@ -265,7 +265,7 @@ def _split_scale_sign(q: Tensor, scale: float) -> tuple[Tensor, int, float]:
 def _parse_backward(arguments: Sequence[Any]) -> tuple[LocalArgs, bool, str]:
     """Return (LocalArgs, mask_grad, packed) of the arguments after lse of ``attend_backward``, which documents them.
 
-    For ``attend_backward_parts``, which has no such argument, packed is "".
+    ``attend_backward_parts`` has no argument ``packed``; for its arguments, the returned packed is "".
     """
     args, (mask_grad, *others) = LocalArgs.of(arguments)
     packed = next((x for x in others if isinstance(x, str)), "")  # the only string among the others
@@ -328,7 +328,7 @@ def _score_bytes(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bo
 def _forward_workspace(workspace: int, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> int:
     """Return the peak memory of the forward, without its operands and results, in bytes, for estimates.
 
-    It is the larger of two moments. During a kernel call there are its workspace, copies of operands and its own lse.
+    The peak is at one of two moments. During a kernel call there are its workspace, copies of operands and its own lse.
     After it, its output and lse may be copied to the results. ``workspace`` is that of a kernel that stores no scores.
     """
     args, _ = LocalArgs.of(arguments)
@@ -345,7 +345,7 @@ def backward_workspace(
 ) -> int:
     """Return the peak memory of the backward, without its operands and results, in bytes, for estimates.
 
-    It is the larger of two moments, during the kernel call and after it. ``workspace`` is that of a kernel that stores
+    The peak is at one of two moments, during the kernel call or after it. ``workspace`` is that of a kernel that stores
     no scores. The caller adds the bytes of the results.
     """
     args, mask_grad, packed = _parse_backward(arguments)
@@ -389,8 +389,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Te
         q: (B, Hq, Sq, D), any strides.
         k: (B, Hkv, Sk, D), any strides. Hkv divides Hq.
         v: (B, Hkv, Sk, E), any strides.
-        *arguments: The fields of ``LocalArgs``, then ``after``, which only orders: tensors that are sent or accumulated
-            first.
+        *arguments: The fields of ``LocalArgs``, then ``after``: tensors that must be sent or accumulated before this
+            call. They are not read.
 
     Returns:
         out (B, Hq, Sq, E) in q's dtype, and lse (B, Hq, Sq), the log-sum-exps of the scaled masked scores in float32 or

@@ -31,8 +31,8 @@ from .ring_kernel import split_keys_values
 class PartAccumulator:
     """Accumulator of the parts of a gradient (B, H, S, D) whose missing rows are not filled.
 
-    A first part with all rows becomes the result without a copy, if its dtype and strides are those of the result. Wide
-    parts of a kernel, and a second part of a row, widen the sum, so that nothing is added in a half type.
+    A first part with all rows becomes the result without a copy, if its dtype and strides are those of the result. The
+    sum becomes float32 if a part is float32, or if a row gets a second part: nothing is added in a half type.
     """
 
     def __init__(self, like: Tensor, empty: Tensor) -> None:
@@ -55,7 +55,10 @@ class PartAccumulator:
         total = self._total = self._total.to(torch.promote_types(self._total.dtype, dtype))
         for offset, length, is_new in ranges:
             target, addend = total.narrow(2, offset, length), part.narrow(2, offset - rows[0], length)
-            target.copy_(addend) if is_new else target.add_(addend)
+            if is_new:
+                target.copy_(addend)
+            else:
+                target.add_(addend)
 
     def total(self) -> Tensor:
         """Return the gradient; the values of rows without a part are undefined."""
@@ -69,7 +72,10 @@ class PartAccumulator:
 
 
 def _empty_parts(q: Tensor, k: Tensor, v: Tensor, narrow: bool) -> tuple[Tensor, ...]:
-    """Return empty dq, dk and dv: dq with heads after rows in memory as in models, dk and dv as keys are sent."""
+    """Return empty dq, dk and dv: dq with heads after rows in memory, as in models; dk and dv contiguous.
+
+    They have the dtype of q if ``narrow``, else float32 for half types.
+    """
     dtype = q.dtype if narrow else accumulation_dtype(q.dtype)
     return empty_rows_first(q, dtype), *(x.new_empty(x.shape, dtype=dtype) for x in (k, v))
 

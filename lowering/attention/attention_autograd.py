@@ -66,7 +66,7 @@ class _AttentionFunction(Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Compute out (B, H, s, E) and lse (B, H, s), and save shards.
 
-        ``tensors`` are the tensors of ``args``, such as the mask. They are operands so that autograd sees them.
+        ``tensors`` are the tensors of ``args``, such as the mask. They are operands so that autograd tracks them.
         """
         out, lse = keys.forward(q, k, v, args.with_tensors(list(tensors)))
         if sinks is not None:

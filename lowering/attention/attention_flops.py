@@ -49,7 +49,10 @@ PlanArgs = tuple[str, Rows, Rows, tuple[int, ...], tuple[Pieces, ...], tuple[Pie
 
 @register_flop_formula(torch.ops.sp.attend, get_raw=True)
 def attend_flops(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **_meta: Any) -> int:
-    """Return the FLOPs of ``sp::attend``: per pair that attends, a score (D products) and a weighted value (E)."""
+    """Return the FLOPs of ``sp::attend``: per pair that attends, a score (D products) and a weighted value (E).
+
+    Each product counts twice, for a multiplication and an addition.
+    """
     args, _ = LocalArgs.of(arguments)
     dim, value_dim = map(size_hint, [q.shape[-1], v.shape[-1]])
     return 2 * _attended_pairs(q, k, args) * (dim + value_dim)
@@ -59,9 +62,10 @@ def attend_flops(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **_meta: Any)
 def attend_backward_flops(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any, **_meta: Any
 ) -> int:
-    """Return the FLOPs of ``sp::attend_backward``: five products per pair that attends.
+    """Return the FLOPs of ``sp::attend_backward``: five matrix products over the pairs that attend.
 
-    The scores, dq and dk have D products each; dv and the gradient of the weights have E.
+    The scores, dq and dk have D products each; dv and the gradient of the weights have E. Each product counts twice,
+    for a multiplication and an addition.
     """
     args, _ = LocalArgs.of(arguments)
     dim, value_dim = map(size_hint, [q.shape[-1], v.shape[-1]])

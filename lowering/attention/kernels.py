@@ -47,7 +47,10 @@ def _copy_rows(*xs: Tensor) -> Sequence[Tensor]:
 
 
 def _cpu_mask(q: Tensor, args: KernelArgs) -> Tensor | None:
-    """Return the additive mask in q's dtype; in float32, in which the kernel adds it, for half q and another bias."""
+    """Return the additive mask: in float32 if q is half precision and the bias has another dtype, else in q's dtype.
+
+    The kernel adds masks in float32, so that this does not round such a bias to q's dtype.
+    """
     is_wider = q.dtype in HALF and args.bias is not None and args.bias.dtype != q.dtype
     return args.additive_mask(torch.float32 if is_wider else q.dtype)
 

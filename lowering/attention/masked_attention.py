@@ -76,7 +76,7 @@ def masked_attention(
     batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
     if attn_mask is not None:
         args = autocast_args(replace(args, mask=_expand_mask(attn_mask, batch, headless)))
-    keys = GatheredKeys(None, 1, "")  # every rank has all keys: nothing is exchanged
+    keys = GatheredKeys(frame=None, n=1, group="")  # every rank has all keys: nothing is exchanged
     out = attention(*_to_four_dims(q, k, v, batch, enable_gqa), args, keys, sinks, lse)
     out = out.reshape(*batch, *out.shape[1:])
     return out.squeeze(-3) if headless else out

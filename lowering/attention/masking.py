@@ -161,7 +161,7 @@ class CallMask:
             values = self.vectors, self.sizes, self.heads, self.tables, self.mask
             return KernelArgs(scale, pairs=PairTexts(*texts, *values))
         if isinstance(block, PackedCall):
-            sequences = PackedSequences.of(block, self.batch, self.device, kernel.pads)
+            sequences = PackedSequences.of(block, self.batch, self.device, drop_gaps=kernel.pads)
             return KernelArgs(scale, window=block.window, sequences=sequences)
         if block.kind is Kind.BAND:
             return KernelArgs(scale, window=block.window)

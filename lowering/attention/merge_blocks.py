@@ -210,7 +210,8 @@ class GradAccumulator:
             dtype: Dtype of the gradient.
             buffer: (B, H, S, D), the tensor to write to; None to allocate one.
         """
-        self._like, self._dtype, self._total, self._has_fixed_buffer = like, dtype, buffer, buffer is not None
+        self._like, self._dtype = like, dtype
+        self._total, self._has_fixed_buffer = buffer, buffer is not None
         self._written = WrittenRows(like.shape[2])
 
     def add(self, part: Tensor, rows: tuple[int, int]) -> None:
@@ -226,7 +227,10 @@ class GradAccumulator:
         for offset, length, is_new in parts:
             total = self._buffer().narrow(2, offset, length)
             addend = part.narrow(2, offset - rows[0], length)
-            total.copy_(addend) if is_new else total.add_(addend)
+            if is_new:
+                total.copy_(addend)
+            else:
+                total.add_(addend)
 
     def _buffer(self) -> Tensor:
         """Return the buffer of the sum, allocated at the first call."""

@@ -224,7 +224,7 @@ class ShardArgs(AttentionArgs):
         if self.dropout_p and seed is None:
             seed = torch.randint(1 << 62, (), dtype=torch.int64, device=q.device)
         scale = 1 / math.sqrt(q.shape[-1]) if self.scale is None else self.scale
-        heads = [self._local_heads(x, 0, stride) for x in self.heads]
+        heads = [self._local_heads(x, dim=0, stride=stride) for x in self.heads]
         return LocalArgs(
             mask=self._local_mask(stride), rows=list(self.rows), cols=list(self.cols), pieces=self.make_pieces(),
             sizes=list(self.sizes), predicate=self.predicate, seed=seed, dropout_p=self.dropout_p, scale=scale,
@@ -234,7 +234,7 @@ class ShardArgs(AttentionArgs):
 
     def local_sinks(self, stride: int) -> Tensor | None:
         """Return the sinks of this rank's heads if ``stride`` adjacent ranks split the heads; None without sinks."""
-        return None if self.sinks is None else self._local_heads(self.sinks, 0, stride)
+        return None if self.sinks is None else self._local_heads(self.sinks, dim=0, stride=stride)
 
     def _local_heads(self, x: Tensor, dim: int, stride: int) -> Tensor:
         """Return this rank's heads: one of ``stride`` equal parts of x along ``dim``.
@@ -259,10 +259,11 @@ class ShardArgs(AttentionArgs):
         if mask.shape[SEQUENCE] != 1:
             positions = own_positions(self.q_frame, n, group, mask.device, stride)
             # Padded rows repeat the nearest valid row of the mask.
-            mask = mask.index_select(SEQUENCE, nearest_rows(positions, self.q_frame, 1))
+            mask = mask.index_select(SEQUENCE, nearest_rows(positions, self.q_frame, inner=1))
         return mask if mask.shape[HEADS] == 1 else self._local_heads(mask, HEADS, stride)
 
     def to_zigzag(self) -> ShardArgs:
         """Return a copy for operands in the zigzag layout (2 chunks per rank), which need no exchange (``balance``)."""
+        # The fifth entry of a frame, 2, selects the zigzag layout. The frame of replicated keys, [], remains.
         q_frame, k_frame = ([*frame[:4], 2] if len(frame) else frame for frame in (self.q_frame, self.k_frame))
         return replace(self, q_frame=q_frame, k_frame=k_frame, balance=False)

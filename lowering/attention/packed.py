@@ -122,17 +122,18 @@ class PackedSequences(NamedTuple):
     keys: PackedRows  # key rows
 
     @staticmethod
-    def of(call: PackedCall, batch: int, device: torch.device, unpadded: bool) -> PackedSequences:
+    def of(call: PackedCall, batch: int, device: torch.device, drop_gaps: bool) -> PackedSequences:
         """Return the queries and keys of a packed call, whose tables are copied to the device asynchronously.
 
         Args:
             call: The packed call.
             batch: The batch size.
             device: The device of the tables.
-            unpadded: Leave out rows that belong to no sequence, and sequences without queries or without keys.
-                `PackedRows.size` counts these rows, too: it is the number of rows of q, or of k and v.
+            drop_gaps: Leave out rows that belong to no sequence, and sequences without queries or without keys, for a
+                kernel that accepts no empty sequence. `PackedRows.size` counts these rows, too: it is the number of
+                rows of q, or of k and v.
         """
-        sides = _packed_sides(call, batch, unpadded, pinned=device.type == "cuda")
+        sides = _packed_sides(call, batch, drop_gaps, pinned=device.type == "cuda")
         tables = [side.table.to(device, non_blocking=True) for side in sides]
         # A range of rows is (first row, number of rows) in a batch entry.
         (_, num_queries), (_, num_keys) = call.query_rows, call.key_rows
@@ -140,13 +141,13 @@ class PackedSequences(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _packed_sides(call: PackedCall, batch: int, unpadded: bool, pinned: bool) -> tuple[SequenceSide, SequenceSide]:
+def _packed_sides(call: PackedCall, batch: int, drop_gaps: bool, pinned: bool) -> tuple[SequenceSide, SequenceSide]:
     """Return the query side and the key side of the sequences of a call, on the host.
 
-    With ``unpadded`` they have only sequences that have both queries and keys. Otherwise rows between two sequences are
-    sequences of their own, without keys. The cache keeps the memory while it is copied to the device.
+    With ``drop_gaps`` they have only sequences that have both queries and keys. Otherwise rows between two sequences
+    are sequences of their own, which attend to nothing. The cache keeps the memory while it is copied to the device.
     """
-    if unpadded:
+    if drop_gaps:
         runs = call.runs()
         queries, keys = [run.q for run in runs], [run.k for run in runs]
     else:

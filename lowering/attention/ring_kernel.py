@@ -129,7 +129,8 @@ class RingKeys(NamedTuple):
         dq: Tensor | None = None
         dmask: Tensor | None = None
         # If fewer steps than ranks are needed, gradients always rotate: a scatter would need a part of every rank.
-        key_grads = RING_GRADIENTS["travel" if self.steps < self.size else self.grads](self)
+        method = "travel" if self.steps < self.size else self.grads
+        key_grads = RING_GRADIENTS[method](self)
         packed = ""  # the layout of one tensor for dk and dv, which is sent; "" for separate tensors
         if self.steps > 1:
             packed = "stack" if _can_stack(k, v) else "last"
@@ -241,7 +242,7 @@ def _has_one_call_per_row(
     predicate: str, q_span: tuple[int, ...], k_span: tuple[int, ...], queries: int, keys: int, sizes: tuple[int, ...]
 ) -> bool:
     """Return True if no block is masked, and no two kernel calls of a rank share a row of queries or of keys."""
-    num_ranks = max(q_span[0], k_span[0])
+    num_ranks = max(q_span[0], k_span[0])  # a span begins with the number of ranks of a ring; 1: not sharded
     for rank in range(num_ranks):
         plan = plan_blocks(predicate, span_rows(q_span, queries, rank), span_rows(k_span, keys, rank), sizes)
         if has_masked((*plan.blocks, *plan.others)):

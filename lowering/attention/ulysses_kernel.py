@@ -41,11 +41,11 @@ def to_heads(q: Tensor, k: Tensor, v: Tensor, args: ShardArgs, ranks: int) -> li
     exchanges = [[q, keys, values]] if have_equal_rows else [[q], [keys, values]]
     results = []
     for xs, frame in zip(exchanges, (args.q_frame, args.k_frame)):
-        rows = _neighborhood_frame(frame, xs[0].shape[SEQUENCE] * ranks)
+        row_frame = _neighborhood_frame(frame, xs[0].shape[SEQUENCE] * ranks)
         # The heads are split without padding. The frame counts key heads, also for q: its H dim is (key heads, query
         # heads of each), so that a rank gets the query heads of its key heads.
         head_frame = [1, heads, 0, heads]
-        results += torch.ops.sp.all_to_all(xs, HEADS, head_frame, SEQUENCE, rows, ranks, route)
+        results += torch.ops.sp.all_to_all(xs, HEADS, head_frame, SEQUENCE, row_frame, ranks, route)
     return results
 
 
@@ -60,10 +60,10 @@ def to_sequence(out: Tensor, args: ShardArgs, ranks: int) -> Tensor:
     Returns:
         (B, H, s, E).
     """
-    rows, heads = _neighborhood_frame(args.q_frame, out.shape[SEQUENCE]), out.shape[HEADS] * ranks
+    row_frame, heads = _neighborhood_frame(args.q_frame, out.shape[SEQUENCE]), out.shape[HEADS] * ranks
     head_frame = [1, heads, 0, heads]  # outer, size, start, length: all heads, without padding
     route = routes.neighborhood_route(args.group, ranks)
-    return torch.ops.sp.all_to_all([out], SEQUENCE, rows, HEADS, head_frame, ranks, route)[0]
+    return torch.ops.sp.all_to_all([out], SEQUENCE, row_frame, HEADS, head_frame, ranks, route)[0]
 
 
 def _repeat_key_heads(x: Tensor, ranks: int) -> Tensor:

@@ -49,7 +49,7 @@ class SpError(ValueError):
     def with_context(self, text: str) -> Self:
         """Return a copy of the error with text inserted before the cause.
 
-        A caller adds the place of the error that the raising function does not know, such as the name of a rule.
+        A caller adds the place of the error, such as the name of a rule, if the raising function cannot name it.
 
         Args:
             text: Text that is prepended to the cause.

@@ -44,7 +44,7 @@ def composite(schema: str, moves: tuple[str, str] | None = None, padded: str | N
     """Return a decorator that registers a function as the composite operator ``sp::<schema>``.
 
     The body is CompositeImplicitAutograd: it is one node in a rewritten graph. Autograd, fake tensors and AOTAutograd
-    trace through it, so that the compiler sees the collectives inside.
+    trace through it, so that the compiler finds the collectives inside.
 
     Args:
         schema: Schema of the operator, without namespace.
@@ -158,8 +158,8 @@ def _hash_sources(folders: frozenset[Path], sources: frozenset[Path]) -> str:
 def tag_programs() -> None:
     """Add the digest of the operators' sources to the key of torch's compile caches, in torch.compiler.config.
 
-    The functions on shards (`sp_compile/functional/`) call this before they compile, because the caches do not see the
-    bodies of operators.
+    The functions on shards (`sp_compile/functional/`) call this before they compile, because the keys of the caches do
+    not depend on the bodies of operators otherwise.
     """
     config, tag = torch.compiler.config, f"sp_compile {sources_digest()}"
     if tag not in config.cache_key_tag:

@@ -207,7 +207,7 @@ class SPConfig:
         """
         for name, rule in OPTION_RULES.items():
             rule.check(name, getattr(self, name))
-        # Their other values need passes on the joint graph, for the purpose.
+        # Other values of these options need passes on the joint graph. `purpose` describes the passes in the error.
         for name, (values_of_any_compiler, purpose) in JOINT_GRAPH_OPTIONS.items():
             value = getattr(self, name)
             if value not in values_of_any_compiler and not self.has_joint_passes:

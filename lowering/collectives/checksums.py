@@ -113,6 +113,7 @@ def sample_view(x: torch.Tensor, limit: int, turn: int) -> torch.Tensor:
         dim_limit = max(1, int(limit ** (1 / (len(dims) - i))))  # this dim and the longer ones have equal shares
         step = -(-x.shape[dim] // dim_limit)  # rounded up
         x = x[(slice(None),) * dim + (slice(turn % step, None, step),)]
+        # Turns count through the offsets of this dim first, then through those of the next one, as digits of a number.
         limit, turn = limit // x.shape[dim], turn // step
     return x
 
@@ -218,5 +219,6 @@ def flat_parts(x: torch.Tensor) -> Iterator[torch.Tensor]:
     else:
         # Split dim 0 into pieces that fit, or into single rows, which are split along the next dim.
         rows = max(1, PIECE_ELEMENTS // (x.numel() // x.shape[0]))
-        for piece in x.split(rows) if x.shape[0] > 1 else [x[0]]:
+        pieces = x.split(rows) if x.shape[0] > 1 else [x[0]]
+        for piece in pieces:
             yield from flat_parts(piece)

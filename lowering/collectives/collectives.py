@@ -147,7 +147,8 @@ def rows(
     """
     if frame is None:
         return x.narrow(dim, start, length)
-    positions = torch.arange(length, device=x.device) + (frame[2] + start)
+    first = frame[2] + start  # the window begins at position frame[2] of the sequence
+    positions = torch.arange(length, device=x.device) + first
     is_row = positions[:, None] == own_positions(frame, n, group, x.device)  # (length, s)
     local_index, is_own = is_row.to(torch.int8).argmax(1), is_row.any(1)  # index 0 for rows of other ranks
     return torch.where(column_along(is_own, dim, x.ndim), x.index_select(dim, local_index), 0)

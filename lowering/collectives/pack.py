@@ -1,6 +1,6 @@
 """Pack several tensors into one send buffer with ``sp::pack`` and ``sp::pack_by_owner``.
 
-A compiler that sees an exchange of the same values twice, in a forward and its backward, runs it once and saves the
+A compiler that finds an exchange of the same values twice, in a forward and its backward, runs it once and saves the
 result: all of K and V on every rank. In a backward that sends again, packing therefore depends on the cotangent, in an
 opaque operator. Packing in an order that depends on the rank is opaque, too, as the rank is read at run time.
 """

@@ -122,14 +122,14 @@ class Sharded(Tensor):
     @data.setter
     @torch.compiler.disable
     def data(self, new: Tensor) -> None:
-        """Replace the storage; a dense tensor is stored in full."""
+        """Replace the storage by that of a sharded tensor, or by one that stores a plain tensor in full."""
         if (new.shape, new.dtype, new.device) != (self.shape, self.dtype, self.device):
             raise SpError("SP322", f"x.data: expected {_describe(self)}, as x is sharded, got {_describe(new)}.")
         if isinstance(new, Sharded):
             self.shard_storage = new.shard_storage
             return
         storage, full = self.shard_storage, self.sharding.as_dense(new.detach())
-        self.shard_storage = ShardStorage(storage.layout, storage.length, None, storage.origin, full=full)
+        self.shard_storage = ShardStorage(storage.layout, storage.length, local=None, origin=storage.origin, full=full)
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the full tensor as a NumPy array."""
@@ -343,7 +343,7 @@ class _ToLocalFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.shape, ctx.layout, ctx.origin = x.shape, layout, x.shard_storage.origin
         rows = _local_rows(x, layout).detach()
-        # Around a view, or a copy or sum of views, are other rows of the base: replace them by the view's nearest rows.
+        # The padding of a view, and of a copy or sum of views, has other rows of the base. Fill it with nearest rows.
         if layout.before or layout.after:
             rows = sp.window(rows, layout.dim, layout.frame(x.shape[layout.dim]), layout.n, layout.group)
         return rows
@@ -448,7 +448,7 @@ def from_deferred(
     `shape` is that of the full tensor, and `length` that of its sharded dim. `grad_tokens` has a token for each operand
     of `deferred` that needs a gradient, in the order of `deferred.gradients`, which computes these gradients.
     """
-    storage = ShardStorage(layout, length, None, origin, deferred=deferred)
+    storage = ShardStorage(layout, length, local=None, origin=origin, deferred=deferred)
     return _FromLocalFunction.apply(
         storage, shape, lambda rows: map(store_grad, deferred.gradients(rows)), *grad_tokens
     )

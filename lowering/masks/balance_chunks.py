@@ -58,8 +58,8 @@ class ChunkOrder(NamedTuple):
     @staticmethod
     def of(encoded: Ints) -> ChunkOrder:
         """Return the order of a result of `encode`. Its imbalances are unknown and set to 1."""
-        firsts, lengths = encoded[:, encoded[1] > 0]
-        return ChunkOrder(firsts, lengths, 1.0, 1.0)
+        firsts, lengths = encoded[:, encoded[1] > 0]  # without the padding, whose lengths are 0
+        return ChunkOrder(firsts, lengths, imbalance=1.0, contiguous_imbalance=1.0)
 
 
 def max_chunk_count(n: int) -> int:

@@ -90,9 +90,10 @@ def order_tensors(order: ChunkOrder, device: torch.device) -> tuple[Tensor, Tens
     # of positions, with opposite signs.
     host = torch.from_numpy(np.stack([shifts, lengths, -shifts[by_position], lengths[by_position]]))
     index = torch.arange(length, device=device)
+    sent = copy_async(host, device).view(2, 2, -1)  # (order or inverse, shifts or lengths, chunk)
     positions, inverse = (
-        index + shift.repeat_interleave(count, output_size=length)
-        for shift, count in copy_async(host, device).view(2, 2, -1)
+        index + chunk_shifts.repeat_interleave(chunk_lengths, output_size=length)
+        for chunk_shifts, chunk_lengths in sent
     )
     return positions, inverse
 

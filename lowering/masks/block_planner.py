@@ -179,21 +179,21 @@ class BlockPlanner:
     def _band_strips(self, q: Range, k: Range, band: Band, undecided: tuple[str, ...]) -> list[Block]:
         """Return the blocks of the pairs with band[0] <= key - query <= band[1], counted from the first of q and k.
 
-        Queries are cut into strips. The keys of a strip are a masked triangle, keys that all its queries see, and a
-        causal block; or one masked block in a narrow band. A window over packed documents has tens of thousands of
+        Queries are cut into strips. The keys of a strip are a masked triangle, keys of all its queries, and a causal
+        block; or one masked block in a narrow band. A window over packed documents has tens of thousands of
         strips, so the loop avoids function calls. Masked and causal blocks evaluate the `undecided` conditions.
 
-        In the band (-4, 0), the queries 10, 11 and 12 see the keys 6 to 10, 7 to 11 and 8 to 12. As a strip they have a
-        masked block of the keys [6, 8), a full block of [8, 10), and a causal block of [10, 13), which is square.
+        In the band (-4, 0), the queries 10, 11 and 12 attend to the keys 6 to 10, 7 to 11 and 8 to 12. As a strip they
+        have a masked block of the keys [6, 8), a full one of [8, 10), and a causal one of [10, 13), which is square.
         """
         lower, upper = band
         rows, keys, q_off, k_off = q[1] - q[0], k[1] - k[0], q[0], k[0]
-        width = min(upper, keys) - max(lower, -rows) + 1  # keys that a query sees, at most
+        width = min(upper, keys) - max(lower, -rows) + 1  # maximum number of keys of a query
         # A strip has a quarter of the width, in units of TILE_ROWS, so that most of its keys are full. Its masks have
         # about height * height elements for each entry of their batch.
         max_height = math.isqrt(MAX_MASK_ELEMENTS // self._mask_batch(undecided))
         height = min(max(width // 4 // TILE_ROWS, 1) * TILE_ROWS, max_height)
-        end = min(rows, keys - lower)  # later queries see no key
+        end = min(rows, keys - lower)  # later queries attend to no key
         blocks = list[Block]()
         for first in range(max(0, -upper), end, height):
             size = height if first + height < end else end - first
@@ -246,9 +246,9 @@ class BlockPlanner:
         Queries and keys at the ends that have no attending pair are removed. Then the first case that applies is used:
 
             only one condition is undecided, and it is causal     FULL and CAUSAL blocks
-            all queries see all keys outside of one segment       FULL blocks, and the blocks of that segment
+            all queries attend to all keys outside one segment    FULL blocks, and the blocks of that segment
             two parts of the queries have less work together      the blocks of each part
-            otherwise                                             one block, or few if no query sees keys between them
+            otherwise                                             one block, or few blocks that skip unneeded keys
         """
         q, k = self._trim(q, k)
         if q[0] == q[1]:
@@ -262,7 +262,7 @@ class BlockPlanner:
             yield from self._cover_causal(q, k, shift, undecided)
             return
         # Second chunks of several zigzag shards are stored in reversed order. A causal mask then cuts through one of
-        # these segments; all queries see the others, or none does.
+        # these segments; all queries attend to the others, or none does.
         blocks = self._cover_one_segment(q, k) if undecided and not ascends else []
         if blocks:
             yield from blocks
@@ -316,8 +316,8 @@ class BlockPlanner:
     def _cover_causal(self, q: Range, k: Range, shift: int, undecided: tuple[str, ...]) -> Iterator[Block]:
         """Yield the FULL and CAUSAL blocks of the pairs with ``k <= q + shift``, in terms of indices.
 
-        q and k are trimmed: every query sees a key, and every key is seen by a query. Queries are cut into parts in
-        which each query sees exactly one key more than the query before it.
+        q and k are trimmed: every query attends to a key, and a query attends to every key. Queries are cut into parts
+        in which each query attends to exactly one key more than the query before it.
         """
         if shift == 0 and index_intervals(self._q_rows, *q) == index_intervals(self._k_rows, *k):
             yield Block.of(q, k, Kind.CAUSAL, undecided)  # the same indices, in any number of segments
@@ -327,17 +327,17 @@ class BlockPlanner:
                 yield from self.cover((q[0], cut), k)
                 yield from self.cover((cut, q[1]), k)
                 return
-        # One segment of queries, the last of which sees the last key: a rectangle and a triangle.
+        # One segment of queries, the last of which attends to the last key: a rectangle and a triangle.
         yield from run_blocks(AttendedRun(q, k, CAUSAL_WINDOW), undecided)
 
     def _cover_one_segment(self, q: Range, k: Range) -> list[Block]:
-        """Return the blocks of q x k if only one segment (consecutive rows) of the keys is not seen in full, else [].
+        """Return the blocks of q x k if all queries attend to all keys outside one segment (consecutive rows), else [].
 
         Each of them has all queries. Returns [], too, if the keys of that segment need several blocks of queries.
         """
         boundaries = [offset for offset in index_boundaries(self._k_rows) if k[0] < offset < k[1]]
         segments = pairwise([k[0], *boundaries, k[1]])
-        # A verdict is True only if all queries see all keys of the segment.
+        # A verdict is True only if all queries attend to all keys of the segment.
         partial_segments = [segment for segment in segments if not self.verdict(q, segment)]
         if len(partial_segments) != 1:
             return []
@@ -351,8 +351,8 @@ class BlockPlanner:
     def _cut_causal(self, q: Range, k: Range, shift: int) -> Iterator[int]:
         """Yield the rows at which to cut q for `_cover_causal`; some may be outside q.
 
-        They are the rows that do not see exactly one key more than the previous row: the first row of each query
-        segment, the row after the first one that sees all keys, and the first row that sees a further key segment.
+        They are the rows that do not attend to exactly one key more than the previous row: the first row of each query
+        segment, the row after the first one with all keys, and the first row that attends to a further key segment.
         Indices are positions in the sequence; rows are local.
         """
         # The caller uses the first of these rows that is inside q. Those that are computed from the first segment of q
@@ -362,7 +362,7 @@ class BlockPlanner:
         key_segments = index_intervals(self._k_rows, *k)  # (first index, last index) of each
         after_keys = key_segments[-1][1] + 1
         for key_index in [after_keys, *(first for first, _ in key_segments[1:])]:
-            query_index = key_index - shift  # the first query that sees this key
+            query_index = key_index - shift  # the first query that attends to this key
             yield q[0] + query_index - first_index
 
     def _best_cut(self, q: Range, k: Range, undecided: tuple[str, ...]) -> int | None:
@@ -371,7 +371,7 @@ class BlockPlanner:
         It is cut if the mask of its block would be too large, or if both parts together have clearly less work.
         """
         symbols = {name for condition in undecided for name in language.predicate_symbols(condition)}
-        if q[1] - q[0] < 2 or not any(map(is_query_symbol, symbols)):  # all queries see the same keys
+        if q[1] - q[0] < 2 or not any(map(is_query_symbol, symbols)):  # all queries attend to the same keys
             return None
         cut = self._middle_cut(q)
         if self._mask_batch(undecided) * (q[1] - q[0]) * (k[1] - k[0]) > MAX_MASK_ELEMENTS:

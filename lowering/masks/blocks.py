@@ -34,7 +34,7 @@ class Kind(Enum):
 
 
 class Window(NamedTuple):
-    """Numbers of keys that a query sees before and after its own position; None for no limit.
+    """Numbers of keys that a query attends to before and after its own position; None for no limit.
 
     The last query and the last key have the same position, from which kernels count.
     """
@@ -203,7 +203,7 @@ def _band_runs(q: Range, k: Range, lower: int, upper: int) -> list[AttendedRun]:
     if lower > upper:
         return []
     rows, keys = q[1] - q[0], k[1] - k[0]
-    # Keep only the queries [first, end) that see a key, and the keys [low, high) that a query sees.
+    # Keep only the queries [first, end) that attend to a key, and the keys [low, high) to which a query attends.
     first, end = max(0, -upper), min(rows, keys - lower)
     if first >= end:
         return []
@@ -212,16 +212,16 @@ def _band_runs(q: Range, k: Range, lower: int, upper: int) -> list[AttendedRun]:
     rows, keys = end - first, high - low
     lower, upper = lower + first - low, upper + first - low  # key - query of the new numbers: key - low, query - first
     # A window counts keys around the position of the query, and the last query has the position of the last key. Query
-    # i has the position of key i + keys - rows, and sees the keys from i + lower to i + upper. A limit is None if it
-    # excludes no key.
+    # i has the position of key i + keys - rows, and attends to the keys from i + lower to i + upper. A limit is None if
+    # it excludes no key.
     left = None if lower <= 1 - rows else keys - rows - lower
     right = None if upper >= keys - 1 else upper - (keys - rows)
     window = Window(left, right)
     # With at most one query more than keys, all queries have a key's position or the one before the first key.
     if rows <= keys + 1 or supports_window(window, rows, keys):
         return [AttendedRun(q, k, window)]
-    # Cut at the first query that sees the last key, and at the first one that does not see the first key: the windows
-    # of the parts have fewer limits. For `k <= q` and `q - k <= 2` on 4 queries and 2 keys, cut at queries 1 and 3.
+    # Cut at the first query that attends to the last key, and at the first one that does not attend to the first key:
+    # the windows of the parts have fewer limits. For `k <= q`, `q - k <= 2` on 4 queries and 2 keys, cut at 1 and 3.
     first_at_last_key = 0 if right is None else rows - 1 - right
     first_without_first_key = rows if left is None else rows - keys + left + 1
     cuts = sorted({0, rows, *(cut for cut in (first_at_last_key, first_without_first_key) if 0 < cut < rows)})
@@ -235,8 +235,8 @@ def supports_window(window: Window, queries: int, keys: int) -> bool:
     first key, at positions down to keys - queries. What FlashAttention does with a right limit:
 
         less than ``keys``                           it is applied as it is
-        ``keys`` or more, or None, and a left limit  it becomes ``keys``: the first queries see too few keys
-        ``keys`` or more, without a left limit       it becomes None: all queries see all keys, which is right only if
+        ``keys`` or more, or None, and a left limit  it becomes ``keys``: the first queries get too few keys
+        ``keys`` or more, without a left limit       it becomes None: all queries get all keys, which is right only if
                                                      the limit excludes none, as 3 or more for 4 queries and 2 keys
 
     Args:
@@ -253,13 +253,14 @@ def supports_window(window: Window, queries: int, keys: int) -> bool:
 def split_run(run: AttendedRun) -> list[AttendedRun]:
     """Return a run whose window has only a right limit above 0 as two runs: a causal and a full one.
 
-    The last `right` queries see all keys. The two runs can share packed calls with other runs, and need only FULL and
-    CAUSAL blocks. Other runs are returned unchanged.
+    The last `right` queries attend to all keys. The two runs can share packed calls with other runs, and need only
+    FULL and CAUSAL blocks. Other runs are returned unchanged.
     """
     left, right = run.window
     if left is not None or not right:
         return [run]
-    # The query before it, which sees exactly the last key, exists: a limit that allows all keys would be None.
+    # The causal run ends with the query whose right limit is exactly the last key. There is such a query, since a right
+    # limit that excludes no key would be None.
     first_full = run.q[1] - right
     causal_run = AttendedRun((run.q[0], first_full), run.k, CAUSAL_WINDOW)
     return [causal_run, AttendedRun((first_full, run.q[1]), run.k, FULL_WINDOW)]
@@ -333,7 +334,7 @@ def run_blocks(run: AttendedRun, conditions: tuple[str, ...]) -> Iterator[Block]
     if run.window == FULL_WINDOW:
         yield Block.of(run.q, run.k, Kind.FULL)
         return
-    square_begin = run.k[1] - run.num_queries  # all queries see the keys before it; those from it on are square
+    square_begin = run.k[1] - run.num_queries  # all queries attend to the keys before it; those from it on are square
     if run.k[0] < square_begin:
         yield Block.of(run.q, (run.k[0], square_begin), Kind.FULL)
     yield Block.of(run.q, (square_begin, run.k[1]), Kind.CAUSAL, conditions)
@@ -360,7 +361,7 @@ def packed_calls(runs: Sequence[AttendedRun]) -> list[PackedCall]:
 
 
 def _split_single_rows(run: AttendedRun) -> list[AttendedRun]:
-    """Return a run in which each query sees only its own key, as in one-token documents, as runs of one row.
+    """Return a run in which each query attends only to its own key, as in one-token documents, as runs of one row.
 
     Any window allows the only pair of a row, so that these runs can join a packed call with another window. A run of
     more than LONG_ROWS rows, which would be too many sequences, and other runs are returned unchanged.
@@ -373,7 +374,7 @@ def _split_single_rows(run: AttendedRun) -> list[AttendedRun]:
 
 
 def _group_calls(runs_by_window: Mapping[Window, Sequence[AttendedRun]]) -> list[PackedCall]:
-    """Return the packed calls that compute these runs, of which those of one dict entry have the window of its key."""
+    """Return packed calls that compute all runs; the key of a dict entry is the window of the calls of its runs."""
     return [merge_runs(chain, window) for window, runs in runs_by_window.items() for chain in _chain_runs(runs)]
 
 

@@ -226,13 +226,14 @@ class CellGrid:
         if candidates is None:
             return None
         rows, keys = candidates  # the number of the query cell and of the key cell of each pair of cells
-        # Pairs of cells in which every condition may hold; for each condition, pairs in which it may also not hold.
-        meets, undecided = np.ones(len(rows), np.bool_), []
+        meets = np.ones(len(rows), np.bool_)  # pairs of cells in which every condition may hold
+        # For each condition, the pairs in which it does not hold for all rows.
+        undecided = np.zeros((len(self._conditions), len(rows)), np.bool_)
         for c in range(len(self._conditions)):
             always, sometimes = self._verdicts(c, rows, keys)
             meets &= sometimes
-            undecided.append(~always)
-        return self._join_pairs(rows[meets], keys[meets], np.stack(undecided)[:, meets])
+            undecided[c] = ~always
+        return self._join_pairs(rows[meets], keys[meets], undecided[:, meets])
 
     def _candidate_pairs(self) -> tuple[Ints, Ints] | None:
         """Return the query cells and the key cells, by number, of pairs of cells that may meet, sorted by query cell.
@@ -282,7 +283,9 @@ class CellGrid:
         if sums.linear.relation == "<=":
             return high <= 0, low <= 0
         always_zero, never_zero = (low == 0) & (high == 0), (low > 0) | (high < 0)
-        return (always_zero, ~never_zero) if sums.linear.relation == "==" else (never_zero, ~always_zero)
+        if sums.linear.relation == "==":
+            return always_zero, ~never_zero
+        return never_zero, ~always_zero  # the relation is "!="
 
     def _join_pairs(self, rows: Ints, keys: Ints, undecided: Flags) -> list[CellPair]:
         """Join the pairs of cells that meet into tiles, sorted by queries (see `tiles`).
@@ -292,19 +295,21 @@ class CellGrid:
             keys: The key cell of each pair of cells.
             undecided: Flags (conditions, pairs of cells): whether the condition may be False for some of their rows.
         """
-        bands, undecided_of = self._bands(rows, keys, undecided), undecided.T.tolist()
+        bands = self._bands(rows, keys, undecided)
+        undecided_of_pair = undecided.T.tolist()  # for each pair of cells, a flag per condition
         key_lows = self._k.offsets[keys]
         key_ranges = list(zip(key_lows.tolist(), (key_lows + self._k.lengths[keys]).tolist()))
         # The pairs of cells [begins[i], ends[i]) have the same query cell: (0, 2) and (2, 3) for the rows 5, 5, 6.
-        begins = np.flatnonzero(np.append(True, rows[1:] != rows[:-1])) if len(rows) else rows
-        ends, cells = np.append(begins[1:], len(rows)).tolist(), rows[begins]
-        query_lows = self._q.offsets[cells]
-        query_ranges = zip(query_lows.tolist(), (query_lows + self._q.lengths[cells]).tolist())
+        begins = np.flatnonzero(np.append(True, rows[1:] != rows[:-1])) if len(rows) else rows  # none without pairs
+        ends = np.append(begins[1:], len(rows)).tolist()
+        query_cells = rows[begins]
+        query_lows = self._q.offsets[query_cells]
+        query_ranges = zip(query_lows.tolist(), (query_lows + self._q.lengths[query_cells]).tolist())
         tiles = list[CellPair]()
         is_last_joined = False  # whether the last tile has several key cells, so that the next one may join it
         for q, begin, end in zip(query_ranges, begins.tolist(), ends):
             pairs = [
-                CellPair(q, key_ranges[i], tuple(compress(self._conditions, undecided_of[i])), bands[i])
+                CellPair(q, key_ranges[i], tuple(compress(self._conditions, undecided_of_pair[i])), bands[i])
                 for i in range(begin, end)
             ]
             pairs = list(_merge_cells(pairs)) if len(pairs) > 1 else pairs
@@ -312,12 +317,13 @@ class CellGrid:
                 tiles += pairs
                 is_last_joined = False
                 continue
-            # The query cell meets several key cells: one tile, also for the previous queries if they do, too.
+            # The query cell meets several key cells. It joins the last tile if that ends here and was joined, too.
             parts = tuple(pairs)
             if is_last_joined and tiles[-1].q[1] == q[0]:
                 previous = tiles.pop()
                 q, pairs = (previous.q[0], q[1]), [previous, *pairs]
-                parts = (*previous.parts, *parts) if previous.parts else ()  # () if it has too many, and so has this
+                # The last tile has no parts if they were too many: together with these they are too many, too.
+                parts = (*previous.parts, *parts) if previous.parts else ()
             k = min(pair.k[0] for pair in pairs), max(pair.k[1] for pair in pairs)
             tiles.append(CellPair(q, k, tuple(self._conditions), band=None, parts=_keep_few_parts(parts)))
             is_last_joined = True
@@ -332,7 +338,7 @@ class CellGrid:
         2 + key <= 4 + query, the band (-number of queries, 2). A side has in each cell the value `firsts` at the first
         row and the step `slopes` per row, if it is exactly a line there (`known`). Args: as of `_join_pairs`.
         """
-        # The bands without conditions: all pairs.
+        # Without conditions, all pairs attend: key - query is between these limits for any two rows of the cells.
         lower, upper = -self._q.lengths[rows], self._k.lengths[keys]
         covers_all = np.ones(len(rows), np.bool_)  # whether the band expresses all undecided conditions
         for c, sums in enumerate(self._sums):
@@ -348,8 +354,9 @@ class CellGrid:
             # The sum is 0 where key - query is -first_sum / step, written with a positive denominator.
             numerator, denominator = -first_sum * np.sign(step), np.where(is_line, np.abs(step), 1)
             floor, ceiling = numerator // denominator, -(-numerator // denominator)
-            # An equation limits key - query on both sides, an inequality above (step > 0) or below.
-            limits, is_equation = undecided[c] & is_line, sums.linear.relation == "=="
+            # An equation limits key - query on both sides, an inequality only from above (step > 0) or from below.
+            limits = undecided[c] & is_line
+            is_equation = sums.linear.relation == "=="
             upper = np.where(limits & (is_equation | (step > 0)), np.minimum(upper, floor), upper)
             lower = np.where(limits & (is_equation | (step < 0)), np.maximum(lower, ceiling), lower)
             covers_all &= is_line | ~undecided[c]

@@ -142,8 +142,8 @@ class Pieces:
 def table_size(length: Any) -> Any:
     """Return the number of int64 elements of a vector's padded table, about length / 2.
 
-    It depends only on the length of the vector, as the shape of an operator's result must. In each cell of CELL
-    positions start at most MAX_PIECES + 1 pieces, with 4 numbers each.
+    It depends only on the length of the vector, as the shape of an operator's result must. At most MAX_PIECES + 1
+    pieces start in each cell of CELL positions (see `_coarsen`), and each piece has 4 numbers.
     """
     return _HEADER + 4 * (MAX_PIECES + 1) * (length // CELL + 1)
 
@@ -248,9 +248,10 @@ def _line_starts(values: Ints) -> Ints:
     ends = np.append(starts[1:], length - 1)
     run_numbers, is_long = np.arange(len(starts)), ends - starts > 1
     last_long = np.maximum.accumulate(np.where(is_long, run_numbers, -1))  # number of the last long run, or -1
-    # A line has all positions of its run, so that the next run loses its first one. A long run (of three or more) has
-    # two or more left, and is a line in any case; a short run (of two) is one if the run before it is none: every
-    # second one. 0 0 0 1 3 7 has the runs [0, 2], [2, 3], [3, 4] and [4, 5]: the first and the third are lines.
+    # A run that becomes a line takes all its positions, so that the next run loses its first one. A long run (three or
+    # more positions) then has at least two left: it is always a line. A short run (two positions) is a line only if the
+    # run before it is not a line. So after a long run, or from the first run on, every second short run is a line.
+    # 0 0 0 1 3 7 has the runs [0, 2], [2, 3], [3, 4] and [4, 5]: the first and the third are lines.
     runs_since_long = np.where(last_long >= 0, run_numbers - last_long, run_numbers)
     is_line = runs_since_long % 2 == 0
     loses_first = np.append(False, is_line[:-1])
@@ -322,6 +323,7 @@ def _coarsen(table: Ints, length: int) -> Ints:
         table: (4, pieces).
         length: The number of positions.
     """
+    # A flag for each cell, and for one after the last, so that the end of each crowded cell is among the edges below.
     crowded = np.bincount(table[0] // CELL, minlength=length // CELL + 2) > MAX_PIECES
     if not crowded.any():
         return table

@@ -78,7 +78,8 @@ def _split_relation(expr: Any) -> tuple[type, Any, Any]:
     pair.
     """
     terms = sympy.Add.make_args(sympy.expand(expr.lhs - expr.rhs))
-    denominator = sympy.ilcm(1, *(term.as_coeff_Mul()[0].q for term in terms))
+    coefficients = [term.as_coeff_Mul()[0] for term in terms]
+    denominator = sympy.ilcm(1, *(coefficient.q for coefficient in coefficients))  # q: the denominator of a Rational
     query_terms = [term for term in terms if any(is_query_symbol(str(s)) for s in term.free_symbols)]
     other_terms = [-term for term in terms if term not in query_terms]
     left, right = (sympy.expand(denominator * sympy.Add(*side)) for side in (query_terms, other_terms))
@@ -217,8 +218,10 @@ def _accept_numbers(select: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any
 
     def select_values(a: Any, b: Any) -> Tensor:
         """Apply `select`; a number becomes a tensor on the device of the other operand, as traced kernels require."""
-        if isinstance(a, Tensor) != isinstance(b, Tensor):
-            a, b = (a, a.new_full((), b)) if isinstance(a, Tensor) else (b.new_full((), a), b)
+        if isinstance(a, Tensor) and not isinstance(b, Tensor):
+            b = a.new_full((), b)
+        elif isinstance(b, Tensor) and not isinstance(a, Tensor):
+            a = b.new_full((), a)
         return select(torch.as_tensor(a), torch.as_tensor(b))
 
     return select_values
@@ -425,7 +428,7 @@ def as_linear(text: str, sizes: tuple[int, ...]) -> Linear | None:
         return None
     size_values = {sympy.Symbol(f"n{i}", integer=True): size for i, size in enumerate(sizes)}
     terms = sympy.expand(difference.subs(size_values)).as_coefficients_dict()
-    scale = sympy.ilcm(1, *(factor.q for factor in terms.values()))
+    scale = sympy.ilcm(1, *(factor.q for factor in terms.values()))  # the common denominator of all factors
     is_strict = isinstance(expr, sympy.StrictLessThan | sympy.StrictGreaterThan)
     constant = int(terms.pop(sympy.S.One, 0) * scale) + is_strict  # of integers, x < 0 is x + 1 <= 0
     factors = sorted((str(term), int(factor * scale)) for term, factor in terms.items() if term.is_Symbol)
@@ -448,7 +451,8 @@ def _compares_distance(linear: Linear | None) -> bool:
     """Return True if a linear condition depends only on the distance k - q; False for None, which is not linear."""
     if linear is None or [name for name, _ in linear.of_query + linear.of_key] != ["q", "k"]:
         return False
-    return linear.of_query[0][1] == -linear.of_key[0][1]
+    ((_, query_factor),), ((_, key_factor),) = linear.of_query, linear.of_key
+    return query_factor == -key_factor
 
 
 def evaluate_over(text: str, box: Mapping[str, Bounds]) -> Verdict:
@@ -467,7 +471,7 @@ def evaluate_over(text: str, box: Mapping[str, Bounds]) -> Verdict:
         name: (low if low > -FAR_VALUE else -_FAR_BOUND, high if high < FAR_VALUE else _FAR_BOUND)
         for name, (low, high) in box.items()
     }
-    return _evaluate_text(text, tensors=False)(known)
+    return _compile_predicate(text, for_tensors=False)(known)
 
 
 def evaluate_mask(text: str, values: Mapping[str, Tensor | int]) -> Tensor | bool:
@@ -480,15 +484,15 @@ def evaluate_mask(text: str, values: Mapping[str, Tensor | int]) -> Tensor | boo
     Returns:
         A bool tensor of the broadcast shape, or a bool if the predicate reads no tensor.
     """
-    return _evaluate_text(text, tensors=True)(values)
+    return _compile_predicate(text, for_tensors=True)(values)
 
 
 def check_operations(text: str) -> None:
     """Raise an SpError if a predicate has an operation that cannot be evaluated, such as a power."""
-    _evaluate_text(text, tensors=True)
+    _compile_predicate(text, for_tensors=True)
 
 
 @lru_cache(maxsize=1024)
-def _evaluate_text(text: str, tensors: bool) -> Evaluator:
-    """Return a function that evaluates the predicate for tensors, or else for bounds, of its symbols; cached."""
-    return _compile_condition(parse_predicate(text), TENSORS if tensors else INTERVALS)
+def _compile_predicate(text: str, for_tensors: bool) -> Evaluator:
+    """Return a function that evaluates a predicate: for tensors of its symbols, or else for their bounds."""
+    return _compile_condition(parse_predicate(text), TENSORS if for_tensors else INTERVALS)

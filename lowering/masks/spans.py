@@ -133,7 +133,7 @@ def sort_by_index(rows: Rows) -> Rows:
     It has fewer segments: those of consecutive ranks are joined. The pairs that attend are counted for it, since their
     number does not depend on the order of the rows.
     """
-    ordered = sorted(rows)
+    ordered = sorted(rows)  # by `first`, the index of the first row
     offsets = accumulate((segment.length for segment in ordered), initial=0)
     return _join_segments(segment._replace(offset=offset) for segment, offset in zip(ordered, offsets))
 

@@ -132,7 +132,8 @@ def _scan_chunks(
     factor, state = (chunks_first(x, exchange) for x in sp.local_affine_total(m, b, *options))
     maps = gather_parts([torch.cat([factor, state], -1)], exchange)[0]  # of all chunks, in scan order
     factors, states = maps.split([factor.shape[-1], state.shape[-1]], -1)
-    carried = [torch.zeros_like(states[0]) if initial is None else initial]  # states before each chunk, and the final
+    # The state before each chunk of all ranks, and at the end the state after the last one.
+    carried = [torch.zeros_like(states[0]) if initial is None else initial]
     for factor, state in zip(factors.unbind(), states.unbind()):
         carried.append(state + factor @ carried[-1])
     # The states before this rank's chunks.

@@ -36,7 +36,7 @@ class TokenRows(NamedTuple):
     v: Tensor  # (..., V)
     decay: Tensor  # (..., 1) or (..., K), the logarithm of the factor of the state
     beta: Tensor | None  # (..., 1)
-    a: Tensor | None  # (..., K)
+    a: Tensor | None  # (..., K); with b, a transition of rank one of the state, as in RWKV-7
     b: Tensor | None  # (..., K)
     starts: Tensor | None  # bool (..., 1), of one head, True for the first token of a document
     opened: Tensor | None = None  # int64 (..., 1), of one head, numbers of documents with states of their own
@@ -158,6 +158,7 @@ class _KernelFunction(Function):
         tensors = ctx.saved_tensors
         if all(grad is None for grad in grads):
             return (None,) * (len(tensors) + 2)
+        # A gradient for each floating-point operand; None for the others, and for scale and kernel.
         operand_grads = iter(sp.local_attention_kernel_backward(*grads, *tensors, ctx.scale, ctx.kernel))
         return (*(next(operand_grads) if _is_differentiable(x) else None for x in tensors), None, None)
 
@@ -184,11 +185,12 @@ def _call_kernel(*operands: Any) -> tuple[Tensor, Tensor]:
     is_first = x.starts.reshape(batch, length).clone()
     continues = ~is_first[:, 0]  # the first document of a batch row has the initial state, unless it starts there
     is_first[:, 0] = True
-    bounds = torch.cat(
-        [is_first.flatten().nonzero().flatten(), is_first.new_full((1,), batch * length, dtype=torch.int64)]
-    )
+    first_tokens = is_first.flatten().nonzero().flatten()  # 0, 2, 3, 4 in the example
+    end = is_first.new_full((1,), batch * length, dtype=torch.int64)
+    bounds = torch.cat([first_tokens, end])
     counts = is_first.sum(1).cumsum(0)  # number of documents in each batch row and all rows before: 2, 4 in the example
-    firsts, lasts = torch.cat([counts.new_zeros(1), counts[:-1]]), counts - 1  # documents that begin and end batch rows
+    firsts = torch.cat([counts.new_zeros(1), counts[:-1]])  # the first document of each batch row: 0, 2 in the example
+    lasts = counts - 1  # the last document of each batch row: 1, 3 in the example
     state = None
     if initial is not None:
         state = initial.new_zeros((len(bounds) - 1, *initial.shape[1:]))  # of each document

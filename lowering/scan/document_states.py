@@ -118,7 +118,7 @@ def final_states(
     is_written = (segments == own_segment) & (row <= ends.row.view(-1, 1, 1, 1))
     kept = to_end.since(after.map(ends.select), is_written)  # the factor of what each token writes
     start = torch.where(own_segment == 0, ends.select(before), initial)  # segment 0 has started in an earlier chunk
-    state = to_end.since(to_start).mT * start
+    state = to_end.since(to_start).mT * start  # one factor, or one for each of the K rows of a state
     for key, values, reading in written:
         values = ends.select(values)
         values = values if reading is None else values + ends.select(reading) @ start

@@ -62,8 +62,8 @@ def linear_attention(*operands: Any) -> Tensor:
     (B, S, H, V), of the dtype of v. With opened and closed, int64 (1, S), initial (N, H, K, V) has a state for each
     document (``document_states.py``), and its gradient is partial. Computed in float32, or float64. kernel: a key of
     `attention_kernels.KERNELS`, or "".
-    Bytes: (n - 1) * B * H * K * (K + V) in the dtype of the computation, the same
-    backward. Backward: through the same products, differentiable once.
+    Bytes: (n - 1) * B * H * K * (K + V) in the dtype of the computation, and the same number in the backward.
+    Backward: through the same products, differentiable once.
     """
     shards, out, _ = _process_tokens(*operands)
     return shards.window(out, 1)  # padded rows repeat the nearest valid row, and have zero cotangents
@@ -105,7 +105,8 @@ def _process_tokens(*operands: Any) -> tuple[ScanShards, Tensor, Tensor]:
     exchange = shards.carry_exchange(tokens.v, dim=1, reverse=False)  # of the states, between ranks
     size = chunk_tokens(tokens.decay.shape[-1])  # smaller chunks if each of the K channels has its own decay
     dtype = state_dtype(tokens.v)
-    tokens = tokens.map(lambda x: x[(...,) + (None,) * (4 - x.ndim)])  # 4 dims, for beta, starts and marks, too
+    # Add dims of size 1 at the end, so that beta, starts and marks have 4 dims, too.
+    tokens = tokens.map(lambda x: x[(...,) + (None,) * (4 - x.ndim)])
     # Zeros in padded rows, also as the logarithm of the decay, keep the state.
     tokens = tokens.map(lambda x: shards.fill_padding(x, 1, 0))
     initial = None if initial is None else initial.to(dtype)
@@ -129,15 +130,17 @@ def chunk_tokens(decays: Any) -> int:
 def _split_chunks(x: Tensor, size: int, exchange: CarryExchange) -> Tensor:
     """Return (B, S, H, D) as (B, H, N, T, D): N chunks of T = `size` tokens, with zeros to complete each fold."""
     x = to_chunks(x, exchange)  # (B, folds, S / folds, H, D)
+    missing = -x.shape[2] % size  # tokens that the last chunk of a fold lacks
     # Not F.pad, whose backward has strides that fake tensors do not predict for a symbolic length.
-    x = torch.cat([x, x.new_zeros((*x.shape[:2], -x.shape[2] % size, *x.shape[3:]))], 2)
+    x = torch.cat([x, x.new_zeros((*x.shape[:2], missing, *x.shape[3:]))], 2)
     x = x.unflatten(2, (x.shape[2] // size, size))  # (B, folds, chunks of a fold, T, H, D)
     return x.permute(0, 4, 1, 2, 3, 5).flatten(2, 3)
 
 
 def _join_chunks(x: Tensor, rows: int, exchange: CarryExchange) -> Tensor:
     """Undo `_split_chunks`: (B, H, N, T, D) -> (B, S, H, D), where S is `rows`."""
-    x = x.unflatten(2, (exchange.folds, x.shape[2] // exchange.folds)).permute(0, 2, 3, 4, 1, 5).flatten(2, 3)
+    x = x.unflatten(2, (exchange.folds, x.shape[2] // exchange.folds))  # (B, H, folds, chunks of a fold, T, D)
+    x = x.permute(0, 2, 3, 4, 1, 5).flatten(2, 3)  # (B, folds, tokens of a fold and zeros, H, D)
     return x.narrow(2, 0, rows // exchange.folds).flatten(1, 2)
 
 
@@ -164,11 +167,12 @@ def _map_chunks(x: TokenRows, initial: Tensor | None) -> ChunkMaps:
     if decays.segment is not None:
         kept_last = kept_last * (decays.segment == decays.segment[..., -1:, :])  # only of the chunk's last document
     written = _written_values(x, decays, causal)
-    # Without what the tokens of the chunk write: the queries read the decayed h, which remains in the state.
+    # Start without what the tokens of the chunk write: queries read only the decayed h, which remains in the state.
     out, reads, state = 0, x.q * after.since(base), 0
     factor = after.since(base)[..., -1:, :].mT
     for key, values, reading in written:  # token t writes the outer product of key_t and values_t + reading_t @ h
-        weights, kept = _decayed_products(x.q, key, after, after, causal), (key * kept_last).mT
+        weights = _decayed_products(x.q, key, after, after, causal)  # of what is written, in the results
+        kept = (key * kept_last).mT  # the keys, decayed to the end of the chunk
         out, state = out + weights @ values, state + kept @ values
         if reading is not None:
             identity = torch.eye(key.shape[-1], dtype=key.dtype, device=key.device)
@@ -202,8 +206,10 @@ def _written_values(x: TokenRows, decays: Decays, causal: Tensor) -> list[tuple[
             start of the token's document (`base`).
         causal: Bool (..., T, T), True for pairs of a token and an earlier one, or the same, of its document.
     """
-    identity, size, after = torch.eye(x.q.shape[-2], dtype=x.q.dtype, device=x.q.device), x.v.shape[-1], decays.after
+    identity = torch.eye(x.q.shape[-2], dtype=x.q.dtype, device=x.q.device)
+    after = decays.after
     strict = causal & (identity == 0)  # without the token itself
+    size = x.v.shape[-1]  # V: the first columns of a solution are `values`, the others are `reading`
     if x.beta is not None:
         # u_t = v_t - k_t h - sum over s < t of (k_t . key_s) u_s, each decayed up to t
         key = x.k * x.beta
@@ -246,7 +252,7 @@ def _scan_states(maps: ChunkMaps, initial: Tensor | None, exchange: CarryExchang
     """
     factor, state = maps.factor, maps.state
     chunks = factor.shape[2] // exchange.folds  # of a fold
-    is_matrix = factor.shape[-1] > 1 or factor.shape[-2] == 1  # (K, K), not the diagonal (K, 1)
+    is_matrix = factor.shape[-1] > 1 or factor.shape[-2] == 1  # (K, K), not the diagonal (K, 1); both if K is 1
     if is_matrix:
         before = _affine_scan(factor, state, initial, exchange)
         after = factor @ before + state
@@ -255,6 +261,7 @@ def _scan_states(maps: ChunkMaps, initial: Tensor | None, exchange: CarryExchang
     # Then add the decayed state before the fold, `first`.
     factor, state = (x.unflatten(2, (exchange.folds, chunks)) for x in (factor, state))
     scanned, decay = sp.linear_scan(factor, state, None, 3), factor.cumprod(3)
+    # The factor of each fold, as a diagonal matrix (K, K).
     total = decay[:, :, :, -1] * torch.eye(factor.shape[-2], dtype=factor.dtype, device=factor.device)
     first = _affine_scan(total, scanned[:, :, :, -1], initial, exchange)
     after = scanned + decay * first.unsqueeze(3)
@@ -271,13 +278,14 @@ def _affine_scan(factor: Tensor, state: Tensor, initial: Tensor | None, exchange
         initial: (B, H, K, V), the state before the first chunk; zeros if None.
         exchange: The exchange of carries.
     """
+    dim = 2  # of the chunks
     if exchange.is_single:
-        return sp.affine_scan(factor, state, initial, 2, exclusive=True)
-    rows = exchange.n * factor.shape[2]  # chunks of all ranks
+        return sp.affine_scan(factor, state, initial, dim, exclusive=True)
+    rows = exchange.n * factor.shape[dim]  # chunks of all ranks
     frame = [1, rows, 0, rows, exchange.folds]  # all chunks are valid, with the folds of the tokens
     reverse, accumulate, exclusive = False, None, True
     return sp.affine_scan(
-        factor, state, initial, 2, reverse, accumulate, exclusive, frame, exchange.method, exchange.n, exchange.group
+        factor, state, initial, dim, reverse, accumulate, exclusive, frame, exchange.method, exchange.n, exchange.group
     )
 
 
@@ -291,7 +299,7 @@ def _run_kernel(
     fold is the identity. Their state after the fold is the factor of the fold's affine map, and their results are the
     rows that read the state before it.
     """
-    folds, (size, columns) = exchange.folds, (tokens.k.shape[-1], tokens.v.shape[-1])  # K and V
+    folds, size, columns = exchange.folds, tokens.k.shape[-1], tokens.v.shape[-1]  # size: K, columns: V
     rows = tokens.map(lambda x: to_chunks(x, exchange).flatten(0, 1))  # (B * folds, rows, H, ...)
     if exchange.is_single:
         out, end = run_attention_kernel(*rows[:8], initial, scale, kernel)  # all but the marks of documents
@@ -304,5 +312,7 @@ def _run_kernel(
     state, factor = end.unflatten(0, (-1, folds)).movedim(1, 2).split([columns, size], -1)
     before = _affine_scan(factor, state, initial, exchange)  # (B, H, folds, K, V)
     out, reads = (x.unflatten(0, (-1, folds)) for x in out.split([columns, size], -1))  # (B, folds, rows, H, ...)
-    out = out + (reads.transpose(2, 3).to(before.dtype) @ before.movedim(2, 1)).transpose(2, 3).to(out.dtype)
+    # Add what the rows read of the state before their fold: (B, folds, H, rows, K) @ (B, folds, H, K, V).
+    read_values = reads.transpose(2, 3).to(before.dtype) @ before.movedim(2, 1)
+    out = out + read_values.transpose(2, 3).to(out.dtype)
     return out.flatten(1, 2), factor @ before + state

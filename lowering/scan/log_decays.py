@@ -27,7 +27,10 @@ class LogDecay(NamedTuple):
         return LogDecay(function(self.log), function(self.resets))
 
     def since(self, earlier: LogDecay, is_allowed: Tensor | None = None) -> Tensor:
-        """Return the decay factor from an earlier point to this one; 0 where it is not allowed."""
+        """Return the decay factor from an earlier point to this one.
+
+        It is 0 after a decay of 0 between the two points, and where `is_allowed` (if given) is False.
+        """
         is_kept = self.resets == earlier.resets
         if is_allowed is not None:
             is_kept = is_kept & is_allowed
@@ -57,7 +60,8 @@ class Decays(NamedTuple):
         if starts is None:
             return cls(after, before, before.map(lambda x: torch.zeros_like(x[..., :1, :])), None)
         row = torch.arange(decay.shape[-2], device=decay.device).view(-1, 1)
-        first = torch.where(starts, row, 0).cummax(-2).values  # row of the first token of each token's document
+        # The row of the first token of each token's document; 0 if the document has started before the chunk.
+        first = torch.where(starts, row, 0).cummax(-2).values
         base = before.map(lambda x: x.gather(-2, first.expand(x.shape)))  # exactly 0 at the first row of a chunk
         return cls(after, before, base, starts.cumsum(-2))
 

@@ -47,8 +47,8 @@ class RecurrenceSpec(NamedTuple):
 def segment_starts(cuts: Tensor, exchange: CarryExchange) -> Tensor:
     """Return True for rows at which a segment begins in scan order, from (..., chunks, rows + 1, ...) cuts.
 
-    Cut i is the boundary before row i. A row begins a segment if the boundary before it in scan order is a cut; in a
-    reverse scan of row i that is cut i + 1.
+    Cut i is the boundary before row i in index order. A row begins a segment if the boundary before it in scan order is
+    a cut. For row i that is cut i, and cut i + 1 in a reverse scan.
     """
     return cuts.narrow(exchange.rows, int(exchange.reverse), cuts.shape[exchange.rows] - 1)
 

@@ -94,7 +94,8 @@ class _ScanFunction(Function):
             cuts = join_boundaries(cuts, chunk_cuts, spec.exchange)
         if spec.op == "sum":  # its adjoint is the sum in the other direction
             backward_spec = spec._replace(exchange=spec.exchange.backward, dtype=grad.dtype)
-            dx = scan_with_grad(grad, cuts, None, None, backward_spec).to(ctx.x_dtype)
+            # `cuts` have the boundaries between chunks already: no ids are passed.
+            dx = scan_with_grad(grad, cuts, first=None, last=None, spec=backward_spec).to(ctx.x_dtype)
         else:
             dx = _scan_vjp(grad, x, y, carry, cuts, spec)
         return dx, None, None, None, None
@@ -122,7 +123,7 @@ class _ExtremesFunction(Function):
         if grad is None:
             return None, None, None
         x, y, carry = ctx.saved_tensors
-        return _scan_vjp(grad, x, y, carry, None, ctx.spec), None, None
+        return _scan_vjp(grad, x, y, carry, cuts=None, spec=ctx.spec), None, None
 
 
 class _RecurrenceFunction(Function):
@@ -157,14 +158,14 @@ class _RecurrenceFunction(Function):
         dtype = torch.promote_types(grad.dtype, torch.float32)
         # The adjoint of a recurrence is the lagged one in the other direction, and vice versa.
         backward_spec = RecurrenceSpec(not spec.lagged, back, dtype, spec.accumulate)
-        w, carried, final = recurrence_with_grad(a, grad, None, backward_spec)
+        w, carried, final = recurrence_with_grad(a, grad, initial=None, spec=backward_spec)
         da = dinitial = None
         if needs_a and spec.lagged:
-            da = h * shift_rows(w, _carried_states(w, carried, None, back), back)
+            da = h * shift_rows(w, _carried_states(w, carried, first=None, exchange=back), back)
         elif needs_a:
             da = w * shift_rows(h, _carried_states(h, carry, initial, spec.exchange), spec.exchange)
         if needs_initial:
-            dinitial = _final_state(a, w, final, not spec.lagged, back).to(spec.dtype)
+            dinitial = _final_state(a, w, final, lagged=backward_spec.lagged, exchange=back).to(spec.dtype)
         return None if da is None else da.to(a.dtype), w.to(ctx.b_dtype), dinitial, None
 
 
@@ -196,9 +197,10 @@ def _scan_vjp(grad: Tensor, x: Tensor, y: Tensor, carry: Tensor | None, cuts: Te
         grad = grad.masked_fill(begins, 0) if spec.exclusive else grad  # its result there is the constant `neutral`
     back, dtype = exchange.backward, torch.promote_types(y.dtype, torch.float32)
     accumulate = accumulate_dtype("sum", torch.promote_types(y.dtype, spec.accumulate), y.device)
-    w, carried, _ = recurrence_with_grad(a, grad, None, RecurrenceSpec(not spec.exclusive, back, dtype, accumulate))
+    backward_spec = RecurrenceSpec(not spec.exclusive, back, dtype, accumulate)  # lagged if the result is inclusive
+    w, carried, _ = recurrence_with_grad(a, grad, initial=None, spec=backward_spec)
     if spec.exclusive:
-        w = shift_rows(w, _carried_states(w, carried, None, back), back)
+        w = shift_rows(w, _carried_states(w, carried, first=None, exchange=back), back)
     dx = w.masked_fill(~c, 0) if c.dtype is torch.bool else c * w  # bool for "max" and "min"
     return dx.to(x.dtype)
 

@@ -132,8 +132,10 @@ def extremes(x: Tensor, dim: int, op: str, reverse: bool = False, *across: Any) 
     x = shards.fill_padding(x, exchange.dim, MONOIDS[op].identity(x.dtype))
     chunked = autograd.extremes_with_grad(to_chunks(x, exchange), op, exchange)
     best, index = (y.flatten(exchange.dim, exchange.rows) for y in chunked)
-    if shards.frame is not None and not is_known(shards.frame[2] == 0):
-        index = index - shards.frame[2]  # count from the first row of the window
+    if shards.frame is not None:
+        window_start = shards.frame[2]
+        if not is_known(window_start == 0):
+            index = index - window_start  # count from the first row of the window
     return shards.window(best, exchange.dim), shards.window(index, exchange.dim)
 
 

@@ -104,10 +104,11 @@ def is_grouped_product(node: Node) -> bool:
 
 
 def _grouped_flops(a: Node, b: Node) -> int:
-    """Return the FLOPs of a grouped product: those of one product, or of E products for (E, R, I), (E, I, O).
+    """Return the FLOPs of a grouped product of a and b, with E groups, R rows, and I and O columns.
 
-    In the other forms, (R, I), (E, I, O), or (I, R), (R, O), or (E, O, I), (I, R), the R rows are divided among the E
-    groups: each row is in one product.
+    For the shapes (E, R, I) and (E, I, O), each group multiplies R rows: the FLOPs of E products. In all other forms,
+    (R, I) and (E, I, O), or (I, R) and (R, O), or (E, O, I) and (I, R), the R rows are divided among the groups: the
+    FLOPs of one product.
     """
     a_shape, b_shape = (list(map(size_hint, n.meta["val"].shape)) for n in (a, b))
     num_products = a_shape[0] if len(a_shape) == len(b_shape) == 3 else 1

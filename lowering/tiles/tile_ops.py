@@ -36,10 +36,12 @@ def _iterate_tiles(program: TileProgram, rows: Tensors, tiles: int) -> Iterator[
     the length and supports all lengths but 1: a size of 1 could broadcast. The lengths then differ by at most one, and
     there are fewer tiles if they would have one row.
     """
-    total, first = rows[0].shape[program.rows[0]], 0
+    row_dim = program.rows[0]  # of the first operand
+    total, first = rows[0].shape[row_dim], 0
     if ANY_LENGTH in program.bodies:
         n_tiles = min(tiles, max(1, total // 2))
-        lengths = [total // n_tiles + (i < total % n_tiles) for i in range(n_tiles)]
+        shortest, remainder = divmod(total, n_tiles)
+        lengths = [shortest + 1 if i < remainder else shortest for i in range(n_tiles)]
     else:
         length = tile_length(total, tiles)
         lengths = [min(length, total - start) for start in range(0, total, length)]

@@ -71,7 +71,8 @@ class TilePart:
         """Return True if the compiled graph supports these sizes: symbolic sizes have guards."""
         if None not in self.strides:  # no input has symbolic sizes
             return True
-        sizes = tuple(chain(*(x.shape for x, strides in zip(operands, self.strides) if strides is None)))
+        symbolic_operands = [x for x, strides in zip(operands, self.strides) if strides is None]
+        sizes = tuple(chain(*(x.shape for x in symbolic_operands)))
         if sizes not in self.supported_sizes:
             self.supported_sizes[sizes] = check_guards(self.inputs, operands)
         return self.supported_sizes[sizes]
@@ -119,9 +120,11 @@ class TileValue:
 
         `self.order` has its dims from the slowest to the fastest in memory. `extents` are the values of symbolic sizes.
         """
-        order, shape = self.order or range(len(self.shape)), self.sizes(extents)
-        buffer = like.new_empty([shape[d] for d in order], dtype=self.dtype)
-        return buffer.permute([order.index(d) for d in range(len(shape))]) if self.order else buffer
+        shape = self.sizes(extents)
+        if not self.order:
+            return like.new_empty(shape, dtype=self.dtype)
+        buffer = like.new_empty([shape[d] for d in self.order], dtype=self.dtype)
+        return buffer.permute([self.order.index(d) for d in range(len(shape))])  # the inverse of the order
 
     def allocate_total(self, extents: Extents, like: Tensor) -> Tensor:
         """Allocate the tensor that a loop over the tiles fills, on the device of `like`.

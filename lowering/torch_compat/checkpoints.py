@@ -81,10 +81,14 @@ def checkpoint_of(node: Node) -> tuple[Any, str]:
 def is_in_checkpoint() -> bool:
     """Return True if this thread runs inside torch.utils.checkpoint, whose backward runs the code again.
 
-    A checkpoint pushes hooks on saved tensors; the innermost hook is examined for functions of torch.utils.checkpoint.
+    A checkpoint pushes a pair of hooks on saved tensors, functions of torch.utils.checkpoint. The innermost pair is
+    examined.
     """
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is not None and hooks[0].__module__ == CheckpointPolicy.__module__
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)  # False: None while torch traces
+    if hooks is None:
+        return False
+    pack_hook, _ = hooks
+    return pack_hook.__module__ == CheckpointPolicy.__module__
 
 
 def run_once(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:

@@ -75,7 +75,7 @@ def find_backward_nodes(
         if i in selected:
             indices.add(result_index)
     for node in selected_results:
-        function_class: Any = getattr(type(node), "_forward_cls", None)
+        function_class: Any = getattr(type(node), "_forward_cls", None)  # has the compiled backward
         if function_class is not None:
             backward = function_class.backward
             if isinstance(backward, _InContext):  # an earlier call of the program has replaced it: unwrap
@@ -91,7 +91,8 @@ def _compiled_backward_of(x: torch.Tensor) -> tuple[Any, int]:
     of the program, and the index is that of the viewed result.
     """
     node, result_index = x.grad_fn, x.output_nr
-    for _ in range(8):  # at most 7 views of a result; inputs may have long chains of nodes, from earlier ops
+    # At most 8 nodes, for up to 7 views of a result. If x is an input, a long chain of earlier ops may follow.
+    for _ in range(8):
         if node is None or type(node).__name__ == "CompiledFunctionBackward":
             return node, result_index
         if len(node.next_functions) != 1:

@@ -211,7 +211,7 @@ def on_recompile_limit(warn: Callable[[str], object]) -> None:
 
     def report_recompile_limit(record: logging.LogRecord) -> bool:
         """Report the message of a recompile limit; let every record pass."""
-        if "hit config." in str(record.msg):
+        if "hit config." in str(record.msg):  # the message ends with hints on logging, from "To log all" on
             warn(record.getMessage().partition("To log all")[0].strip())
         return True
 

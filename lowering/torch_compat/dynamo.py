@@ -103,7 +103,7 @@ def hide_views(cls: Any) -> None:
     """Make Dynamo treat views of this wrapper subclass as tensors without a base.
 
     It would otherwise repeat the view on a fake base, with symbols for the integers of its ops. torch 2.13 can neither
-    write guards on them nor create inputs for them.
+    write guards on these symbols nor create inputs for them.
     """
     is_view = torch.Tensor._is_view
     cls._is_view = torch.compiler.disable(lambda x: not is_compiling() and is_view(x))

@@ -65,7 +65,10 @@ class FlexSetup(NamedTuple):
     reads: tuple[Tensor, ...]  # captured tensors of both functions
 
     def arguments(self, q: Tensor, k: Tensor) -> tuple[Any, ...]:
-        """Return the arguments of the higher-order ops after the score functions, for the lengths of q and k."""
+        """Return the arguments of the higher-order ops after the score functions, for the lengths of q and k.
+
+        Captured tensors are passed twice: those of score_mod, then those of mask_mod.
+        """
         mask = BlockMask((q.shape[2], k.shape[2]), *self.tables, (self.tile, self.tile), self.mask_mod)
         return mask.as_tuple(), self.scale, _kernel_options(self.options), self.reads, self.reads
 
@@ -106,7 +109,8 @@ def flex_backward(
         example = q.new_zeros((), requires_grad=True), *indices
         leaves = tuple(x.detach().requires_grad_() if i in learned else x for i, x in enumerate(call.reads))
         forward, joint = create_fw_bw_graph(call.score_mod, example, leaves)
-    base2_lse, lse_grad = lse / LN2, None
+    base2_lse = lse / LN2
+    lse_grad = None  # only out has a gradient
     operands = q, k, v, out, base2_lse, grad, lse_grad
     results = torch.ops.higher_order.flex_attention_backward(*operands, forward, joint, *call.arguments(q, k))
     dq, dk, dv, read_grads = results

@@ -105,7 +105,7 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
     """Return the timeout of the group's collectives, the shortest one of its backends."""
     backend_options: list[Any] = [getattr(group._get_backend(kind), "options", None) for kind in group._device_types]
     timeouts: list[timedelta] = [options._timeout for options in backend_options if hasattr(options, "_timeout")]
-    return min(timeouts, default=timedelta(minutes=30))
+    return min(timeouts, default=timedelta(minutes=30))  # torch's default
 
 
 def group_backend(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -118,7 +118,8 @@ def group_backend(group: dist.ProcessGroup, device: torch.device) -> str:
 
 def group_store(group: dist.ProcessGroup) -> dist.Store:
     """Return the key-value store through which the ranks of the group connected."""
-    return dist.distributed_c10d._world.pg_map[group][1]
+    _backend, store = dist.distributed_c10d._world.pg_map[group]
+    return store
 
 
 def store_host(store: dist.Store) -> str:

@@ -50,6 +50,7 @@ def argument_name(node: Node) -> str:
     full_name = source.name() if callable(source.name) else source.name  # a method in older versions of torch
     # The path from the local variable, such as ".fc.weight" or "[0]['ids']".
     path = _ATTRIBUTE_PATTERN.sub(r".\1", full_name.removeprefix(f"L['{local}']").replace('"', "'"))
+    # Older versions of torch do not record which variables are **kwargs and *args: there their names decide.
     if getattr(base, "is_varkw", local == "kwargs"):
         return re.sub(r"^\['(\w+)'\]", r"\1", path)
     if getattr(base, "is_varargs", local == "args"):
@@ -174,7 +175,7 @@ def graph_break_reason(gm: GraphModule) -> tuple[str, str] | None:
     if reason is None or not reason.graph_break:
         return None
     heading, *lines = (line.strip() for line in reason.reason.splitlines())
-    sentences = [UNKNOWN_BREAK.get(heading, heading)]  # a heading that says nothing to users is replaced
+    sentences = [UNKNOWN_BREAK.get(heading, heading)]  # a heading that does not help users is replaced
     sentences += [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")]
     return "".join(StackSummary.from_list(reason.user_stack).format()), ". ".join(sentences).rstrip(".")
 

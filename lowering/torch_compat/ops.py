@@ -54,8 +54,10 @@ def active_flash_attention() -> str:
 
     An example is "FA3". It replaces the kernels of aten's flash attention ops.
     """
-    current_name = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # function, from 2.11 or 2.12 on
-    return "" if current_name is None else current_name() or ""  # it returns None for torch's own
+    get_name = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # exists from 2.11 or 2.12 on
+    if get_name is None:
+        return ""
+    return get_name() or ""  # torch returns None for its own
 
 
 def schema_of(op: OpOverload) -> Any:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import sympy
@@ -127,8 +127,14 @@ class _ElementAddresses:
     def __array_interface__(self) -> dict[str, Any]:
         element_size = self.tensor.element_size()  # bytes
         strides = tuple(stride * element_size for stride in self.tensor.stride())
-        layout = {"data": (self.tensor.data_ptr(), True), "shape": tuple(self.tensor.shape), "strides": strides}
-        return {"version": 3, "typestr": f"|V{element_size}", **layout}
+        is_read_only = True
+        return {
+            "version": 3,  # of numpy's array interface
+            "typestr": f"|V{element_size}",  # elements of this number of bytes, of no type
+            "data": (self.tensor.data_ptr(), is_read_only),
+            "shape": tuple(self.tensor.shape),
+            "strides": strides,
+        }
 
 
 def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -169,22 +175,31 @@ def equate_factors(mode: FakeTensorMode) -> None:
     `input_ids`, a guard equates `b * s` of one input with that of the other, which determines neither b nor s.
     """
     env = mode.shape_env
-    for guard in [] if env is None else [*env.guards]:
+    if env is None:
+        return
+    for guard in [*env.guards]:  # a copy, since `evaluate_expr` adds guards
         equation = env.replace(guard.expr)
         if not isinstance(equation, sympy.Eq):
             continue
         left, right = (_sort_factors(env, side) for side in equation.args)
-        if len(left) > 1 and [hint for hint, *_ in left] == [hint for hint, *_ in right]:
-            for (*_, factor), (*_, other) in zip(left, right):
-                env.evaluate_expr(sympy.Eq(factor, other))
+        if len(left) > 1 and [factor.hint for factor in left] == [factor.hint for factor in right]:
+            for factor, other in zip(left, right):
+                env.evaluate_expr(sympy.Eq(factor.expr, other.expr))
 
 
-def _sort_factors(env: ShapeEnv, product: sympy.Expr) -> list[tuple[int, int, int, sympy.Expr]]:
-    """Return the factors of a size, each as (hint, dim, number of symbols, factor), sorted by the first three.
+class _SizeFactor(NamedTuple):
+    """Factor of a product of sizes, such as b in `b * s`."""
 
-    A symbol stands for a dim of an input: for `b * s` of an input of shape (b, s), the factor b has dim 0, and s has
-    dim 1. A factor of several terms, such as `s - 1`, has the dim of its first symbol; -1 if the dim is not known.
-    Numbers are left out.
+    hint: int  # its value in the traced call
+    dim: int  # the dim of an input for which its first symbol was created; -1 if not known
+    num_symbols: int  # number of its symbols: 1 for `s`, 2 for `s + t`
+    expr: sympy.Expr  # the factor
+
+
+def _sort_factors(env: ShapeEnv, product: sympy.Expr) -> list[_SizeFactor]:
+    """Return the factors of a product of sizes, except numbers, sorted by their hint, dim and number of symbols.
+
+    For `b * s` of an input of shape (b, s), the factor b has dim 0, and s has dim 1.
     """
     factors = []
     for factor in sympy.Mul.make_args(product):
@@ -192,9 +207,9 @@ def _sort_factors(env: ShapeEnv, product: sympy.Expr) -> list[tuple[int, int, in
         hint = factor.xreplace(env.backed_var_to_val)
         if symbols and hint.is_Integer:
             sources = env.var_to_sources.get(symbols[0], ())
-            dims = [source.idx for source in sources if isinstance(source, TensorPropertySource)]
-            factors.append((int(hint), dims[0] if dims and dims[0] is not None else -1, len(symbols), factor))
-    return sorted(factors, key=lambda found: found[:3])
+            dim = next((source.idx for source in sources if isinstance(source, TensorPropertySource)), None)
+            factors.append(_SizeFactor(int(hint), -1 if dim is None else dim, len(symbols), factor))
+    return sorted(factors, key=lambda factor: (factor.hint, factor.dim, factor.num_symbols))
 
 
 WIDE_RANGE = 1 << 21  # maximum difference of the bounds of a symbol whose values `single_value` checks
@@ -312,7 +327,7 @@ def size_hint(size: int | torch.SymInt) -> int:
 
 
 def end_of_view(size: torch.SymInt) -> int | torch.SymInt:
-    """Return the end of a slice as an int if its symbol stands for a constant; return other symbols unchanged.
+    """Return the end of a slice as an int if its symbol represents a constant; return other symbols unchanged.
 
     When Dynamo fakes a view of a wrapper, torch 2.13 repeats the view op with a new symbol for each of its constants:
     for the -1 of `x[:, :-1]` and the sys.maxsize of `x[:, 1:]`. Such a symbol has an ephemeral source, on which Dynamo

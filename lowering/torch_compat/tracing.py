@@ -60,7 +60,7 @@ def active_tracer() -> Any:
 
 
 def proxy_of(x: torch.Tensor) -> Any:
-    """Return the proxy of a tensor in the graph that is traced, or None if the trace does not know it."""
+    """Return the proxy of a tensor in the graph that is traced, or None if the trace has not recorded the tensor."""
     return active_tracer().tensor_tracker.get(x)
 
 
@@ -140,15 +140,15 @@ def compiled_frame_id() -> tuple[int, int | None]:
     """
     from torch._dynamo.callback import callback_handler
 
-    if _ResetSentinel not in callback_handler.start_callbacks:  # a reset removes callbacks, and restarts frame ids at 0
-        callback_handler.register_start_callback(_ResetSentinel)
-        _reset_sentinels[0] += 1
+    if _detect_reset not in callback_handler.start_callbacks:  # a reset removes callbacks, and restarts frame ids at 0
+        callback_handler.register_start_callback(_detect_reset)
+        _num_registrations[0] += 1
     compiled = CompileContext.current_compile_id()
-    return _reset_sentinels[0], compiled.frame_id if compiled is not None else None
+    return _num_registrations[0], compiled.frame_id if compiled is not None else None
 
 
-def _ResetSentinel(event: Any) -> None:
-    """Return None; the presence of this callback shows that Dynamo was not reset."""
+def _detect_reset(event: Any) -> None:
+    """Return without an effect. Dynamo was reset if this function is not among its callbacks anymore."""
 
 
-_reset_sentinels = [0]  # number of registrations of the callback
+_num_registrations = [0]  # number of registrations of `_detect_reset`, in a list so that a function can change it

@@ -144,8 +144,8 @@ def _tile_shape(run: int, rows: int, columns: int, unit: int) -> tuple[int, int,
     run, rows, columns = (triton.next_power_of_2(max(n, 1)) for n in (words_of_run, rows, columns))
     run = min(run, MOVE_TILE // word)
     max_runs = MOVE_TILE // word // run  # rows times columns of a tile
-    # Columns get what all rows would leave, but at least about the square root of max_runs: many rows and one column
-    # would read short runs of the source.
+    # The tile has all rows if they fit, and columns in the rest. But it has at least about sqrt(max_runs) columns if
+    # the array does: a tile of many rows and one column would read short runs of the source.
     root = 1 << (max_runs.bit_length() // 2)
     columns = min(columns, max(max_runs // rows, root))
     return min(rows, max_runs // columns), columns, run

@@ -155,9 +155,10 @@ def conv1d(
     placement, width = WindowPlacement(*placement_args), dilation * (weight.shape[-1] - 1) + 1
     if placement.frame is not None or before < 0 or after > before:
         rows = placement.rows(x, x.ndim - 1, before, after, width, stride, fill=0)
-        return placement.finish(torch.conv1d(rows, weight, bias, stride, 0, dilation, groups), x.ndim - 1)
+        y = torch.conv1d(rows, weight, bias, stride, padding=0, dilation=dilation, groups=groups)
+        return placement.finish(y, x.ndim - 1)
     # torch pads both ends equally; the results of rows beyond ``after`` are removed.
-    y = torch.conv1d(x, weight, bias, stride, before, dilation, groups)
+    y = torch.conv1d(x, weight, bias, stride, padding=before, dilation=dilation, groups=groups)
     return y[..., : (x.shape[-1] + before + after - width) // stride + 1] if after != before else y
 
 
@@ -184,7 +185,8 @@ def conv_along(
     rows = placement.rows(x, first + image_dim, before, after, width, stride[image_dim], fill=0)
     images = rows if x.ndim == weight.ndim else rows.unsqueeze(0)
     padding = [0 if i == image_dim else p for i, p in enumerate(padding)]
-    y = torch.convolution(images, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
+    transposed, output_padding = False, [0] * len(stride)  # no transposed convolution
+    y = torch.convolution(images, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
     return placement.finish(y if x.ndim == weight.ndim else y.squeeze(0), first + image_dim)
 
 
@@ -218,7 +220,8 @@ def max_pool1d(
     """
     placement, kernel_size = WindowPlacement(*placement_args), [(width - 1) // dilation + 1]
     rows = placement.rows(x, x.ndim - 1, before, after, width, stride, fill)
-    return placement.finish(torch.max_pool1d(rows, kernel_size, [stride], [0], [dilation]), x.ndim - 1)
+    y = torch.max_pool1d(rows, kernel_size, [stride], padding=[0], dilation=[dilation])
+    return placement.finish(y, x.ndim - 1)
 
 
 @composite(

@@ -143,6 +143,8 @@ def _argument_number(x: Node) -> int | None:
     A result of ``sp::reduce_grad`` is an argument, too: the op returns weights unchanged, and its backward adds the
     ranks' gradients.
     """
-    if x.target is operator.getitem and x.args[0].target is torch.ops.sp.reduce_grad.default:  # type: ignore[union-attr]
-        x = x.args[0].args[0][x.args[1]]  # type: ignore[union-attr,index]
+    source: Any = x.args[0] if x.target is operator.getitem else None
+    if source is not None and source.target is torch.ops.sp.reduce_grad.default:
+        weights, index = source.args[0], x.args[1]
+        x = weights[index]
     return list(x.graph.find_nodes(op="placeholder")).index(x) if x.op == "placeholder" else None

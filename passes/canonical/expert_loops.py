@@ -225,7 +225,8 @@ class _SortUses:
 
     def _match_expand(self, node: Node) -> bool:
         """Match the order or tokens (R,) viewed as (R, 1) or expanded to (R, columns), as gather reads them."""
-        source, shape = node.args[0], node_shape(node) if is_tensor(node) else ()
+        source = node.args[0]
+        shape = node_shape(node) if is_tensor(node) else ()
         if len(shape) != 2:
             return False
         if node.target is aten.expand.default:
@@ -270,7 +271,7 @@ class _SortUses:
     def _match_division(self, node: Node) -> bool:
         """Match order // k, the token of each sorted row if each token has k rows."""
         k = node.args[1] if node.target is aten.floor_divide.default else None
-        if node.args[0] is not self.order or not isinstance(k, int | Node) or is_tensor(k):
+        if node.args[0] is not self.order or not isinstance(k, int | Node) or is_tensor(k):  # k is a size, not a tensor
             return False
         self.tokens[node] = as_size(k)
         return True
@@ -340,7 +341,7 @@ class _SortUses:
             else:
                 other_factors.update(flatten_dims(dims))
         for dims in rule.results:
-            row_factors.add(dims[0] if dims else "")
+            row_factors.add(dims[0] if dims else "")  # "": a result without dims has no rows, and is rejected below
             other_factors.update(flatten_dims(dims[1:]))
         if len(row_factors) != 1:
             return False
@@ -369,7 +370,7 @@ def _find_uses(node: Node, call: OpCall) -> _SortUses:
     """
     results = read_results(node)  # (sorted keys, order) by index; an argsort returns only the order
     is_argsort = is_tensor(node)
-    # The sort itself stands for an order that nothing reads.
+    # If nothing reads the order, the sort itself is in its place.
     order, keys = (node, None) if is_argsort else (results.get(1, node), results.get(0))
     uses = _SortUses(call.operands[0], order, keys, call["descending"])
     uses.tokens[order] = 1

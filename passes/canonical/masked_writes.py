@@ -85,13 +85,14 @@ class ReplaceMaskedWrites(CanonicalPass):
     def _read_scatter(self, node: Node) -> MaskedWrite:
         """Return the write of masked_scatter(x, mask, source), with one row of the source for each written position.
 
-        The dims of an element are the last dims of x along which the mask is equal. The source is read in memory order;
-        it may have more elements than the mask writes. For x (B, S, D) and a mask that is expanded from (B, S, 1), a
+        An element has the last dims of x, along which the mask does not change. The source is read in memory order; it
+        may have more elements than the mask writes. For x (B, S, D) and a mask that is expanded from (B, S, 1), a
         position is (b, s), an element has D numbers, and the source becomes (rows, D).
         """
         call, shape = OpCall(node), node_shape(node)
         mask, num_elements = _without_repetition(call["mask"]), size_product(node_shape(call["source"]))
-        # The number of dims of x up to the last one along which the mask differs; the dims after it are an element's.
+        # The number of dims of x up to the last one along which the mask changes; the dims after it are an element's.
+        # It is at least 1, as positions need a dim.
         num_dims = max((d + 1 for d, n in enumerate(_align_shape(mask, shape)) if not is_same_size(n, 1)), default=1)
         num_rows = exact_quotient(num_elements, size_product(shape[num_dims:]))
         if num_rows is None:  # not a number of whole rows: elements are single numbers

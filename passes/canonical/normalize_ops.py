@@ -151,7 +151,7 @@ def _normalize_cat(node: Node) -> CallForm | None:
 
 
 def _normalize_join(dim: int, node: Node) -> CallForm | None:
-    """Return hstack, vstack or dstack as cat along `dim`, which the table of normalizers gives for each of them.
+    """Return hstack, vstack or dstack as cat along `dim`: 1, 0 or 2, as `_NORMALIZERS` binds it for each of them.
 
     hstack of vectors is a cat along their only dim. None if the op adds dims to its operands, as vstack of vectors.
     """
@@ -162,7 +162,7 @@ def _normalize_join(dim: int, node: Node) -> CallForm | None:
 
 
 def _normalize_flip(dim: int, node: Node) -> CallForm:
-    """Return fliplr or flipud as flip along `dim`, which the table gives for each of them."""
+    """Return fliplr or flipud as flip along `dim`: 1 or 0, as `_NORMALIZERS` binds it for each of them."""
     return CallForm(aten.flip.default, (node.args[0], [dim]))
 
 
@@ -172,7 +172,8 @@ def _normalize_pool(node: Node) -> CallForm | None:
     if any(size != 1 for size in call["output_size"]):
         return None
     dims = [-1 - i for i in range(len(call["output_size"]))]
-    return CallForm(aten.mean.dim, (call.operands[0], dims, True))
+    keepdim = True
+    return CallForm(aten.mean.dim, (call.operands[0], dims, keepdim))
 
 
 def _normalize_tile(node: Node) -> CallForm:
@@ -269,7 +270,7 @@ class NormalizeRepeats(CanonicalPass):
                 with self.graph.inserting_before(node):
                     self.replace(node, self.repeat_each(call.operands[0], call.dim(), as_size(call["repeats"]), node))
                 changes += 1
-            elif call.ndim() > 1:
+            elif call.ndim() > 1:  # a vector is equal to its flattened form
                 reason = "without dim= it repeats the flattened tensor, which cannot be sharded; pass dim="
                 self.note_refusal(node, reason)
         return changes

@@ -69,7 +69,7 @@ class FoldPaddings(CanonicalPass):
         length, rows = node_shape(node)[pad.dim], node_shape(inner_pad.source)[inner_pad.dim]
         # A padded slice (`inner_pad` differs from `pad`), or a cat of constants and a slice, is a shift itself if it is
         # not longer than the sequence. The shift computes all `length` rows of the padded value, from row 0 on.
-        shift = _shift_call(inner_pad, 0, length)
+        shift = _shift_call(inner_pad, start=0, length=length)
         is_cut_and_padded = match_join(node) is not None or inner_pad is not pad
         # sp ops pad by ints: `_is_static` is False for symbolic numbers of rows.
         if is_cut_and_padded and _is_within_sequence(length, inner_pad) and _is_static(shift, rows):
@@ -134,7 +134,8 @@ class FoldPaddings(CanonicalPass):
 
 def _shift_call(pad: PadMatch, start: Size, length: Size) -> WindowCall:
     """Return the sp.shift of the source that computes `length` rows of a padded value from row `start` on."""
-    return WindowCall(SlidingRows(length, simplify_size(pad.before - start)), sp.shift.default, (pad.dim,), (pad.fill,))
+    sliding = SlidingRows(length, before=simplify_size(pad.before - start))
+    return WindowCall(sliding, sp.shift.default, head=(pad.dim,), tail=(pad.fill,))
 
 
 def _is_static(call: WindowCall, rows: Size) -> bool:
@@ -173,7 +174,10 @@ def _hides_cut(pad: Size, cut: Size) -> bool:
 
 
 def _is_within_sequence(length: Size, pad: PadMatch) -> bool:
-    """Return True if `length` rows are at most those of the padded tensor, or of the one that it is a slice of."""
+    """Return True if a padded value of `length` rows is not longer than the tensor whose rows it pads.
+
+    If the padding is of a slice, this is the tensor that was sliced, of the length of the sequence.
+    """
     source = pad.source
     while (piece := match_slice(source)) is not None:
         source = value_origin(piece.source)

@@ -32,7 +32,7 @@ from sp_compile.passes.sharding.matchers import permutation_of
 from sp_compile.passes.sharding.rule import rule_of
 
 aten = torch.ops.aten
-MAX_COPIES = 4  # size of the windows by the size of their image
+MAX_COPIES = 4  # largest size of all windows together, in multiples of the size of their image
 CONVOLUTIONS = parse_overloads("conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding")
 
 
@@ -49,7 +49,9 @@ class RewritePatchConvolutions(CanonicalPass):
         for call in calls:
             windows = _find_windows(call)
             users = list(call.node.users)
-            if windows is not None and users and all(_is_flat(x, call.node) or _is_last(x, call) for x in users):
+            if windows is None or not users:
+                continue
+            if all(_is_flat_view(x, call) or _is_channels_last(x, call) for x in users):
                 self._rewrite(call, windows)
                 changes += 1
         return changes
@@ -59,20 +61,20 @@ class RewritePatchConvolutions(CanonicalPass):
 
         The comments have the shapes for a 2d convolution with a grid of (H, W) patches of p * p pixels.
         """
-        node, (batch, channels, *_), weight = call.node, call.shape(), call.shape("weight")
-        grid, kernel, dims = node_shape(node)[2:], weight[2:], len(weight) - 2
+        node, (batch, channels, *_), weight_shape = call.node, call.shape(), call.shape("weight")
+        grid, kernel, num_dims = node_shape(node)[2:], weight_shape[2:], len(weight_shape) - 2
         with self.graph.inserting_before(node):
             x = call.operands[0]
             if windows.is_split:
                 split = [size for pair in zip(grid, kernel) for size in pair]
                 x = self.reshape(x, (batch, channels, *split), node)  # (N, C, H, p, W, p)
-                order = [*range(2, 2 + 2 * dims, 2), 1, *range(3, 3 + 2 * dims, 2)]
+                order = [*range(2, 2 + 2 * num_dims, 2), 1, *range(3, 3 + 2 * num_dims, 2)]
             else:
                 x = self._unfold(x, kernel, windows, node)  # (N, C, H, W, p, p)
-                order = [*range(2, 2 + dims), 1, *range(2 + dims, 2 + 2 * dims)]
+                order = [*range(2, 2 + num_dims), 1, *range(2 + num_dims, 2 + 2 * num_dims)]
             x = self.compute(aten.permute.default, (x, [0, *order]), node)  # (N, H, W, C, p, p)
             x = self.reshape(x, (batch, size_product(grid), channels * size_product(kernel)), node)
-            w = self.reshape(call["weight"], (weight[0], size_product(weight[1:])), node)
+            w = self.reshape(call["weight"], (weight_shape[0], size_product(weight_shape[1:])), node)
             y = self.compute(aten.linear.default, (x, w, call["bias"]), node)  # (N, H * W, D)
             for user in list(node.users):
                 new = self._view(user, y, call)
@@ -83,7 +85,7 @@ class RewritePatchConvolutions(CanonicalPass):
 
         The user is flatten(y, 2), (N, D, H * W), or a permutation (N, H, W, D) of the convolution's result y.
         """
-        if _is_flat(user, call.node):
+        if _is_flat_view(user, call):
             return self.compute(aten.transpose.int, (patches, 1, 2), call.node)
         return self.reshape(patches, node_shape(user), user)
 
@@ -116,12 +118,13 @@ def _find_windows(call: OpCall) -> PatchWindows | None:
     """
     kernel, image = call.shape("weight")[2:], call.shape()[2:]
     padding = [0] if call["padding"] == "valid" else call["padding"]
+    # Without a batch dim, the operand has one dim less than the weight.
     if call.ndim() != call.ndim("weight") or call["groups"] != 1 or any(d != 1 for d in call["dilation"]):
         return None
     if isinstance(padding, str):  # "same"
         return None
-    # A single number is that of all dims.
-    strides, widths = (list(x) * (len(kernel) if len(x) == 1 else 1) for x in (call["stride"], padding))
+    # A single number applies to all dims.
+    strides, widths = (list(x) * len(kernel) if len(x) == 1 else list(x) for x in (call["stride"], padding))
     if size_product(kernel) == 1:  # a product at each position, which ranks compute on their rows
         return None
     is_filled = None not in [exact_quotient(size, patch) for size, patch in zip(image, kernel)]
@@ -147,14 +150,14 @@ def _is_image(x: Node) -> bool:
     return x.op == "placeholder" and not node_info(x).parameter
 
 
-def _is_flat(user: Node, node: Node) -> bool:
+def _is_flat_view(user: Node, call: OpCall) -> bool:
     """Return True if the user is a view (N, D, patches) of the convolution's result, such as flatten(y, 2)."""
-    rule, (batch, channels, *grid) = rule_of(user), node_shape(node)
-    is_view = rule is not None and rule.reshapes and user.args[0] is node
+    rule, (batch, channels, *grid) = rule_of(user), node_shape(call.node)
+    is_view = rule is not None and rule.reshapes and user.args[0] is call.node
     return is_view and is_same_shape(node_shape(user), (batch, channels, size_product(grid)))
 
 
-def _is_last(user: Node, call: OpCall) -> bool:
+def _is_channels_last(user: Node, call: OpCall) -> bool:
     """Return True if the user moves the channels of the convolution's result to the end, (N, H, W, D)."""
     ndim = len(node_shape(call.node))
     return permutation_of(user) == (0, *range(2, ndim), 1) and user.args[0] is call.node

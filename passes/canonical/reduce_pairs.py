@@ -96,7 +96,7 @@ def _match_reductions(body: GraphModule, results: Any) -> list[str] | None:
     while True:
         source = skip_widening_cast(value) or value_origin(value)
         if source is not value:
-            chain[:0] = steps_between(value, source)
+            chain = [*steps_between(value, source), *chain]
             value = source
         elif value.target in PASSTHROUGH_OPS:
             chain.insert(0, value)

@@ -61,5 +61,7 @@ def _reads_groups(node: Node, n: int) -> bool:
     if call.ndim() < 4 or not is_most_of(size, padded_size):
         return False
     row_of_last_group = size - step + start
+    reads_first_group = 0 <= start < step
     reads_last_group = end is None or (isinstance(end, int) and end > row_of_last_group)
-    return 0 < dim < call.ndim() - 1 and size > step and size % step == 0 and 0 <= start < step and reads_last_group
+    is_inner_dim, has_complete_groups = 0 < dim < call.ndim() - 1, size > step and size % step == 0
+    return is_inner_dim and has_complete_groups and reads_first_group and reads_last_group

@@ -147,8 +147,10 @@ def fix_lengths(gm: GraphModule, example_inputs: Sequence[Any]) -> bool:
     marked_sizes = set[Any]()  # a constraint by the user is strict, one by Dynamo results in a warning only
     for x, fake in zip(example_inputs, fakes):
         symbolic_context = context.tensor_to_context.get(x) if isinstance(x, torch.Tensor) else None
-        constraints = getattr(symbolic_context, "constraint_sizes", None)
-        for constraint, size in zip(constraints, fake.shape) if constraints else ():
+        constraints = getattr(symbolic_context, "constraint_sizes", None)  # by dim; None for dims without one
+        if not constraints:
+            continue
+        for constraint, size in zip(constraints, fake.shape):
             if constraint is not None and not constraint.warn_only:
                 marked_sizes.add(as_size(size))
     sizes = [
@@ -299,11 +301,12 @@ def _copy_bodies(gm: GraphModule) -> None:
 
 
 def _copy_dynamo_meta(captured: GraphModule, gm: GraphModule) -> None:
-    """Copy to the captured graph what later compilers read of Dynamo's graph `gm`: its metadata, also of placeholders.
+    """Copy the metadata that later compilers read, from Dynamo's graph `gm` and its placeholders to the captured graph.
 
     The sources, expressions from which Dynamo reads the inputs, are copied, too.
     """
-    for new, old in zip(*(g.graph.find_nodes(op="placeholder") for g in (captured, gm)), strict=True):
+    new_inputs, old_inputs = (g.graph.find_nodes(op="placeholder") for g in (captured, gm))
+    for new, old in zip(new_inputs, old_inputs, strict=True):
         new.meta.update({key: old.meta[key] for key in _PLACEHOLDER_META if key in old.meta})
     captured.meta.update(gm.meta)
     _copy_sources(captured, gm)
@@ -314,7 +317,8 @@ def _copy_sources(new_gm: GraphModule, old_gm: GraphModule) -> None:
 
     A source is the expression, such as L['x'], from which Dynamo reads a value.
     """
-    for new, old in zip(*(gm.graph.find_nodes(op="placeholder") for gm in (new_gm, old_gm)), strict=True):
+    new_inputs, old_inputs = (gm.graph.find_nodes(op="placeholder") for gm in (new_gm, old_gm))
+    for new, old in zip(new_inputs, old_inputs, strict=True):
         torch_compat.keep_source(new, old)
     torch_compat.keep_state_sources(new_gm, old_gm)
 

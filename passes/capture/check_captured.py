@@ -46,7 +46,7 @@ def require_functional(gm: GraphModule, name: str) -> None:
         SpError: If an op mutates a value.
     """
     for node in gm.graph.nodes:
-        if _mutates_other_reads(node):
+        if _mutates_shared_value(node):
             # c10d collectives write in place; with strict=True, Dynamo replaces them by functional ones.
             fix = STRICT_EXPORT if namespace_of(node.target) == "c10d" else None
             cause = f"{name}: expected a graph without in-place ops, got {node.target} ({node.name})."
@@ -71,7 +71,7 @@ def _non_op_reason(node: Node) -> str:
     return ""
 
 
-def _mutates_other_reads(node: Node) -> bool:
+def _mutates_shared_value(node: Node) -> bool:
     """Return True if the node may mutate a value that other nodes read.
 
     Two mutations of captured graphs do not count: a write-back, the copy of a new value to an input at the end of the

@@ -154,7 +154,8 @@ class _Functionalizer:
         """
         aliases, root = self.aliases, self.aliases.root(node)
         version = self.version.get(root, 0)
-        last = self.values.get(node, _ViewValue(node, 0, True))  # before any mutation, the node itself
+        # Before any mutation, the value is the node itself.
+        last = self.values.get(node, _ViewValue(node, version=0, with_grad=True))
         # A view that was computed without gradients is computed again for a reader with gradients.
         lacks_grad = aliases.grad_enabled and not last.with_grad and not aliases.is_detached_view(node)
         if last.version == version and not lacks_grad:
@@ -280,10 +281,11 @@ class _Functionalizer:
         return value
 
     def remove_copies(self) -> None:
-        """Remove the copies of sources that the caller cannot distinguish from the sources.
+        """Remove the copies of the sources of copy_ and fill_, unless a copy and its source must differ in memory.
 
-        It can if the copy, or a view of it, is a result, and the source is an input or another result. A copy is also
-        needed if it is written to an input, and the source is another input that the program writes to, as in a swap.
+        They must if the copy, or a view of it, is a result, and the source is an input or another result: the caller
+        may write to one of them. They must also if the copy is written to an input, and the source is another input
+        that the program writes to, as in a swap.
         """
         owners: dict[int, int] = {}  # storage of a removed copy -> storage of its source
 

@@ -59,7 +59,7 @@ def capture_shards(
     """
     mode, _ = fake_inputs(())
     guards = torch_compat.length_guards(mode)  # read before capture, which adds guards on the global length
-    local = capture(gm, example_inputs)
+    local = capture(gm, example_inputs)  # the graph of one shard
     dims = _sequence_dims(local, seq_dims, n)  # sequence dim by name of the input
     _, fakes = fake_inputs(example_inputs)
     nodes = local.graph.find_nodes(op="placeholder")
@@ -121,6 +121,7 @@ def _check_equal_rows(dims: Mapping[Node, int], axes: Axes) -> None:
     first_inputs: dict[Any, Node] = {}  # first input of each sequence
     for node, dim in dims.items():
         # An atom is a factor of a dim, such as B and S of a dim B * S; just one of them is a sequence.
+        # `axes.dims` has the dims by node and index of the result, 0 for an input.
         (sequence,) = {axes.find(atom.name) for atom in axes.dims[node, 0][dim] if axes.is_sequence(atom)}
         first = first_inputs.setdefault(sequence, node)
         first_rows, rows = (torch_compat.size_hint(x.meta["val"].shape[dims[x]]) for x in (first, node))
@@ -225,7 +226,7 @@ class GlobalView:
 
     @property
     def folds(self) -> int:
-        """Return the row order of the sharded inputs: 1 contiguous (also without any), 2 zigzag, 0 load-balanced."""
+        """Return the row order of sharded inputs: 1 contiguous (also if none or mixed), 2 zigzag, 0 load-balanced."""
         return min((layout.folds for layout in self.layouts.values()), default=1)
 
 
@@ -453,7 +454,7 @@ def _output_options(
     options = ["auto"] * len(names)
     for key, option in outputs.items():
         # Names that the user gave, those that differ from the node's, take precedence over indices and names of nodes.
-        matches = [i for i, name in enumerate(names) if key == name != node_names[i]]
+        matches = [i for i, name in enumerate(names) if key == name and name != node_names[i]]
         if not matches:
             matches = [i for i, name in enumerate(node_names) if key in (i, name, _without_number(name))]
         if not matches and not fragment:

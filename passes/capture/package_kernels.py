@@ -111,7 +111,7 @@ def _replace(kernel: str, function: FunctionType, is_wrapper: bool) -> None:
     elif kernel in KERNELS:
         register_kernel(kernel, function, "cuda")
     traced = inspect.unwrap(function) if is_wrapper else None  # the function in plain torch, before it was wrapped
-    original, signature = _run_original(kernel, function, traced), inspect.signature(called)
+    original, signature = _make_original_runner(kernel, function, traced), inspect.signature(called)
     # `drops_unknown`: a wrapper ignores arguments that the function it calls does not have.
     torch_compat.trace_in_place_of(function, make_stand_in(kernel, signature, original, drops_unknown=is_wrapper))
 
@@ -140,12 +140,15 @@ def _replace_apply(cls: type[torch.autograd.Function]) -> None:
     arguments = [*forward.parameters.values()][1 if has_context else 0 :]
     grads = [*backward.parameters.values()][1:]  # without ctx
     count = None if any(x.kind is x.VAR_POSITIONAL for x in grads) else len(grads)  # number of results, if known
-    original, signature = _run_original(cls.__name__, cls.apply, traced=None), forward.replace(parameters=arguments)
+    original = _make_original_runner(cls.__name__, cls.apply, traced=None)
+    signature = forward.replace(parameters=arguments)
     stand_in = make_stand_in(cls.__name__, signature, original, drops_unknown=False, results=count)
     torch_compat.trace_in_place_of_apply(cls, stand_in)
 
 
-def _run_original(kernel: str, function: Callable[..., Any], traced: Callable[..., Any] | None) -> Callable[..., Any]:
+def _make_original_runner(
+    kernel: str, function: Callable[..., Any], traced: Callable[..., Any] | None
+) -> Callable[..., Any]:
     """Return run(reason, args, kwargs), which runs the original function for calls without an equivalent.
 
     Args:

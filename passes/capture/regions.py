@@ -120,7 +120,7 @@ class _RegionInliner:
     def convert_inference_mode(self, node: Node) -> Node:
         """Emit a change of the grad mode in place of entering or exiting inference mode."""
         if node.target is enter_inference_mode:
-            self.grad_modes.append(not node.args[0])
+            self.grad_modes.append(not node.args[0])  # (True,): inference mode, without gradients
         else:
             self.grad_modes.pop()
         return self.emit_state_change(set_grad_enabled, (self.grad_modes[-1],))
@@ -171,7 +171,8 @@ class _RegionInliner:
             self.grad_modes.pop()
             self.emit_state_change(set_grad_enabled, (self.grad_modes[-1],))
         elif node.target is torch_compat.wrap_with_autocast:
-            token = self.emit_state_change(torch_compat.enter_autocast, tuple(node.args[:4]))
+            options = tuple(node.args[:4])  # device, dtype, enabled, cache_enabled
+            token = self.emit_state_change(torch_compat.enter_autocast, options)
             yield
             self.emit_state_change(torch_compat.exit_autocast, (token,))
         else:

@@ -87,17 +87,18 @@ def _call_with_subclass(target: Any, args: tuple[Any, ...], kwargs: dict[str, An
     is_linear = target in (
         torch.nn.functional.linear, torch.ops.sp.subclass_linear, torch.ops.sp.subclass_linear.default
     )  # fmt: skip
-    if is_linear:  # linear(input=x, weight=w)
+    if is_linear:  # F.linear names its arguments input and weight, sp.subclass_linear names them x and w
         names = {"input": "x", "weight": "w"}
         kwargs = {names.get(name, name): x for name, x in kwargs.items()}
     is_weight = is_linear and not hasattr(args[0] if args else kwargs["x"], SUBCLASS)  # the input is a plain tensor
     if is_weight and subclass not in SCALED_BY_TOKENS:
         return torch.ops.sp.subclass_linear(*args, **kwargs)
-    reason, fix = "a tensor subclass, which is supported as the weight of a linear layer only", ""
+    reason = "a tensor subclass, which is supported as the weight of a linear layer only"
+    fix: str | None = None
     if is_weight:
         reason = "a weight whose backward multiplies in int8 with scales of all tokens, of which a rank has only some"
         fix = "Dequantize the weight before the compiled model."
-    raise CaptureError("SP229", f"{getattr(target, '__name__', target)} reads a {subclass}, {reason}.", fix or None)
+    raise CaptureError("SP229", f"{getattr(target, '__name__', target)} reads a {subclass}, {reason}.", fix)
 
 
 class _TracingInterpreter(Interpreter):
@@ -142,9 +143,11 @@ class _TracingInterpreter(Interpreter):
         in the trace) of unmodified operands.
         """
         operands = [x for x in pytree.tree_leaves(self.fetch_args_kwargs_from_env(n)) if isinstance(x, torch.Tensor)]
-        versions, proxies = torch_compat.tensor_versions(operands), [torch_compat.proxy_of(x) for x in operands]
+        versions = torch_compat.tensor_versions(operands)  # an array; a write changes the version
+        proxies = [torch_compat.proxy_of(x) for x in operands]
         result = super().run_node(n)
-        for x, proxy, is_unmodified in zip(operands, proxies, torch_compat.tensor_versions(operands) == versions):
+        unmodified = torch_compat.tensor_versions(operands) == versions  # for each operand
+        for x, proxy, is_unmodified in zip(operands, proxies, unmodified):
             if proxy is not None and is_unmodified:
                 torch_compat.set_proxy(x, proxy)
         return result
@@ -157,14 +160,14 @@ class _TracingInterpreter(Interpreter):
         if target in (torch_compat.enter_autocast, torch_compat.exit_autocast):
             return self.change_autocast(target, args, kwargs)
         if target in torch_compat.PYTHON_STATE_CALLS:
-            return self.python_state(target, args, kwargs)
+            return self.run_state_call(target, args, kwargs)
         if target is torch_compat.get_data:  # x.data
             return args[0].detach()
         subclass = _subclass_name(args, kwargs)
         if subclass is not None:
             return _call_with_subclass(target, args, kwargs, subclass)
         if target is torch_compat.autograd_function_apply:
-            return self.autograd_function(target, args, kwargs)
+            return self.trace_autograd_function(target, args, kwargs)
         if target is torch_compat.register_hook_op:
             return self.register_hook(target, args, kwargs)
         function = torch_compat.untraced_function(target)
@@ -219,7 +222,7 @@ class _TracingInterpreter(Interpreter):
                 self.autocasts.pop(args[0]).__exit__(None, None, None)
         return node
 
-    def python_state(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_state_call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that changes Python state, such as the attention backend, and record it as a node.
 
         It affects later nodes of this trace, and must affect them when the graph runs, too.
@@ -237,7 +240,7 @@ class _TracingInterpreter(Interpreter):
             self.state_nodes[result] = node
         return result
 
-    def autograd_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def trace_autograd_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Trace forward and backward of an autograd function, record the call as one node, and return its value.
 
         The backward has the gradients of all results as inputs, followed by the values that the forward saves.
@@ -325,7 +328,8 @@ class _TracingInterpreter(Interpreter):
             n.meta = {key: first.meta[key] for key in INHERITED_META if key in first.meta}
         # Replay it. The recording contains the casts of autocast, also where the region has disabled it.
         devices = dict.fromkeys(n.args[0] for n in nodes if n.target is torch_compat.enter_autocast)
-        entered = [self.change_autocast(torch_compat.enter_autocast, (d, None, False, None), {}) for d in devices]
+        no_autocast = (None, False, None)  # dtype, enabled, cache_enabled
+        entered = [self.change_autocast(torch_compat.enter_autocast, (d, *no_autocast), {}) for d in devices]
         results = Interpreter(plain).run(*arguments)
         for node in reversed(entered):
             self.change_autocast(torch_compat.exit_autocast, (node,), {})
@@ -409,8 +413,8 @@ def _make_leaves(args: Sequence[Any]) -> list[Any]:
 def _functorch_regions(graph: Graph) -> dict[Node, list[Node]]:
     """Return the nodes of each functorch region of a Dynamo graph, by its first node.
 
-    In Dynamo's graphs a call that increments the nesting starts such a region, and one that decrements it ends it. A
-    call that prepares vmap before the region computes nothing, and is a region of its own.
+    In Dynamo's graphs a call that increments the nesting starts such a region, and one that decrements it ends it. The
+    call lazy_load_decompositions, which precedes a vmap and computes nothing, is a region of its own.
     """
     regions: dict[Node, list[Node]] = {}
     region: list[Node] = []

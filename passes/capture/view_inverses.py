@@ -113,7 +113,10 @@ def _invert_permute(view: ViewCall, new: Node, order: tuple[int, ...], emit: Emi
 
 
 def _invert_adjoint(view: ViewCall, new: Node, emit: Emit) -> Node:
-    """Emit the new base of mH: mH of the new value, no lazy conjugate, which other views of the base would reject."""
+    """Emit the new base of mH: mH of the new value.
+
+    Its conjugate is computed, not lazy, because other views of the base would reject a lazy one.
+    """
     base = emit(view.node.target, new)
     return emit(aten.resolve_conj.default, base) if base.meta["val"].is_conj() else base
 

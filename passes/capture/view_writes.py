@@ -311,8 +311,8 @@ def _view_step(aliases: Aliases, node: Node) -> ViewStep | None:
     """Return a view op that computes the value of a view node from its base, or None if there is none.
 
     This is the op of the node, unless it copies depending on strides or reads other tensors: then `view` or
-    `as_strided` to the node's shape and strides, or `alias` if these are the base's. None if these would have to
-    change the dtype.
+    `as_strided` to the node's shape and strides, or `alias` if these are the base's. None if one of these would be
+    needed and the dtype is not that of the base, since they do not change it.
     """
     source, value = aliases.parent[node], node.meta["val"]
     base = source.meta["val"]  # the tensor in whose memory the view is

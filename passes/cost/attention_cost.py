@@ -126,7 +126,14 @@ class AttentionShape:
         # Key heads are repeated until the ranks divide them.
         heads, key_heads = self.heads // ulysses, math.lcm(self.kv_heads, ulysses) // ulysses
         key_bytes = self.batch * key_heads * keys * (self.head_dim + self.v_head_dim) * self.element_size
-        return flash_workspace(self.batch, heads, key_heads, self.q_rows * ulysses, self.head_dim, key_bytes)
+        return flash_workspace(
+            batch=self.batch,
+            heads=heads,
+            key_heads=key_heads,
+            rows=self.q_rows * ulysses,
+            dim=self.head_dim,
+            key_bytes=key_bytes,
+        )
 
     @property
     def flops(self) -> float:
@@ -301,12 +308,14 @@ def candidates_in_order(shape: AttentionShape, machine: Machine) -> list[Candida
     if shape.order.is_balanced:
         return all_candidates(unwindowed, machine)
     candidates = all_candidates(shape, machine)
-    can_be_zigzag = shape.causal and shape.q_len == shape.kv_len
-    if shape.order.is_in_order or not can_be_zigzag:
+    if shape.order.is_in_order:
         return candidates
     without_rings = [c for c in candidates if c.ring == 1]
     rings = [c for c in all_candidates(unwindowed, machine) if c.ring > 1]
-    return without_rings + [c for c in rings if c.layout == shape.order.name]
+    # Strategies have candidates in zigzag order for such attention only. Other attention has those of contiguous order.
+    if shape.causal and shape.q_len == shape.kv_len:
+        rings = [c for c in rings if c.layout == shape.order.name]
+    return without_rings + rings
 
 
 def fastest_candidate(candidates: Sequence[Candidate]) -> Candidate:

@@ -60,9 +60,15 @@ class HeadBytes:
         return max(4, self.element_size) // self.element_size
 
     def repeat_keys(self, ranks: int) -> Size:
-        """Return the bytes of keys and values after their heads are repeated until `ranks` divides them."""
+        """Return the bytes of keys and values after their heads are repeated until `ranks` divides them.
+
+        For 2 heads and 4 ranks each head is repeated once: twice the bytes. A symbolic number of heads is not repeated.
+        """
         heads = self.key_heads
-        return self.keys * (math.lcm(heads, ranks) // heads) if isinstance(heads, int) else self.keys
+        if not isinstance(heads, int):
+            return self.keys
+        repeats = math.lcm(heads, ranks) // heads
+        return self.keys * repeats
 
     def exchange_bytes(self, ranks: int) -> Size:
         """Return the bytes of queries, results and repeated keys.

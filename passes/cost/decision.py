@@ -66,11 +66,14 @@ def describe_shape(shape: AttentionShape) -> str:
 
 
 def candidate_table(candidates: Sequence[Candidate], chosen: Candidate, requested: bool = False) -> str:
-    """Format the candidates: the chosen one, then alternatives by time, then those that are not possible."""
+    """Format the candidates: the chosen one, then alternatives by time, then those that are not possible.
+
+    `requested` is True if an option or the mesh names the strategy: the table then shows this as the reason.
+    """
     alternatives = sorted((c for c in candidates if c != chosen), key=lambda c: (c.refusal is not None, c.seconds))
     reason = _winning_reason(chosen, candidates, requested)
     rows = [_candidate_row(c, chosen, reason) for c in [chosen, *alternatives]]
-    return tabulate(rows, headers=HEADERS, floatfmt=".3f", disable_numparse=[1])
+    return tabulate(rows, headers=HEADERS, floatfmt=".3f", disable_numparse=[1])  # column 1, "U x R", is no number
 
 
 def _candidate_row(c: Candidate, chosen: Candidate, reason: str) -> tuple[object, ...]:

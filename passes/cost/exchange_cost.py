@@ -108,15 +108,20 @@ def _edge_bytes(call: OpCall, n: int) -> Size:
     That is one row for each end with padding, and 0 if no rank needs one. In the frame of the result, (outer, size,
     start, length, ...), the rows [start, start + length) are valid.
     """
-    # Only the ops in ENDS_IN_WINDOW fill the padding of their result; `result` is its frame, or else `frame`.
-    frame = call.get("result") or call.get("frame") if call.node.target in ENDS_IN_WINDOW else None
+    if call.node.target not in ENDS_IN_WINDOW:  # only these ops fill the padding of their result
+        return 0
+    frame = call.get("result") or call.get("frame")  # `result` is the frame of the result if it has another one
     if frame is None:
         return 0
-    values = map_arg(frame, lambda node: node.meta["val"])
-    if not any(has_remote_edges(values, n)):
+    frame_values = map_arg(frame, lambda node: node.meta["val"])  # numbers in place of the nodes of sizes
+    if not any(has_remote_edges(frame_values, n)):
         return 0
-    rows, (start, length) = local_row_count(values, n), values[2:4]
-    num_padded_ends = (not is_same_size(start, 0)) + (not is_same_size(start + length, n * rows))
+    rows = local_row_count(frame_values, n)
+    start, length = frame_values[2:4]
+    # The n * rows positions of all ranks start and end with padding, unless the first or the last one is valid.
+    has_padding_before = not is_same_size(start, 0)
+    has_padding_after = not is_same_size(start + length, n * rows)
+    num_padded_ends = has_padding_before + has_padding_after
     result_bytes = _value_bytes([call.node])  # of `rows` rows
     return collective_bytes("all_gather", result_bytes * num_padded_ends // rows, n)
 
@@ -126,32 +131,35 @@ def _sent_bytes(call: OpCall, n: int) -> _SentBytes | None:
     op = call.node.target
     strategy = op_strategy(op)
     if strategy is not None and strategy.sends is not None:
-        return _SentBytes(call.operands[:3], *strategy.sends(call, n))  # q, k and v; (forward, backward)
+        forward, backward = strategy.sends(call, n)
+        return _SentBytes(call.operands[:3], forward, backward)  # of q, k and v
     if op in COSTED_SCAN_OPS and call["frame"] is not None:  # without a frame a rank scans all rows
         messages = message_bytes(call, frame_folds(call["frame"]))  # of forward and backward
-        return _SentBytes(call.operands[:1], *(bytes_to_send(call["exchange"], nbytes, n) for nbytes in messages))
+        forward, backward = (bytes_to_send(call["exchange"], nbytes, n) for nbytes in messages)
+        return _SentBytes(call.operands[:1], forward, backward)
     shifts = window_shift_sizes(call, n)  # (rank offset, rows) of the rows that windows read from other ranks
     if shifts:  # an op without an argument `dim`, such as a convolution, has its rows in the last dim
         row_dim = call.dim() if "dim" in call.args else call.ndim() - 1
         row_elements = size_product(size for dim, size in enumerate(call.shape()) if dim != row_dim)
         row_bytes = row_elements * call.operands[0].meta["val"].element_size()
         nbytes = collective_bytes("shift", sum((as_size(rows) for _, rows in shifts), 0) * row_bytes, n)
-        return _SentBytes(call.operands[:1], nbytes, nbytes)
+        return _SentBytes(call.operands[:1], nbytes, nbytes)  # the backward sends the gradients of the same rows
     if op not in MOVE_OPS or op is sp.window.default:  # the rows of sp::window are those of `_edge_bytes`
         return None
     # The bytes of these two follow from the shard, which is their result (see `collective_bytes`).
     operands = [call.node] if op in (sp.shard.default, sp.reduce_scatter.default) else call.operands
     nbytes = _value_bytes(operands)
-    collectives = MOVE_OPS[op]  # of forward and backward
-    return _SentBytes(operands, *(collective_bytes(kind, nbytes, n) if kind else 0 for kind in collectives))
+    collectives = MOVE_OPS[op]  # of forward and backward; "" for none
+    forward, backward = (collective_bytes(kind, nbytes, n) if kind else 0 for kind in collectives)
+    return _SentBytes(operands, forward, backward)
 
 
 def _make_exchange(call: OpCall, sent: _SentBytes) -> Exchange:
     """Return the entry of the report for a call; its backward has no bytes if no gradient is sent."""
-    node, values, backward = call.node, [operand.meta["val"] for operand in sent.operands], sent.backward
-    is_averaged_later = "partial" in node.args  # sp::reduce_grad does not send them: DDP or FSDP sums them later
-    if is_averaged_later or not all(v.is_floating_point() for v in values) or node_info(node).requires_grad is False:
-        backward = 0
+    node, values = call.node, [operand.meta["val"] for operand in sent.operands]
+    is_summed_later = "partial" in node.args  # of sp::reduce_grad: DDP or FSDP sums the gradients in its place
+    has_gradient = node_info(node).requires_grad is not False and all(v.is_floating_point() for v in values)
+    backward = sent.backward if has_gradient and not is_summed_later else 0
     shapes = [" x ".join(map(str, as_sizes(v.shape))) for v in values]
     shown = ", ".join(shapes[:3]) + (f", ... ({len(shapes)} tensors)" if len(shapes) > 3 else "")
     name = node.target.__name__.split(".")[0]
@@ -160,7 +168,15 @@ def _make_exchange(call: OpCall, sent: _SentBytes) -> Exchange:
     layer = shares[0][0] if len(shares) == 1 else node_layer(node)
     attends = op_strategy(node.target) is not None  # an sp:: op that contains both attention and exchanges
     return Exchange(
-        name, node.name, _exchange_line(node), shown, sent.forward, backward, layer, shares, of_attention=attends
+        op=name,
+        node=node.name,
+        where=_exchange_line(node),
+        shape=shown,
+        forward=sent.forward,
+        backward=backward,
+        layer=layer,
+        shares=shares,
+        of_attention=attends,
     )
 
 
@@ -172,7 +188,8 @@ def _layer_shares(bucket: Node, sent: Size, values: Sequence[Tensor]) -> tuple[t
     """
     nbytes: dict[str, Size] = {}
     for index, value in enumerate(values):
-        readers = (user for item in bucket.users if item.args[1] == index for user in item.users)
+        items = (item for item in bucket.users if item.args[1] == index)  # getitem(bucket, index)
+        readers = (user for item in items for user in item.users)
         layer = next(map(node_layer, readers), "")
         nbytes[layer] = nbytes.get(layer, 0) + value.numel() * value.element_size()
     total = sum(nbytes.values(), 0) or 1
@@ -210,7 +227,7 @@ def head_bytes(call: OpCall) -> HeadBytes:
 
 
 def relayout_bytes(call: OpCall, nbytes: Size, n: int) -> Size:
-    """Return the bytes sent to move `nbytes` to zigzag order and back; 0 if the call does not do so."""
+    """Return the bytes sent to move `nbytes` to zigzag order and back; 0 for a call that does not (`balance` False)."""
     return collective_bytes("fold", nbytes, n) if call["balance"] else 0
 
 

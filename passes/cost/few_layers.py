@@ -62,7 +62,7 @@ class LayerList:
             return None
         name = max(lists, key=lambda path: sum(p.numel() for p in lists[path].parameters()))
         layers = lists[name]
-        numbers: dict[Any, int] = {}  # key of a kind -> its number
+        numbers: dict[Any, int] = {}  # key of a kind -> its number, the next one for a new key
         kinds = tuple(numbers.setdefault(_layer_kind(layer), len(numbers)) for layer in layers)
         if len(kinds) < len(numbers) + 2:  # the reduced model would have len(numbers) + 1 layers
             return None
@@ -88,7 +88,8 @@ class LayerList:
         first_index, *later_indices = self.reduced_positions
         position_of_kind = {self.kinds[i]: position for position, i in enumerate(later_indices, 1)}
         prefix = f"{self.name}." if self.name else ""
-        return [f"{prefix}{0 if i == first_index else position_of_kind[kind]}" for i, kind in enumerate(self.kinds)]
+        positions = [0 if i == first_index else position_of_kind[kind] for i, kind in enumerate(self.kinds)]
+        return [f"{prefix}{position}" for position in positions]
 
     @contextmanager
     def only(self, positions: Sequence[int]) -> Iterator[None]:

@@ -48,10 +48,11 @@ GatherRanks = Callable[[Ranks, tuple[int, ...]], Sequence[tuple[int, ...] | None
 
 
 def program_groups(gm: GraphModule, inputs: Sequence[Any]) -> list[Ranks]:
-    """Return the groups of the program's collectives and DTensors that have more than one rank, in order.
+    """Return the groups of more than one rank that the program's collectives and DTensors use, in order.
 
-    The runtime compares the inputs of the ranks of each. A group that only reduces scalars and vectors, as for the
-    average of a loss, counts only if it is declared and there is another group: the reductions over both may be merged.
+    For each of these groups, the runtime compares the inputs of its ranks. A group over which the program only reduces
+    scalars and vectors, as for the average of a loss, is included if it is declared and there is another group: then
+    the reductions over both may be merged.
     """
     values = [node.meta.get("example_value") for node in gm.graph.nodes]
     of_tensors = [name for x in (*inputs, *values) if isinstance(x, DTensor) for name in group_names(x.device_mesh)]
@@ -125,12 +126,13 @@ def _is_row_exchange(node: Node) -> bool:
         return True
     operands = [n.meta.get("example_value") for n in node.all_input_nodes]
     dims = [x.ndim for x in operands if isinstance(x, torch.Tensor)]
-    return not dims or max(dims) > 1
+    return not dims or max(dims) > 1  # operands of unknown shape may have rows
 
 
 def is_collective(node: Node) -> bool:
-    """Return True if the node communicates with other ranks."""
+    """Return True if the node calls a collective: any op of torch's namespaces of collectives or of `sp`."""
     target: Any = node.target if node.op == "call_function" else None
+    # Dynamo's graphs call Python functions of torch.distributed._functional_collectives.
     is_functional = "functional_collectives" in getattr(target, "__module__", "")
     return is_functional or namespace_of(target) in (*TORCH_EXCHANGES, sp.name)
 

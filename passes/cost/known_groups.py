@@ -70,7 +70,11 @@ class KnownGroups:
 
     def merge(self, other: KnownGroups) -> KnownGroups:
         """Return the union of both tables; the entries of `other` take precedence."""
-        return KnownGroups(**{name: {**table, **getattr(other, name)} for name, table in vars(self).items()})
+        return KnownGroups(
+            members={**self.members, **other.members},
+            nodes={**self.nodes, **other.nodes},
+            lines={**self.lines, **other.lines},
+        )
 
 
 def label_subsets(labels: Sequence[str]) -> list[tuple[str, ...]]:
@@ -138,7 +142,9 @@ def _as_disjoint(groups: Collection[tuple[int, ...]]) -> Partition | None:
 
 def _canonical_groups(groups: Partition, ordered: bool) -> Partition:
     """Return the groups in sorted order, for a comparison; without `ordered`, their ranks are sorted, too."""
-    return tuple(sorted(group if ordered else tuple(sorted(group)) for group in groups))
+    if not ordered:
+        groups = tuple(tuple(sorted(group)) for group in groups)
+    return tuple(sorted(groups))
 
 
 # default process group -> its table

@@ -105,7 +105,7 @@ class Machine:
         return replace(CPU if device_type == "cpu" else GPU, **(override or {}))
 
     def describe(self, device_type: str) -> str:
-        """Return the hardware that the constants stand for, as a line of a plan.
+        """Describe the hardware that the constants assume, as a line of a plan.
 
         Args:
             device_type: Type of the device, as for `of`.
@@ -191,7 +191,8 @@ _CONSTANTS_OF = {"reduce_scatter": "all_gather", "shift": "hop", "fold": "hop", 
 def _violated_range(name: str, value: Any) -> str:
     """Return the valid range of a constant, as text for an error, if the value is outside of it; else ""."""
     is_share = name == "overlap" or name.endswith("efficiency")
-    low, high = 1.0 if name == "ranks_per_node" else 0.0, 1.0 if is_share else math.inf
+    low = 1.0 if name == "ranks_per_node" else 0.0
+    high = 1.0 if is_share else math.inf
     includes_low = name.endswith("latency") or name in ("block_keys", "overlap", "call", "ranks_per_node")
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number and low <= value <= high and (includes_low or value > low):

@@ -77,7 +77,7 @@ def machine(ranks: Ranks, device: torch.device, meet: MeetFunction) -> Machine:
     cache = _measured.setdefault(group, {})
     if device.type not in cache:
         message_device = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
-        partition = (tuple(range(ranks.n)),)
+        partition = (tuple(range(ranks.n)),)  # one group of all ranks
         jobs = [_time_collective(kind, ranks.group, partition, message_device) for kind in ("all_to_all", "all_gather")]
         lines = measure_lines([*jobs, _measure_attention(device)], group, device, MACHINE_REPEATS, meet)
         ranks_per_node = min(Counter(meet(None, platform.node())).values())
@@ -134,7 +134,7 @@ def measure_reductions(
     Returns:
         The line of each group of this rank.
     """
-    jobs = [_time_collective("all_reduce", *group, device) for group in groups]
+    jobs = [_time_collective("all_reduce", name, partition, device) for name, partition in groups]
     lines = measure_lines(jobs, dist.group.WORLD, device, REDUCTION_REPEATS, meet)
     return {name: line for (name, _), line in zip(groups, lines) if name is not None}
 
@@ -196,7 +196,10 @@ def _measured_kernel(device: torch.device) -> Kernel:
 
 
 def _causal_args(scale: float, span: list[Any]) -> LocalArgs:
-    """Return the arguments of causal attention on one rank, without a score function or dropout."""
+    """Return the arguments of causal attention on one rank, without a score function or dropout.
+
+    `span` describes the positions of the queries, which are also those of the keys (`full_span`).
+    """
     causal: dict[str, Any] = {"mask": None, "predicate": "k <= q", "rows": [], "cols": [], "pieces": [], "sizes": []}
     unmodified: dict[str, Any] = {"score": "", "heads": [], "tables": [], "seed": None, "dropout_p": 0.0}
     return LocalArgs(scale=scale, q_span=span, k_span=span, split_heads=1, group="", **causal, **unmodified)
@@ -335,7 +338,7 @@ def _base_constants(device: torch.device, meet: MeetFunction) -> Machine:
         torch.cuda.synchronize(device)  # creates the context, whose memory is not free
         memory = usable_memory(torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device))
         limits = [memory, torch.cuda.get_device_capability(device)[0]]
-    memory, generation = map(min, zip(*meet(None, limits)))
+    memory, generation = map(min, zip(*meet(None, limits)))  # `meet` returns the limits of every rank
     base = replace(Machine.of(device.type), memory=memory)
     # Before Hopper, attention runs by FlashAttention-2 at best: cuDNN's rate is that of Hopper.
     return base if generation >= HOPPER else replace(base, cudnn_efficiency=base.flash_efficiency)

@@ -112,6 +112,7 @@ def message_bytes(call: OpCall, folds: int, extent: Callable[[Any], Size] = as_s
         extent: Converts the size of a dim; by default to a number or an expression of symbols.
     """
     result = call.results()[0]
+    # The backwards of these two are scans of the same kind, with carries of the same size.
     if call.node.target is sp.affine_scan.default:
         return (_affine_bytes(call, folds, extent),) * 2
     if call.node.target in LINEAR_ATTENTION_OPS:

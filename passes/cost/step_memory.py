@@ -217,7 +217,8 @@ class StepMemory:
                 continue
             moments = graph.backward.moments
             # `moment.nbytes` includes the saved values and tangents of this graph, so they are no longer other bytes.
-            # Of the tangents, only those were: the others are of results that no later graph reads.
+            # Of the tangents, `other_bytes` has only those that the next graph's backward has computed. The others,
+            # of results that no later graph reads, are zeros.
             computed_tangents = min(later_gradients, graph.tangents)
             other_bytes -= graph.saved + computed_tangents
             has_loss = g == len(self.graphs) - 1
@@ -381,16 +382,15 @@ def _unsharded_bytes(moments: Sequence[WalkMoment], largest_layer: int) -> list[
         largest_layer: Bytes of the largest layer.
     """
     unsharded: list[int] = []
-    layer_start = "", ""  # path and node of the first moment of the current layer
+    current_layer, start_name = "", ""  # path of the current layer, and name of the node at its first moment
     outside_layers = 0  # bytes of all gradients computed before the first layer
     at_layer_start = 0  # those before the current layer
     so_far = 0  # those before this moment
     for moment in moments:
-        key = moment.layer, moment.name
-        if moment.layer and (moment.layer != layer_start[0] or key == layer_start):
-            if not layer_start[0]:
+        if moment.layer and (moment.layer != current_layer or moment.name == start_name):
+            if not current_layer:  # the first layer starts
                 outside_layers = so_far
-            at_layer_start, layer_start = so_far, key
+            at_layer_start, current_layer, start_name = so_far, moment.layer, moment.name
         previous_layer = min(largest_layer, at_layer_start - outside_layers)
         unsharded.append(outside_layers + previous_layer + moment.results - at_layer_start)
         so_far = moment.results

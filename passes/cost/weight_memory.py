@@ -45,8 +45,14 @@ class ModelBytes:
             trainable += nbytes if p.requires_grad else 0
             layer = re.match(r"(.*?\.)?\d+(?=\.)", name)  # "layers.0" of "layers.0.mlp.weight"
             by_layer[layer[0] if layer else ""] += nbytes
-        buffers, outside = sum(map(_local_bytes, model.buffers())), by_layer.pop("", 0)
-        return ModelBytes(by_layer.total() + outside, trainable, buffers, max(by_layer.values(), default=0), outside)
+        outside_layers = by_layer.pop("", 0)
+        return ModelBytes(
+            parameters=by_layer.total() + outside_layers,
+            trainable=trainable,
+            buffers=sum(map(_local_bytes, model.buffers())),
+            unit=max(by_layer.values(), default=0),
+            outside_layers=outside_layers,
+        )
 
     def shard_bytes(self, n: int, per_weight: float = ADAMW_STATE) -> int:
         """Return the bytes of a rank's shards of parameters and optimizer state if n ranks shard them."""

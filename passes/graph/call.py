@@ -143,7 +143,7 @@ class OpCall:
         return len(self.shape(operand))
 
     def dim(self, name: str = "dim", operand: int = 0) -> int:
-        """Return the argument `name`, a dim of the operand, as a non-negative number."""
+        """Return the argument `name`, a dim of the operand, as a non-negative number; 0 for a scalar operand."""
         return int(self.args[name]) % max(self.ndim(operand), 1)
 
     def results(self) -> tuple[torch.Tensor, ...]:

@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 from sp_compile.lowering.torch_compat import is_wrapper, run_once
 
+MIN_SCALE = 1e-30  # prevents a division by zero if all expected elements are zero
 ROUNDING_ERROR = 1e-6  # relative to the largest gradient, in float64; lower precisions use the square root of their eps
 
 
@@ -72,6 +73,7 @@ def _fixed_cotangent(y: Tensor) -> Tensor:
     if y.numel() == 1:
         return torch.ones_like(y)
     index = torch.arange(y.numel(), device=y.device, dtype=torch.float64)
+    # Any factor that is no simple multiple of pi gives values without a short period.
     return torch.sin(index * 12.9898).view(y.shape).to(y.dtype)
 
 
@@ -141,5 +143,5 @@ def relative_error(expected: Any, actual: Any, min_scale: float = 0.0) -> float:
         return 0.0
     largest_error = (expected - actual)[~equal].abs().max().item()
     finite = expected[expected.isfinite()]
-    scale = max(finite.abs().max().item() if finite.numel() else 0.0, min_scale, 1e-30)
+    scale = max(finite.abs().max().item() if finite.numel() else 0.0, min_scale, MIN_SCALE)
     return math.inf if math.isnan(largest_error) else largest_error / scale

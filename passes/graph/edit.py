@@ -101,7 +101,7 @@ class GraphEditor:
 
     def insert_between(self, node: Node, new: Node) -> None:
         """Make all users of `node` after `new`, which is computed from `node`, read `new` instead."""
-        node.replace_all_uses_with(new, lambda user: new < user)
+        node.replace_all_uses_with(new, lambda user: new < user)  # nodes compare by their position in the graph
 
     def replace(self, node: Node, new: Any) -> None:
         """Replace all uses of the node and erase it with the operands that only it used.

@@ -172,12 +172,15 @@ def _copy_value(args: Any, kwargs: Any, emit: Callable[..., Node]) -> Node:
 
 
 def _draw_value(args: Any, kwargs: Any, emit: Callable[..., Node], op: OpOverload) -> Node:
-    """Emit `op` on a detached target: a draw overwrites the target, and the op has no derivative."""
+    """Emit `op`, the functional form of an in-place draw, and return the drawn values.
+
+    The target, args[0], is detached: no gradient passes to it, since its old values are overwritten.
+    """
     return emit(op, emit(aten.detach.default, args[0]), *args[1:], **kwargs)
 
 
 def _bernoulli_value(args: Any, kwargs: Any, emit: Callable[..., Node]) -> Node:
-    """Emit the draw of a bernoulli_ with a number as its probability, which a trace omits if it is the default."""
+    """Emit the functional form of target.bernoulli_(p) for a number p. A trace omits p if it is the default, 0.5."""
     given = dict(kwargs)
     target, p = args if len(args) == 2 else (args[0], given.pop("p", 0.5))
     return _draw_value((target, p), given, emit, aten.bernoulli.p)

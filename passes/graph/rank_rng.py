@@ -47,7 +47,7 @@ def is_random(node: torch.fx.Node) -> bool:
     is_seeded = torch.Tag.nondeterministic_seeded in node.target.tags
     if not (is_seeded or is_dropout or "dropout_p" in call.args):
         return False
-    probability = call.get("dropout_p", call.get("p") if is_dropout else None)  # None for other draws
+    probability = call.get("p" if is_dropout else "dropout_p")  # None for draws that have none
     is_active = call.get("train", call.get("training", True))
     return is_active is not False and probability != 0
 
@@ -61,11 +61,11 @@ def with_rank_rng(run: Callable[..., Any], ranks: Ranks) -> Callable[..., Any]:
 
     def run_with_rank_seed(*args: Any) -> Any:
         """Run the function with a seed of this rank, derived from a draw of the user's CPU generator."""
-        seed = int(torch.randint(0, 1 << 62, ()).item())
+        seed = int(torch.randint(0, 1 << 62, ()).item())  # 62 random bits, which fit in an int64
         rank = dist.get_rank(ranks.process_group)
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         with torch.random.fork_rng(devices):
-            torch.manual_seed((seed + rank * _SEED_STRIDE) % (1 << 63))
+            torch.manual_seed((seed + rank * _SEED_STRIDE) % (1 << 63))  # a non-negative int64
             return run(*args)
 
     return run_with_rank_seed

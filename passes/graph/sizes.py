@@ -94,7 +94,8 @@ def _symbolic_quotient(a: sympy.Expr, b: sympy.Expr) -> Size | None:
     if b == 1:
         return as_size(a)
     quotient = a / b
-    if quotient.as_numer_denom()[1] != 1:
+    _, denominator = quotient.as_numer_denom()
+    if denominator != 1:
         if not (a.has(sympy.Add) or b.has(sympy.Add)):  # products are cancelled already
             return None
         quotient = sympy.cancel(quotient)
@@ -226,7 +227,11 @@ class SizeBuilder:
 
     def _emit(self, target: Any, args: tuple[Any, ...]) -> Node:
         """Insert a call after the last size node, or at the end of a graph without inputs."""
-        with self.graph.inserting_after(self.last) if self.last is not None else self.graph.inserting_before(None):
+        if self.last is not None:
+            insertion_point = self.graph.inserting_after(self.last)
+        else:
+            insertion_point = self.graph.inserting_before(None)  # None: at the end
+        with insertion_point:
             node = self.graph.call_function(target, args)
         node.meta["val"] = target(*map_arg(args, lambda x: x.meta["val"]))
         self.last = node

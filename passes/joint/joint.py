@@ -198,12 +198,12 @@ class OptimizeUserExchanges(Passes):
         The graph is not changed if the ranks have different programs. Adds the names of the groups of the backward's
         collectives to `context.backward`: only for these groups the runtime checks that all ranks run the backward.
         """
-        check_reductions(gm.graph)  # raises an SpError for a reduction that torch does not know
+        check_reductions(gm.graph)  # raises an SpError for a reduction that torch does not support
         changes = 0
         if context.session.has_same_programs(gm):
             changes = super().apply(gm, context)
         else:
-            # Users know the steps by the pass that `ScatterEachGroup` runs, which has an option of this name.
+            # The note has the name of the pass that `ScatterEachGroup` runs: users have an option of this name.
             context.notes.append(Note(NoteKind.DECLINED, SequenceParallelLinear.name, OTHER_PROGRAMS))
         # The backward consists of all nodes that depend on a tangent.
         backward = reachable_set(graph_tangents(gm.graph), lambda node: node.users)
@@ -253,7 +253,8 @@ class JointPasses(Passes):
         """
         if self.job.session.groups:
             return None
-        # After a change of this package's sources, older results must not be loaded.
+        # After a change of this package's sources, older results must not be loaded. The folders are `passes`, which is
+        # a link in the repository, and the package `sp_compile`, which is two folders above this one.
         return f"sp_compile joint {sources_digest(*passes.__path__, str(Path(__file__).parents[2]))}"
 
 

@@ -437,10 +437,10 @@ class _OffloadSchedule:
                 changes[nodes.start] += chosen[x]
                 changes[nodes.stop] -= chosen[x]
         # Go through the nodes in order, with the bytes that are offloaded at each.
-        remaining, next_changes, offloaded_bytes = dict[int, float](), deque(sorted(changes.items())), 0
+        remaining, change_positions, offloaded_bytes = dict[int, float](), deque(sorted(changes)), 0
         for i, nbytes in excess:
-            while next_changes and next_changes[0][0] <= i:
-                offloaded_bytes += next_changes.popleft()[1]
+            while change_positions and change_positions[0] <= i:
+                offloaded_bytes += changes[change_positions.popleft()]
             remaining[i] = nbytes - offloaded_bytes
         return remaining
 

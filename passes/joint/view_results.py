@@ -9,7 +9,7 @@ write to one output would change the other.
     permute(wait)  ->  _unsafe_view(permute(wait))              an output
 
 Autograd rejects in-place writes to a view that an `autograd.Function` creates, and AOTAutograd's program is one. It
-knows of views by the program's own ops, but not of those inside an exchange of this package.
+tracks views that the program's own ops create, but not those that an exchange of this package creates.
 """
 
 from __future__ import annotations

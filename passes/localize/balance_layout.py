@@ -111,7 +111,8 @@ class BalanceLayout(Pass):
             shards: The placements of balanced inputs; empty if this graph computes the order.
         """
         inputs = gm.graph.find_nodes(op="placeholder")
-        first = calls[0][0].node if calls else inputs[-1].next
+        balanced_nodes = [call.node for call, _ in calls]
+        first = balanced_nodes[0] if calls else inputs[-1].next
         all_frames = [frame for _, frames in calls for frame in frames.values()]
         length = shards[0].frame.size if shards else all_frames[0].size
         _require_length(calls, length)
@@ -199,8 +200,8 @@ class BalanceLayout(Pass):
                     sizes.append(size)
                 names[f"n{i}"] = f"n{sizes.index(size)}"
             predicate = _rename_symbols(call["predicate"], names)
-            heads, head_dims = call.shape(0)[1], call.shape(0)[3] + call.shape(2)[3]  # of queries, and of values
-            weights[predicate] = weights.get(predicate, 0) + size_product((heads, head_dims))
+            (_, heads, _, query_dim), (*_, value_dim) = call.shape(0), call.shape(2)
+            weights[predicate] = weights.get(predicate, 0) + size_product((heads, query_dim + value_dim))
         return MaskWork(list(weights), self.sizes.list(weights.values()), sizes)
 
     def _report_imbalance(self, work: MaskWork, length: Any, n: int) -> None:
@@ -267,6 +268,7 @@ class BalanceLayout(Pass):
         mask = call["mask"]
         tables: list[Node | None] = []  # of all vectors, first those of queries
         with self.graph.inserting_before(node):
+            # The dims of the mask are (batch, heads, queries, keys): `dim` is that of the rows or columns.
             for kind, index, dim in (("row", "q", 2), ("col", "k", 3)):
                 vectors, frame = list(call[f"{kind}s"]), reordered_frames.get(f"{index}_frame")
                 if frame is None:  # these rows keep the order of the program

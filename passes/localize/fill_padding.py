@@ -117,7 +117,7 @@ def is_shorter_window(node: Node, plan: PlacementPlan) -> bool:
     rule, wants = rule_of(node), plan.wants.get(node, ())
     if rule is None or not rule.spans or not wants:
         return False
-    return isinstance(wants[0], Shard) and wants[0].dim == rule.window
+    return isinstance(wants[0], Shard) and wants[0].dim == rule.window_dim
 
 
 def drops_padding(node: Node) -> bool:

@@ -138,8 +138,8 @@ class _Localizer(GraphEditor):
     def _restore_padding(self, old: Node, local: Node) -> Node:
         """Return the local value of the global node `old`, with restored padded rows if an op may depend on them.
 
-        `loose_padding` has the nodes whose padded rows do not repeat the nearest valid row, such as after x[:, :-1],
-        while an op may depend on it. sp::window makes them repeat it.
+        Such an op requires that padded rows repeat the nearest valid row. After x[:, :-1], for example, they do not. An
+        sp::window is emitted for the nodes in `loose_padding`: it fills their padded rows with the nearest valid row.
         """
         have = self.plan.of(old)
         if old not in self.loose_padding or not isinstance(have, Shard):
@@ -173,7 +173,8 @@ class _Localizer(GraphEditor):
         if node.op != "call_function":
             self._copy(node)
         elif node.target is operator.getitem and node.args[0] in self.split_values:
-            self.env[node] = self.split_values[node.args[0]][node.args[1]]
+            split, index = node.args
+            self.env[node] = self.split_values[split][index]
         elif node in self.plan.wants:
             self._emit_on_shards(node)
         elif isinstance(node.meta.get("val"), torch.SymInt) and any(self._is_local(a) for a in node.all_input_nodes):
@@ -219,7 +220,7 @@ class _Localizer(GraphEditor):
         else:
             operands = self._mask_padding(call, rule, operands, wants)
             changed: dict[str, Any] = {}
-            if rule.sizes and isinstance(self.plan.of(node), Shard):  # the name of a size argument, as of `expand`
+            if rule.sizes and isinstance(self.plan.of(node), Shard):  # `sizes`: name of the argument with result sizes
                 changed[rule.sizes] = self._local_shape(node)
             if node.target is sp.scaled_linear.default:  # its backward takes maxima over the ranks
                 changed.update(n=self.ranks.n, group=self.ranks.group)

@@ -81,7 +81,10 @@ class KeepDimOrder(Pass):
 
 
 def _has_dim_order(x: Tensor, expected: Tensor) -> bool:
-    """Return True if the dims of x have the order of `expected` in memory, without gaps if that has none."""
+    """Return True if the dims of x have the order of `expected` in memory.
+
+    If `expected` is contiguous in that order, without gaps between its elements, so must be x.
+    """
     order = order_of_strides(as_sizes(expected.stride()))
     if _is_dense(expected, order):
         return _is_dense(x, order)

@@ -158,7 +158,10 @@ def move_before_use(reductions: list[Node], graph: Graph) -> None:
     for node in graph.nodes:
         if node.target is set_grad_enabled:
             enables_grad = node.args[0]
-            no_grad_start = None if enables_grad else no_grad_start or node
+            if enables_grad:
+                no_grad_start = None
+            elif no_grad_start is None:
+                no_grad_start = node
         elif node.target is not operator.getitem:
             for read_op in [x.args[0] for x in node.all_input_nodes if x.target is operator.getitem]:
                 first_readers.setdefault(read_op, no_grad_start or node)

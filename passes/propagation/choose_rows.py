@@ -27,8 +27,9 @@ class WindowedRows(NamedTuple):
     """A dim whose rows are split into windows."""
 
     rows: Atom  # the dim; of the values that have it, the longest
-    blocks: dict[int, int]  # rows of a chunk, by the classes of its dims of windows, and of chunks of these
-    attentions: set[Node]  # that read the positions of windows
+    # class of a dim of windows -> rows of one window; also of dims into which windows are split again
+    blocks: dict[int, int]
+    attentions: set[Node]  # attentions that read the positions of windows
 
 
 def choose_rows(gm: GraphModule, axes: Axes) -> Axes:
@@ -137,8 +138,12 @@ def _describe_rows(axes: Axes, found: dict[int, set[Node]], multiplied: Set[int]
 
 
 def _windowed_share(candidate: WindowedRows, n: int) -> float:
-    """Return the largest share of the rows that one of n ranks has, if each has complete windows."""
-    rows, window = assume_large(candidate.rows.size), math.lcm(*candidate.blocks.values())
+    """Return the largest share of the rows that one of n ranks has, if each has complete windows.
+
+    56 rows with windows of 7 on 3 ranks: a rank has up to 3 of 8 windows, 21 of 56 rows.
+    """
+    rows = assume_large(candidate.rows.size)
+    window = math.lcm(*candidate.blocks.values())  # complete windows of each size that splits these rows
     return min(1.0, window * ceil_div(rows, window * n) / rows)
 
 

@@ -82,7 +82,8 @@ class NodeStep:
 def place_as_written(call: OpCall, rule: BoundRule, have: Sequence[Placement]) -> NodeStep:
     """Return the step of an op whose rule fixes the placements, such as sp::ring_attention with its frames.
 
-    A sharded operand with another placement than the rule has a demand: it is gathered, and sharded again.
+    If a sharded operand has another placement than the rule requires, the step has a demand for it. A pass then gathers
+    the operand and shards it again.
 
     Args:
         call: The call of the node.
@@ -209,7 +210,8 @@ def propagate_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], 
     # The sharded factor of each sharded operand, or "" if no factor describes the sharded dim, and its shard.
     factors = {i: rule.local_part(rule.operands[i], p) for i, p in shards.items()}
     # Windows over the rows of the first operand: convolutions (kind "halo") and slices (kind "window").
-    first_kind = rule.kind(factors[0][0]) if 0 in factors else ""
+    first_factor, _ = factors.get(0, ("", None))
+    first_kind = rule.kind(first_factor) if 0 in factors else ""
     if first_kind == "halo":
         return _place_window(call, rule, have, shards[0], n)
     if first_kind == "window":

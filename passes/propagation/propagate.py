@@ -118,7 +118,8 @@ def propagate(
         elif node.op == "output":
             _visit_output(plan, node, outputs)
         elif node.op == "call_function":
-            step = _visit(plan, axes, node, n, node in replicated, declines, (window_starts or {}).get(node))
+            window = (window_starts or {}).get(node)
+            step = _visit(plan, axes, node, n, keep_replicated=node in replicated, declines=declines, window=window)
             if step.wants is not None:
                 plan.wants[node] = step.wants
             plan.placements[node] = tuple(express_in_rows(axes, node, i, p) for i, p in enumerate(step.results))

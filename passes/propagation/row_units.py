@@ -19,11 +19,12 @@ from sp_compile.passes.sharding.placement import Frame, Placement, Shard
 
 
 def express_in_rows(axes: Axes, node: Node, index: int, placement: Placement) -> Placement:
-    """Return the placement of a result with a frame in units of its rows, and with the `granule` and `block` of these.
+    """Return the placement of a result with a frame that counts its rows, and that has their `granule` and `block`.
 
-    If a program computes a sequence in windows or in chunks, each rank has complete ones. The granule of a dim of rows
-    is the number of rows of a window; the block of a dim of windows is the same number. Without windows
-    (`axes.windowed`), units are not converted.
+    A frame of 4 rows of windows becomes one of 16 rows if a window has 4 rows. If a program computes a sequence in
+    windows or in chunks, each rank has complete ones: a frame is only cut at multiples of its `granule`. The granule of
+    a dim of rows is the number of rows of a window, here 4; the `block` of a dim of windows is the same number. Without
+    windows (`axes.windowed`), a frame counts the same units as before, with the `granule` and `block` of chunks.
 
     Args:
         axes: The axes.
@@ -32,7 +33,7 @@ def express_in_rows(axes: Axes, node: Node, index: int, placement: Placement) ->
         placement: The placement of the result.
     """
     if not axes.windowed:
-        return axes.in_chunks(node, index, placement)
+        return axes.with_chunks(node, index, placement)
     if not isinstance(placement, Shard) or (node, index) not in axes.dims:
         return placement
     dim = axes.dims[node, index][placement.dim]
@@ -75,7 +76,10 @@ def _convert_units(shard: Shard, atom: Atom, inner: Size, n: int) -> Shard | Non
 
 
 def _flatten_product(axes: Axes, shard: Shard, dim: Dim) -> Shard:
-    """Return a shard whose frame counts the positions of a product that attention reads, if its dim has the product.
+    """Return a shard whose frame counts the positions of a product of dims that attention reads as one sequence.
+
+    If attention reads (rows * columns), a frame of 16 rows with 8 columns each becomes one of 128 positions. The shard
+    is unchanged if `dim` does not start with such a product.
 
     Args:
         axes: The axes.

@@ -49,8 +49,8 @@ def all_attention_nodes(gm: GraphModule) -> list[Node]:
 def mask_predicate(call: OpCall) -> str | None:
     """Return an attention's mask as a condition on query position q and key position k, such as "k <= q".
 
-    It is "" for an attention without a mask, and None for a mask that is known as a tensor only. If an attention has a
-    predicate and a mask tensor in addition, it is the predicate.
+    The result is "" for an attention without a mask, and None for a mask that is known as a tensor only. For an
+    attention with both a predicate and a mask tensor, it is the predicate.
     """
     if call.get("attn_mask") is not None:
         return call.get("predicate") or None
@@ -71,8 +71,9 @@ def depends_on_query(call: OpCall) -> bool:
 def has_absorbing_sinks(call: OpCall) -> bool:
     """Return True if masked keys have weight 0 even for a query whose keys are all masked.
 
-    Only learned sinks ensure it: the sink, an additional score of each row, then has all of the weight, if it is no
-    fill itself. Without sinks, the softmax over a row of fills only is uniform.
+    Masked keys have a fill, a large finite negative number, as their score. If all scores of a row are fills, the
+    softmax is uniform, so that masked keys have weight. A learned sink is an additional score of each row. If it is no
+    fill itself, it has all of the weight of such a row.
     """
     sinks = call.get("sinks")
     return sinks is not None and sinks not in fill_nodes(sinks.graph.owning_module)
@@ -113,9 +114,10 @@ def fill_nodes(gm: GraphModule) -> set[Node]:
 
 
 def constant_factors(graph: Graph) -> dict[Node, float]:
-    """Return a bound of the constants in each value: its magnitude, if all inputs are between -1 and 1.
+    """Estimate the largest magnitude that the program's constants give each value, if all inputs are within -1 and 1.
 
-    It is 10**9 for (mask - 1) * 1000 * 1000 * 1000, and for (mask - 1) / 1e-9. The nodes need no metadata.
+    It is 10**9 for (mask - 1) * 1000 * 1000 * 1000, for (mask - 1) / 1e-9, and for (mask * 1e4) * (mask * -1e5). The
+    nodes need no metadata.
     """
     factors: dict[Node, float] = {}
     for node in graph.nodes:
@@ -126,7 +128,7 @@ def constant_factors(graph: Graph) -> dict[Node, float]:
         if packet in _WEIGHTED_SUMS or _has_bool_result(node):
             factor = 1.0
         elif packet in (aten.mul, aten.multiply):
-            factor *= math.prod(numbers)
+            factor = math.prod(factors[x] for x in node.args if isinstance(x, Node)) * math.prod(numbers)
         elif packet in (aten.div, aten.divide, aten.true_divide):
             factor /= math.prod(numbers)
         elif packet in _CONSTANT_TERMS and not (packet in _SUMS and _is_integer(node)):  # an integer may be a position

@@ -203,7 +203,7 @@ class Axes:
             return None
         return Shard(d, self._frame(dims[d][i]), outer=size_product(sizes[:i]), inner=size_product(sizes[i + 1 :]))
 
-    def in_chunks(self, node: Node, index: int, placement: Placement) -> Placement:
+    def with_chunks(self, node: Node, index: int, placement: Placement) -> Placement:
         """Return the placement of a result, with `granule` and `block` of its frame set if its sequence has chunks.
 
         If the program computes a sequence in chunks, each rank has complete chunks. The granule is the number of rows
@@ -244,10 +244,10 @@ class Axes:
             size = self.n * stride * ceil_div(atom.size, self.n * stride)
             is_padded = stride > 1 and self.folds == 1 and is_most_of(atom.size, size)
             return Frame(size, 0, atom.size) if is_padded else Frame.full(atom.size, self.folds)
-        # Rows of the longest value of the class (such as a concatenation), or of its chunks, which have blocks[c] rows.
-        blocks = {name: 1, **self.chunk_blocks.get(name, {})}
-        sizes = (a.size * blocks[c] for a in self._atoms() if (c := self.find(a.name)) in blocks)
-        longest = max(sizes, key=assume_large)
+        # Rows of the longest value of the class, such as a concatenation. A dim of chunks has many rows per position.
+        rows_of_position = {name: 1, **self.chunk_blocks.get(name, {})}  # by class
+        classes = ((self.find(a.name), a.size) for a in self._atoms())
+        longest = max((rows_of_position[c] * s for c, s in classes if c in rows_of_position), key=assume_large)
         frame = Frame.of_chunks(atom.size, longest, self.granules.get(name, 1), self.n, self.folds)
         # `of_chunks` pads to a multiple of the ranks, too, which a part that is not chunked does not need.
         size = frame.size if is_chunked else longest
@@ -479,9 +479,9 @@ def _passed_factor(axes: Axes, dim: Dim | None, factor: str, rule: BoundRule, si
     # A window of a sequence, such as x[:, 1:], belongs to the same sequence: it has the class of x with another size.
     # A single row, such as x[:, :1], is no sequence.
     sliding = rule.slides.get(factor)
-    is_apart = sliding is not None and sliding.stride > 1 and not axes.keeps_strided  # strided: another sequence
+    has_other_rows = sliding is not None and sliding.stride > 1 and not axes.keeps_strided  # for `name_factors`
     is_window = rule.kind(factor) == "window" or (sliding is not None and _keeps_class(sliding, rows))
-    if is_window and not is_apart and len(dim) == 1 and not is_same_size(size, 1):
+    if is_window and not has_other_rows and len(dim) == 1 and not is_same_size(size, 1):
         return (Atom(dim[0].name, size),)
     return (axes.new_atom(size),)
 

@@ -112,8 +112,8 @@ class BoundRule:
         return self.kinds.get(factor, "pass")
 
     @property
-    def window(self) -> int | None:
-        """Return the dim of the first operand that the op cuts into contiguous pieces, as slice or split, or None."""
+    def window_dim(self) -> int | None:
+        """Return the dim of the first operand that the op cuts into contiguous pieces, as a slice or split, or None."""
         if not self.spans:
             return None
         return next(d for d, f in enumerate(self.operands[0]) if self.kind(f) == "window")

@@ -78,8 +78,8 @@ def find_sequences(
         gm: Graph.
         axes: Axes from `name_axes`; updated.
         seq_dims: Sequence dims by input node.
-        picks: Positions selected from a sequence are a sequence, too, unless a value has both. Pass False for
-            load-balanced layouts, which distribute only one sequence.
+        picks: True if rows that an op selects from a sequence are a sequence, too, unless a value has both. Pass False
+            for load-balanced layouts, which distribute only one sequence.
         sharded: The sharded dims of inputs, which are chosen over other dims of the same values.
 
     Raises:
@@ -120,8 +120,8 @@ def _chunk_sources(gm: GraphModule, axes: Axes) -> dict[int, Atom]:
         splits.setdefault(axes.find(split.factors[0].name), []).append(split)
     sources: dict[int, Atom] = {}
     for call, rule in _ruled_calls(gm) if splits else ():
-        # What the op does along each dim: a sum relates chunks only in a contraction; a plain one may be that over
-        # a flattened batch.
+        # What the op does along each dim. A sum relates chunks in a product of two operands only: a sum of one operand
+        # may be over a flattened batch.
         for dim, kind in _classify_factors(axes, call, rule):
             if kind in CHUNK_RELATIONS or (kind == "sum" and rule.is_contraction):
                 splits_of_dim = (s for a in dim for s in splits.get(axes.find(a.name), ()))
@@ -191,7 +191,7 @@ def chunk_blocks(axes: Axes, name: int, multiplied: Collection[int]) -> dict[int
 
 
 def _add_parts(gm: GraphModule, axes: Axes) -> None:
-    """Add to `axes.sequences` the parts of a sequence that have frames of their own, and sequences of such parts.
+    """Add to `axes.sequences` parts of a sequence that have frames of their own, and the sequences of such parts.
 
     Such a part, as the text in cat([text, image]), is sharded by itself. An sp::rows or index op, marked `is_apart`,
     moves its rows from one frame to the other. If its operand or its result is a sequence, so is the other one.
@@ -216,7 +216,7 @@ def _add_parts(gm: GraphModule, axes: Axes) -> None:
 
 
 def _find_strides(gm: GraphModule, axes: Axes) -> None:
-    """Set `axes.strides`: for rows that strided windows read, their number per row of the last window's result.
+    """Set `axes.strides`: for rows that windows read, the product of the strides of all windows from there on.
 
     For two convolutions of stride 2 one after the other, it is 4 for the rows of the first operand and 2 for those of
     the second. Each rank then has a multiple of 4 rows, so that its shard of each result needs few rows of neighbors.
@@ -417,11 +417,11 @@ def sequence_candidates(gm: GraphModule, axes: Axes) -> list[SequenceCandidate]:
         axes: Axes after `find_sequences`.
     """
     chunk_sources = _chunk_sources(gm, axes)
-    # by class: positions, strongest kind of evidence, and ops
-    evidence: dict[int, tuple[Size, str, set[Node]]] = {}
+    evidence: dict[int, tuple[Size, str, set[Node]]] = {}  # by class: positions, strongest kind of evidence, and ops
     for node, atom, kind in _found_dims(gm, axes, chunk_sources):
         if not is_same_size(atom.size, 1):
-            evidence.setdefault(axes.find(atom.name), (atom.size, kind, set()))[2].add(node)
+            _, _, ops = evidence.setdefault(axes.find(atom.name), (atom.size, kind, set()))
+            ops.add(node)
     for name, nodes in axes.windowed.items():
         sizes = (a.size for dims in axes.dims.values() for dim in dims for a in dim if axes.find(a.name) == name)
         size = max(sizes, key=assume_large)

@@ -206,9 +206,9 @@ def map_coordinates(node: Node, coordinates: Sequence[Any]) -> tuple[Node, tuple
     if any(f and f not in coordinate_of for f in rule.operands[0]):  # a dim that is split or merged
         return None
     source_coordinates = [coordinate_of.get(f, 0) for f in rule.operands[0]]  # 0 in dims that broadcast
-    if rule.window is not None:  # the op cuts this dim: position i of the result is start + i of the operand
+    if rule.window_dim is not None:  # the op cuts this dim: position i of the result is start + i of the operand
         start, _ = rule.spans[0]
-        source_coordinates[rule.window] += start
+        source_coordinates[rule.window_dim] += start
     return source, tuple(source_coordinates)
 
 
@@ -370,9 +370,9 @@ def nth_result(node: Node, index: Any) -> SlicePiece | None:
     call, rule = lookup_rule(node) or (None, None)
     if call is None or not isinstance(index, int):
         return None
-    if rule is not None and rule.window is not None:
+    if rule is not None and rule.window_dim is not None:
         start, length = rule.spans[index]
-        return SlicePiece(call.operands[0], rule.window, start, length)
+        return SlicePiece(call.operands[0], rule.window_dim, start, length)
     if node.target in (aten.select.int, aten.unbind.int):
         position = as_size(call["index"]) if node.target is aten.select.int else index
         if not isinstance(position, int):  # a negative one would count from the end, but the sign is not known

@@ -59,12 +59,12 @@ class RulePattern:
         product of its group, such as a dim of 7 rows for "(b s)" with b = 2.
         """
         shapes = tuple(call.shape(i) for i in range(len(call.operands)))
-        results = call.result_shapes()
-        if (shapes, results) not in self._bound:  # most calls repeat: layers are equal, and each analysis binds again
+        key = (shapes, call.result_shapes())
+        if key not in self._bound:  # most calls repeat: layers are equal, and each analysis binds again
             if len(self._bound) >= MAX_BOUND_SHAPES:
                 self._bound.clear()
-            self._bound[shapes, results] = self._bind(shapes, results)
-        return self._bound[shapes, results]
+            self._bound[key] = self._bind(*key)
+        return self._bound[key]
 
     def _bind(self, shapes: Sequence[tuple[Size, ...]], result_shapes: Sequence[tuple[Size, ...]]) -> BoundRule | None:
         """Return the rule for operands and results of these shapes, or None if they do not match the text.
@@ -75,7 +75,8 @@ class RulePattern:
         patterns = self.operands or ((),) * len(shapes)  # nothing before the arrow: no operand, or one without dims
         if len(patterns) != len(shapes):
             return None
-        # "..." represents the dims of an operand that the pattern does not name; it is one of the len(dims) entries.
+        # "..." represents the dims of an operand that the pattern does not name. It is itself one of the len(dims)
+        # entries of the pattern, so that len(dims) - 1 dims have names.
         num_unnamed = [len(shape) - (len(dims) - 1) for dims, shape in zip(patterns, shapes)]
         expanded = [_expand_ellipsis(dims, ndim) for dims, ndim in zip(patterns, num_unnamed)]
         if [len(dims) for dims in expanded] != [len(shape) for shape in shapes]:  # too few dims, or more without "..."
@@ -113,7 +114,8 @@ def _read_sides(text: str, given: Mapping[str, Any]) -> RulePattern:
     try:
         options = {**given, **dict(map(_read_option, option_texts))}
         operands, results = _split_sides(dims_text)
-        kinds = {f: kind for kind in FACTOR_KINDS for f in str(options.pop(kind, "")).split()}
+        kind_texts = {kind: str(options.pop(kind, "")) for kind in FACTOR_KINDS}  # the remaining options are no kinds
+        kinds = {f: kind for kind, factors in kind_texts.items() for f in factors.split()}
         _check_rule(operands, results, kinds, options)
     except SpError as error:
         raise error.with_context(f"rule {dims_text!r}: ") from None
@@ -218,9 +220,12 @@ def _solvable_factors(dims: Iterable[str], known: set[str]) -> set[str]:
     and then "(s k)" determines k.
     """
     groups = [set(dim_factors(dim)) for dim in dims if dim[:1] == "("]
-    while solved := {f for group in groups if len(group - known) == 1 for f in group - known}:
+    while True:
+        unknown_factors = [group - known for group in groups]  # of each group
+        solved = {f for unknown in unknown_factors if len(unknown) == 1 for f in unknown}
+        if not solved:
+            return known
         known = known | solved
-    return known
 
 
 def _expand_ellipsis(dims: Dims, ndim: int) -> Dims:

@@ -95,7 +95,7 @@ def _shared_factors(old: Sequence[Size], new: Sequence[Size]) -> Iterator[tuple[
         if not (old_ends or new_ends):  # neither end divides the other: the dim with the smaller one ends first
             lengths = [assume_large(e) for e in ends]
             old_ends, new_ends = lengths[0] <= lengths[1], lengths[0] >= lengths[1]
-        i, j = i + old_ends, j + new_ends
+        i, j = i + int(old_ends), j + int(new_ends)
 
 
 def _group_dims(

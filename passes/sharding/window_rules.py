@@ -218,7 +218,8 @@ def _conv_windows(call: OpCall) -> WindowCalls:
     if not has_sp_form:
         return {}
     lengths = call.result_shapes()[0][first:]
-    slides = [SlidingRows(*rows) for rows in zip(lengths, padding, widths, stride, strict=True)]
+    rows_of_dims = zip(lengths, padding, widths, stride, strict=True)
+    slides = [SlidingRows(length, before, width, step) for length, before, width, step in rows_of_dims]
     # The sp:: op is called as op(x, *head, before, after, *tail): `head` has the weight and the bias.
     head, groups = (call["weight"], call["bias"]), call["groups"]
     if len(spatial) == 1:
@@ -263,7 +264,8 @@ def _max_pool_windows(call: OpCall) -> WindowCalls:
     # Each argument is a number or a list of one; only the stride may be [], and is then the size of the kernel.
     names = ("kernel_size", "padding", "dilation")
     (rows,), (before,), (dilation,) = (_image_numbers(call[name], default=None) for name in names)
-    (stride,), width = _image_numbers(call["stride"], default=rows), dilation * (rows - 1) + 1
+    (stride,) = _image_numbers(call["stride"], default=rows)
+    width = dilation * (rows - 1) + 1
     sliding = SlidingRows(call.result_shapes()[0][-1], before, width, stride)
     tail = (-math.inf, width, stride, dilation)  # -inf: the fill of padded rows
     return {call.ndim() - 1: WindowCall(sliding, sp.max_pool1d.default, tail=tail)}
@@ -311,7 +313,8 @@ def _roll_windows(call: OpCall) -> WindowCalls:
     A dim that is named twice is rolled by the sum of its shifts. The result is {} for a roll without dims, which rolls
     the flattened tensor.
     """
-    shape, shifts, shift_of_dim = call.shape(), call["shifts"], dict[int, Size]()
+    shape, shifts = call.shape(), call["shifts"]
+    shift_of_dim: dict[int, Size] = {}
     for d, shift in zip(call["dims"] or (), shifts if isinstance(shifts, Sequence) else [shifts]):
         dim = int(d) % max(len(shape), 1)
         shift_of_dim[dim] = simplify_size(shift_of_dim.get(dim, 0) + as_size(shift))

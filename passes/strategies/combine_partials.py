@@ -30,7 +30,7 @@ class MarkPartialSums(DemandPass):
     requires = DemandPass.requires | {"decomposed means"}
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Mark additions of two partial sums, and the ops that scale these before; return the number of additions.
+        """Mark additions of two partial sums, and the ops that scale the sums first; return the number of additions.
 
         For all_reduce(a) / n + all_reduce(b), the division and the addition are marked, so that ranks compute a / n + b
         and reduce once. Scalings alone are not marked, because they would save no all_reduce.

@@ -46,10 +46,11 @@ class ComparePositions(Pass):
 
     def _compare(self, node: Node) -> Node:
         """Emit a tril, triu or eye as a comparison of the positions of rows and columns, and return its node."""
-        device, (num_rows, num_columns) = {"device": node.meta["val"].device}, node_shape(node)[-2:]
-        columns = self.compute(aten.arange.default, (self.sizes(num_columns),), node, device)
-        rows = self.compute(aten.arange.default, (self.sizes(num_rows),), node, device)
-        rows = self.compute(aten.unsqueeze.default, (rows, 1), node)
+        num_rows, num_columns = node_shape(node)[-2:]
+        options = {"device": node.meta["val"].device}
+        columns = self.compute(aten.arange.default, (self.sizes(num_columns),), node, options)
+        rows = self.compute(aten.arange.default, (self.sizes(num_rows),), node, options)
+        rows = self.compute(aten.unsqueeze.default, (rows, 1), node)  # each row position is compared with all columns
         if node.target in IDENTITIES:
             is_diagonal = self.compute(aten.eq.Tensor, (columns, rows), node)
             return self.cast(is_diagonal, node.meta["val"].dtype, node)

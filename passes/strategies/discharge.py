@@ -23,7 +23,7 @@ MAX_REWRITE_ROUNDS = 8  # maximum number of runs of all rewrites; real models ta
 
 
 def is_summed(dtype: torch.dtype) -> bool:
-    """Return True if values of the dtype can be sent as a sum over the ranks, to which one rank contributes them."""
+    """Return True if values of the dtype can be sent by a sum over the ranks, to which all ranks but one add zeros."""
     return dtype != torch.bool and has_arithmetic(dtype)
 
 

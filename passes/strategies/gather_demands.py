@@ -93,8 +93,8 @@ class GatherOperands(DemandPass):
         """
         source = demanded_operand(node, demand.operand)
         have = self.plan.of(source)
-        # Else, with all operands replicated, propagation could start a new sequence at the node and state the demand
-        # again. If another operand is sharded (`keeps_sharding`), the mark has no effect.
+        # Once all operands are replicated, propagation could start a new sequence at the node and state the demand
+        # again. The mark prevents it. If another operand is sharded (`keeps_sharding`), the mark has no effect.
         set_node_info(node, replicated=True)
         if not isinstance(have, Shard):  # a replicated operand, of a scan or window at which a sequence would start
             if have == SUMMAND_GRAD:  # it is an sp::all_gather, which expects a part of the gradient from each rank

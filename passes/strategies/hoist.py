@@ -155,8 +155,8 @@ class HoistSlices(DemandPass):
     def _saves_work(self, node: Node, pieces: dict[int, RowRequest]) -> bool:
         """Return True if no rank would compute more rows for the slices of a value than for its shard of the value.
 
-        Slices that are sequences are sharded again, but are not moved if a value is in the load-balanced order. Of
-        other slices every rank computes all rows, those of all slices of the value.
+        Slices that are sequences are sharded again, but are not moved if a value is in the load-balanced order. Every
+        rank computes all rows of other slices, so that the rows of all slices of the value count together.
 
         Args:
             node: The slice, or split.
@@ -277,7 +277,7 @@ class HoistSlices(DemandPass):
         operands = [emitted[x] if i in step.operands else x for i, x in enumerate(call.operands)]
         # A step that is a slice of the rows itself: its operand is already the result, as its input was sliced by both
         # slices at once (`_slice_rows`).
-        if rule.window == step.dim:
+        if rule.window_dim == step.dim:
             return operands[0]
         with self.graph.inserting_before(node), restore_autocast(node):
             if rule.reshapes:
@@ -335,7 +335,7 @@ def _match_row_wise(node: Node, rows: RowsAt) -> RowWiseNode | None:
     if not is_pure(node) or is_random(node) or has_sizes:
         return None
     dim, first = rows
-    if rule.window == dim:  # a slice of the rows, from `start` on
+    if rule.window_dim == dim:  # a slice of the rows, from `start` on
         start, _ = rule.spans[0]
         return RowWiseNode(call, rule, dim, operands={0: (dim, first + start)})
     factor = rule.results[0][dim]
@@ -358,6 +358,7 @@ def _late_inputs(cut: Node, source: Node, first: Node) -> list[Node] | None:
         first: The first node of the chain.
     """
     arguments = [x for x in collect_nodes((cut.args, cut.kwargs)) if x is not source]
+    # `not n < first`: n is the first node of the chain, or comes after it in the graph.
     ancestors = reachable_set(arguments, lambda n: n.all_input_nodes if not n < first else ())
     late = [n for n in sorted(ancestors) if not n < first]
     can_move = all(is_pure(n) and _is_index_like(n) and n is not first for n in late)
@@ -374,7 +375,8 @@ def _is_index_like(node: Node) -> bool:
 
 def _is_same_slice(a: RowsAt, b: RowsAt) -> bool:
     """Return True if two descriptions (dim, first row) of the rows of one value are equal."""
-    return a[0] == b[0] and is_same_size(a[1], b[1])
+    (dim, first), (other_dim, other_first) = a, b
+    return dim == other_dim and is_same_size(first, other_first)
 
 
 def _defer_chain_outputs(chain: RowChain) -> None:

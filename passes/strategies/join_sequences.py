@@ -194,10 +194,10 @@ class JoinSequences(Pass):
         axes, changes = job.axes(gm), 0
         for node in [n for n in gm.graph.nodes if n.target in PIECE_OPS]:
             call, rule = lookup_rule(node) or (None, None)
-            # `rule.window` is the dim of the pieces, and `rule.spans` is the start and length of each.
-            if call is None or rule is None or rule.window not in axes.sequence_dims(call.operands[0]):
+            # `rule.window_dim` is the dim of the pieces, and `rule.spans` is the start and length of each.
+            if call is None or rule is None or rule.window_dim not in axes.sequence_dims(call.operands[0]):
                 continue
-            x, dim = call.operands[0], rule.window
+            x, dim = call.operands[0], rule.window_dim
             total, pieces = node_shape(x)[dim], dict[int, Node]()
             is_split = node.target is aten.split_with_sizes.default
             with self.graph.inserting_before(node):

@@ -42,17 +42,15 @@ class UseFastScans(Pass):
 
 
 def is_slow(node: Node) -> bool:
-    """Return True for a large scan that torch runs slowly.
-
-    The table of lowerings defines this: for a scan of such sizes and dtypes, it has a faster kernel than that of torch.
-    """
-    call, result = OpCall(node), OpCall(node).results()[0]
-    op, dim, shape = TORCH_SCANS[node.target], call.dim(), [size_hint(size) for size in result.shape]
-    if math.prod(shape) < MIN_ELEMENTS or not shape or not is_scannable_call(call):
+    """Return True for a large scan of torch for which the lowering table selects a faster kernel of the package."""
+    call = OpCall(node)
+    result, dim, op = call.results()[0], call.dim(), TORCH_SCANS[node.target]
+    shape = [size_hint(size) for size in result.shape]
+    if math.prod(shape) < MIN_ELEMENTS or not is_scannable_call(call):
         return False
     kind = "scan" if node.target in CUMULATIVE_OPS else "extremes"
     outer, length, inner = math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :])
     dtypes = (call.operands[0].meta["val"].dtype, result.dtype, accumulate_dtype(op, result.dtype, result.device))
-    # Without total: the scan has no further result, the combination of all rows.
+    # total=False: the combination of all rows is not needed as a second result.
     problem = ScanProblem(kind, result.device.type, outer, length, inner, *dtypes, op=op, total=False)
     return not is_torch_lowering(problem)

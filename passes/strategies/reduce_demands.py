@@ -64,7 +64,7 @@ class DecomposeMeans(DemandPass):
         count = size_product(call.shape()[d] for d in dims)
         x = call.operands[0]
         dtype = x.meta["val"].dtype
-        # mean(x, dtype=torch.float32) of half types, integers or bools
+        # mean(x, dtype=torch.float32) of half types, integers or bools casts x before it adds the elements.
         if not dtype.is_floating_point or torch.finfo(value.dtype).bits > torch.finfo(dtype).bits:
             x = self.cast(x, value.dtype, node)
         total = self._sum(x, node, dims, bool(call.get("keepdim")))
@@ -141,7 +141,7 @@ class ReducePartials(DemandPass):
         operand, *others = source.args
         kwargs = {**source.kwargs, "dtype": torch.float32}
         with self.graph.inserting_before(source):
-            # With dtype=, the elements of another dtype are rounded before the sum.
+            # sum(x, dtype=torch.float16) rounds the elements of x before it adds them, so they are rounded here, too.
             operand = self.cast(operand, source.meta["val"].dtype, source)
             partial = self.compute(source.target, (operand, *others), source, kwargs)
             reduce_args = (partial, self.job.ranks.n, self.job.ranks.group)
@@ -159,13 +159,13 @@ class ReduceExtremes(DemandPass):
     kinds = frozenset({"gathered"})
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
-        """Return None to claim the demand of a maximum over all dims or some, without a gradient, else ""."""
+        """Return None to claim an amax or max of a sharded value that is not differentiated, else ""."""
         is_maximum = node.target in (aten.amax.default, aten.max.default)
         is_claimed = is_maximum and len(demands) == 1 and node not in differentiable_nodes(self.gm)
         return None if is_claimed and isinstance(self.plan.of(node.all_input_nodes[0]), Shard) else ""
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        """Replace a maximum by that of the maxima of the ranks."""
+        """Replace a maximum by an sp::extreme: the maximum of the results of all ranks for their rows."""
         call, x = OpCall(node), node.all_input_nodes[0]
         have, ranks = self.plan.of(x), self.job.ranks
         assert isinstance(have, Shard)

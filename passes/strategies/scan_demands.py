@@ -128,7 +128,7 @@ class SplitNestedScans(DemandPass):
 
 
 def scan_shard(plan: PlacementPlan, node: Node) -> Shard:
-    """Return the placement of the operand of a scan that runs on shards."""
+    """Return the placement that a scan needs of its operand to run on shards: the only Shard in `plan.wants`."""
     return next(want for want in plan.wants[node] if isinstance(want, Shard))
 
 

@@ -29,7 +29,7 @@ class SelectRow(DemandPass):
     kinds = frozenset({"gathered"})
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
-        """Return None to claim the demands of a node that selects one row of numbers that are summed, else ""."""
+        """Return None to claim the demands of a node that selects one row, of a dtype that can be summed; else ""."""
         is_single_row = node.target is aten.select.int or _row_position(node) is not None
         return None if is_single_row and is_summed(node.meta["val"].dtype) else ""
 

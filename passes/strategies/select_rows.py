@@ -55,11 +55,11 @@ class SelectRows(DemandPass):
         return None if is_simple and is_short and is_along_sharded_dim else ""
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        """Replace a slice by sp::rows: the rows that a rank has of it, and zeros for the others.
+        """Replace a slice by sp::rows, or by an all_gather if it has all rows of its operand.
 
-        It is a partial value. Its sum is scattered if the slice has a frame of its own (it `is_apart`), so that a rank
-        gets its part; otherwise a later demand, of the node that reads the slice, adds it on all ranks. If the slice
-        has all rows, as of a part of a concatenation with a frame of its own, they are gathered.
+        The result of sp::rows has the rows of the slice that this rank stores, and zeros for the others: the slice is
+        the sum over the ranks. If the slice has a frame of its own (`is_apart`), a reduce_scatter adds this sum here,
+        and each rank gets its part. Otherwise it remains partial, and a demand of its reader adds it on all ranks.
         """
         call, have, span = OpCall(node), demands[0].have, _selected_span(node)
         assert isinstance(have, Shard)

@@ -10,6 +10,8 @@ collectives have the same rows of the sequence on all their ranks.
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 from torch.fx import GraphModule, Node
 
@@ -47,7 +49,10 @@ class MarkUserCollectives(Pass):
     provides = frozenset({"marked collectives"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Mark collectives between ranks with different rows of the sequence; return 0, as no op is changed."""
+        """Mark collectives between ranks with different rows of the sequence; return 0, as no op is changed.
+
+        Propagation does not apply the sharding rule of a marked node (`no_rule`), so its operands are gathered.
+        """
         if job.aligned is None:  # the groups whose ranks have the same rows; None for all
             return 0
         # A group that is no process group here, as in a simulation, is not marked.
@@ -91,7 +96,7 @@ class FindSequences(Pass):
             _check_local_inputs(sequence_dims, job)
         if not axes.sequences:
             self._refuse_or_replicate(gm, inputs, job)
-        elif not any(isinstance(p, Shard) for ps in job.plan(gm).placements.values() for p in ps):
+        elif not any(isinstance(placement, Shard) for placement in chain(*job.plan(gm).placements.values())):
             self._note_nothing_sharded(inputs, job)
         return fixed
 
@@ -128,10 +133,10 @@ class FindSequences(Pass):
 
 
 def _check_local_inputs(sequence_dims: dict[Node, list[int]], job: PassContext) -> None:
-    """Raise SpError for inputs='local' if inputs with a sequence were not captured with the length of a rank's rows.
+    """Raise SpError for inputs='local' unless every input with a sequence was captured with the rows of a rank.
 
-    Those that were are in `job.inputs`. The length of another one sets the number of steps of the program, so that it
-    cannot be changed (SP306). SP307 is raised if `job.inputs` is empty.
+    `job.inputs` has the inputs that were captured with these rows. An input with a sequence is missing there if its
+    length sets the number of steps of the program (SP306). `job.inputs` is empty if the sequence is unknown (SP307).
 
     Args:
         sequence_dims: The dims of each input along the sequence.
@@ -155,7 +160,9 @@ def _check_local_inputs(sequence_dims: dict[Node, list[int]], job: PassContext) 
 
 
 def _describe_loops(gm: GraphModule) -> str:
-    """Return the part of the text of SP301 on loops and scans that do not show which dim is the sequence; "" without.
+    """Return the part of the text of SP301 on loops and scans that do not show which dim is the sequence.
+
+    Return "" if the graph has no such loop or scan.
 
     An example is " (there is while_loop at <the user's line>, whose effect on its values is not known)".
     """
@@ -275,4 +282,5 @@ def _plan_constraints(gm: GraphModule, axes: Axes, plan: PlacementPlan, n: int) 
 
 def _has_windows(axes: Axes, node: Node, dim: int) -> bool:
     """Return True if a dim counts windows of a sequence (`choose_rows`), whose rows are another constraint."""
-    return bool(axes.windowed) and any(axes.find(a.name) in axes.blocks for a in axes.dims[node, 0][dim])
+    atoms = axes.dims[node, 0][dim]  # of result 0, the factors of the dim
+    return bool(axes.windowed) and any(axes.find(atom.name) in axes.blocks for atom in atoms)

@@ -32,16 +32,16 @@ class ShardAttentionInputs(Pass):
 
         The clones are marked, so that propagation shards them: a rank then computes only its rows.
         """
+        # `replicated` marks attention at which no sequence may start.
         masked = [n for n in attention_nodes(gm) if depends_on_query(OpCall(n)) and not node_info(n).replicated]
         if job.ranks.n == 1 or not masked:
             return 0
-        # `replicated` marks attention at which no sequence may start. `axes.shard` is the shard of the result along its
-        # sequence, or None if it has none.
         axes, plan = job.axes(gm), job.plan(gm)
         clones: dict[Node, Node] = {}  # by operand; several attentions may share one
         for node in masked:
             operands = dict.fromkeys(OpCall(node).operands[:3])  # q, k, v, of which two may be the same node
-            if axes.shard(node) is None or any(plan.of(x) != REPLICATE for x in operands):
+            has_sequence = axes.shard(node) is not None  # the shard of its result along a sequence
+            if not has_sequence or any(plan.of(x) != REPLICATE for x in operands):
                 continue
             for x in operands:
                 if x not in clones:

@@ -36,7 +36,7 @@ class BucketReductions(Pass):
     provides = frozenset({"local ops"})  # which the validation requires
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Bucket the all_reduces of partial sums with equal dtype, device and reader; return the number of buckets.
+        """Bucket all_reduces of partial sums with equal reader, dtype, device and group; return the number of buckets.
 
         The reader is the output, or the cat of another bucket, such as one that then reduces these sums over another
         group. The new nodes are inserted before it.
@@ -93,7 +93,10 @@ def _reduce_bucket(editor: GraphEditor, bucket: list[Node], reader: Node) -> Non
         reader: The node that reads their results, also by views; the new nodes are inserted before it.
     """
     graph, first = editor.graph, bucket[0]
-    moves = set().union(*(_find_moves_and_readers(node)[0] for node in bucket))  # views and casts of the results
+    moves: set[Node] = set()  # views and casts of the results
+    for node in bucket:
+        moves_of_node, _ = _find_moves_and_readers(node)
+        moves |= moves_of_node
     with graph.inserting_before(reader):
         # cat, all_reduce
         flattened = [editor.compute(aten.reshape.default, (node.args[0], [-1]), node.args[0]) for node in bucket]
@@ -106,7 +109,7 @@ def _reduce_bucket(editor: GraphEditor, bucket: list[Node], reader: Node) -> Non
         for i, (node, shape) in enumerate(zip(bucket, shapes)):
             piece = editor.emit(operator.getitem, (pieces, i), pieces.meta["val"][i], node)
             node.replace_all_uses_with(editor.compute(aten.reshape.default, (piece, editor.sizes.list(shape)), node))
-    for node in sorted(moves):  # moved after the new nodes, which they now read, in order
+    for node in sorted(moves):  # in graph order, move them directly before the reader: after the nodes they now read
         reader.prepend(node)
     for node in bucket:
         graph.erase_node(node)

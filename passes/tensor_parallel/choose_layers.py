@@ -74,7 +74,7 @@ def _best_scatter_axis(axes: Axes, nodes: Sequence[Node], n: int) -> int | None:
         position |= {axes.find(atom.name): (atom, i) for i, atom in enumerate(_row_axes(axes, node))}
 
     def priority(axis: int) -> tuple[int, bool, bool, int]:
-        """Return (number of sums, n divides the axis, the same and it is outermost, size): the maximum is the best."""
+        """Return (number of sums, n divides the axis, n divides it and it is outermost, size): the largest is best."""
         atom, index = position[axis]  # index 0: the outermost dim of rows
         is_divided = divides(n, atom.size)
         return num_sums[axis], is_divided, is_divided and index == 0, assume_large(atom.size)
@@ -96,7 +96,8 @@ def _block_shard(shard: Shard, n: int) -> Shard:
 
 def _row_axes(axes: Axes, node: Node) -> Iterator[Atom]:
     """Yield the factors of the dims of rows in order: all dims longer than 1 but the last one, the features."""
-    for dim in axes.dims[node, 0][:-1]:
+    result_dims = axes.dims[node, 0]  # of result 0, the only one
+    for dim in result_dims[:-1]:
         yield from (atom for atom in dim if not is_same_size(atom.size, 1))
 
 

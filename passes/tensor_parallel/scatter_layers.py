@@ -85,9 +85,9 @@ def _make_layer(node: Node, chosen: Mapping[Node, Shard | None]) -> LinearLayer:
     """
     shape, shard = node_shape(node), chosen.get(node)
     if shard is not None:
-        return LinearLayer(node.name, node_line(node), "scattered", shape, shard.dim, ops=0)
+        return LinearLayer(node.name, node_line(node), mode="scattered", shape=shape, dim=shard.dim, ops=0)
     why = "its rows have no axis to scatter along" if node in chosen else "no linear's result is summed"
-    return LinearLayer(node.name, node_line(node), "full", shape, None, ops=0, why=why)
+    return LinearLayer(node.name, node_line(node), mode="full", shape=shape, dim=None, ops=0, why=why)
 
 
 class RevertIdleScatters(Pass):

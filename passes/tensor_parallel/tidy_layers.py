@@ -81,7 +81,7 @@ def _replace_dropout(editor: GraphEditor, node: Node) -> None:
         if is_tensor(node):
             editor.replace(node, editor.emit(aten.mul.Tensor, (x, dropped), value, node))
             return
-        results = enumerate(node.meta["val"])
+        results = enumerate(node.meta["val"])  # of native_dropout
         factor, mask = (editor.emit(operator.getitem, (dropped, i), result, node) for i, result in results)
         editor.replace(node, (editor.emit(aten.mul.Tensor, (x, factor), value, node), mask))
 
@@ -89,7 +89,7 @@ def _replace_dropout(editor: GraphEditor, node: Node) -> None:
 class DropOverwrites(Pass):
     """Pass that replaces an overwritten value by the written one.
 
-    A write that casts or broadcasts is not changed.
+    A write that casts or broadcasts is not changed, nor one to a value that is not contiguous, with other strides.
     """
 
     provides = frozenset({"no overwrites"})

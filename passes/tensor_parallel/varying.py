@@ -74,7 +74,7 @@ class ScatterContext(PassContext):
         """
         axes = name_axes(gm)
         inputs = dict.fromkeys(self.varying, VARYING)
-        plan = propagate(gm, axes, self.ranks.n, inputs, starts_sequences=False, declines=decline_shards)
+        plan = propagate(gm, axes, self.ranks.n, inputs=inputs, starts_sequences=False, declines=decline_shards)
         plan.demands = [d for d in plan.demands if d.kind not in IGNORED_DEMANDS]
         return axes, plan
 
@@ -97,12 +97,13 @@ def decline_shards(call: OpCall, rule: BoundRule | None, have: Sequence[Placemen
         return "the result of the last layer is reduced to one number, so it has no rows to scatter"
     if not rule.is_contraction:
         return None
-    shards = {i: p for i, p in enumerate(have) if isinstance(p, Shard)}
+    shards = {i: placement for i, placement in enumerate(have) if isinstance(placement, Shard)}
     operand_elements = sum(num_elements(call.operands[i].meta["val"]) for i in shards)
     result_elements = sum(map(num_elements, call.results()))
-    sharded_factors = [rule.local_part(rule.operands[i], p)[0] for i, p in shards.items()]
+    # (factor of the rule that is sharded, the shard of this factor) of each sharded operand
+    parts = [rule.local_part(rule.operands[i], shard) for i, shard in shards.items()]
     # A vanishing factor is in no result: the product sums over the sharded dim. An all-reduce sends its bytes twice.
-    is_summed = any(factor in rule.vanishing for factor in sharded_factors)
+    is_summed = any(factor in rule.vanishing for factor, _ in parts)
     exchange, times = ("sum", 2) if is_summed else ("gather", 1)
     if times * result_elements > operand_elements:
         return f"its operands are smaller to gather than its result would be to {exchange}"
@@ -278,7 +279,8 @@ def is_exchange(node: Node) -> bool:
 
 def find_varying_nodes(gm: GraphModule, axes: Axes, varying: Collection[Node]) -> set[Node]:
     """Return all nodes with results that differ by rank if the `varying` inputs do, by propagation."""
-    plan = propagate(gm, axes, 2, dict.fromkeys(varying, VARYING), starts_sequences=False)  # equal for any n > 1
+    inputs = dict.fromkeys(varying, VARYING)
+    plan = propagate(gm, axes, n=2, inputs=inputs, starts_sequences=False)  # the result is equal for any n > 1
     return {node for node, placements in plan.placements.items() if VARYING in placements}
 
 

@@ -78,14 +78,14 @@ def choose_tile_counts(
     chunked = [any(is_in_chunks(view.to_local[x]) for x in region.seed_products) for region in regions]
     if memory is None or math.isinf(memory.device):
         return list(map(_count_without_memory, regions, losses, chunked))
-    # Of each region: bytes of its inside that the forward saves for the backward, if it is not tiled.
+    # For each region, the bytes of its inside that the forward saves for the backward if the region is not tiled.
     saved_bytes = [_saved_bytes(view, region, is_loss) for region, is_loss in zip(regions, losses)]
-    # A region represents those of several equal layers, whose saved values are in memory at the same time.
+    # A region may represent regions of several equal layers (`times`), whose saved values are in memory together.
     layer_bytes = [size * times(view.to_local[region.seed_products[0]]) for region, size in zip(regions, saved_bytes)]
     loss_bytes = sum(nbytes for nbytes, is_loss in zip(layer_bytes, losses) if is_loss)
     other_bytes = memory.used - loss_bytes  # bytes in memory while a region runs, besides its inside
-    # The peak of a region without tiles: its inside and the gradients of the inside, hence twice. Of a loss these are
-    # in float32, as are its saved log-probabilities.
+    # The peak of a region without tiles: its inside and the gradients of the inside, hence twice. A loss computes both
+    # in float32, the dtype of the log-probabilities in `saved_bytes`.
     peaks = [
         2 * (nbytes if is_loss else inner_bytes(region))
         for region, nbytes, is_loss in zip(regions, saved_bytes, losses)
@@ -113,7 +113,9 @@ def choose_tile_counts(
             return 0
         # A tile may use the free memory, but no more than all other values.
         limit = min(other_bytes, memory.device - other_bytes)
-        return min(max_tiles, max(2, math.ceil(peak / limit))) if limit > 0 else max_tiles
+        if limit <= 0:  # no memory is free
+            return max_tiles
+        return min(max_tiles, max(2, math.ceil(peak / limit)))
 
     return [count_tiles(*arguments) for arguments in zip(regions, peaks, losses, chunked)]
 
@@ -130,7 +132,7 @@ def _count_without_memory(region: TileRegion, is_loss: bool, is_chunked: bool) -
 
 def _max_tiles(region: TileRegion) -> int:
     """Return the largest useful number of tiles: with it, the inside of a tile has about TILE_BYTES, the minimum."""
-    return -(-inner_bytes(region) // TILE_BYTES)
+    return -(-inner_bytes(region) // TILE_BYTES)  # rounded up
 
 
 def _chunk_count(region: TileRegion) -> int:

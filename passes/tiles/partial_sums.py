@@ -102,7 +102,7 @@ def _match_grouped_product(gm: GraphModule, x: Node) -> tuple[Node, Node, Node] 
     """
     # Result 1 of this op of transformers is the gradient of the matrices.
     if x.target is operator.getitem and x.args[1] == 1 and op_name(x.args[0]) == GROUPED_BACKWARD:
-        rows, _, ends, grad = x.args[0].args
+        rows, _, ends, grad = x.args[0].args  # without the matrices
         return rows, grad, ends
     if x.target is not aten._grouped_mm.default or x.meta["val"].device.type != "cpu":
         return None
@@ -118,13 +118,14 @@ def _drop_unused_matrices(gm: GraphModule) -> None:
     """
     editor = GraphEditor().edit(gm.graph)
     for node in list(gm.graph.nodes):
+        # The users of a node with several results are getitem nodes; their second argument is the number of the result.
         if op_name(node) == GROUPED_BACKWARD and {user.args[1] for user in node.users} == {0}:
             _, matrices, ends, grad = node.args
             with gm.graph.inserting_before(node):
                 transposed = editor.compute(aten.transpose.int, (matrices, 1, 2), node)
                 grouped_mm = torch.ops.transformers.grouped_mm_fallback.default
                 grad_rows = editor.compute(grouped_mm, (grad, transposed, ends), node)
-            editor.replace(node, [grad_rows])
+            editor.replace(node, [grad_rows])  # result 0, the only one that is read
 
 
 def _scattered_rows(x: Node) -> SumForm | None:

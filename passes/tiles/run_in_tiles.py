@@ -43,6 +43,7 @@ from .tile_view import TokenView, is_dropout, token_view
 from .trace_tile import draws_same_numbers, tile_program
 
 sp, aten = torch.ops.sp, torch.ops.aten
+SEED_LIMIT = 1 << 62  # seeds of dropout in tiles are non-negative int64 numbers below this
 ONCE_REASON = "tiles='auto' does not recompute where the step fits in memory: pass a number of tiles"
 
 
@@ -65,7 +66,8 @@ class RunInTiles(Pass):
         settle_dtypes(gm.graph)  # meta["val"] of the nodes then has the dtypes of autocast regions
         # A copy of the graph in which propagation places the rows of each value, with tiles in the role of ranks. Which
         # ops can run on tiles does not depend on the number of tiles, as long as there are at least 2.
-        view = token_view(gm, job.input_placements, job.ranks.n, max(2, option) if isinstance(option, int) else 2)
+        view_tiles = max(2, option) if isinstance(option, int) else 2
+        view = token_view(gm, job.input_placements, job.ranks.n, view_tiles)
         regions = [region for region in find_regions(view) if self._can_tile(view, region)]
         if isinstance(option, int):
             tile_counts = [option] * len(regions)
@@ -103,8 +105,8 @@ class RunInTiles(Pass):
         """
         node = view.to_local[region.seed_products[0]]
         if not tiles:
-            # A tiled region that ends in a loss is computed once. The backward would recompute any other one: if that
-            # is the reason not to tile it, report it.
+            # Tiles of a loss are computed once. Tiles of another region would be computed again in the backward, which
+            # is then the reason not to tile it.
             if not is_scalar_loss(view, region):
                 self.note_refusal(node, ONCE_REASON)
             return False
@@ -128,8 +130,8 @@ class RunInTiles(Pass):
             for n in region.nodes:
                 set_node_info(view.to_local[n], recomputed=True)
         tiled_region = TiledRegion(
-            node.name, node_line(node), tiles, rows=total, inside=nbytes, tile=tile_bytes, layer=node_layer(node),
-            ends=last_line, recomputed=is_recomputed, repeated=bool(region.shared),
+            node=node.name, where=node_line(node), tiles=tiles, rows=total, inside=nbytes, tile=tile_bytes,
+            layer=node_layer(node), ends=last_line, recomputed=is_recomputed, repeated=bool(region.shared),
         )  # fmt: skip
         job.tiled_regions.append(tiled_region)
         view.to_local.update(replacements)
@@ -150,7 +152,8 @@ class RunInTiles(Pass):
             seed = None
             if any(is_dropout(n) for n in region.nodes):  # each run of the graph draws a new seed
                 options = {"dtype": torch.int64, "device": torch.device("cpu")}
-                seed = self.compute(aten.randint.default, (1 << 62, []), last, options)
+                scalar_shape: list[int] = []
+                seed = self.compute(aten.randint.default, (SEED_LIMIT, scalar_shape), last, options)
             tiled = self.compute(sp.tiled.default, (rows, replicated, tiles, program.name, seed), last)
             replacements = {x: self._merge_rows(view, x, tiled, i) for i, x in enumerate(region.results)}
         for node in reversed(late_nodes):  # move them after the last result, in their order
@@ -268,8 +271,8 @@ def _reads_symbols(node: Node) -> bool:
 
 def programs_of(gm: GraphModule) -> list[TileProgram]:
     """Return the distinct tile programs that a local graph calls, so that the runtime can compile them."""
-    nodes = gm.graph.find_nodes(op="call_function", target=sp.tiled.default)
-    return list(dict.fromkeys(PROGRAMS[node.args[3]] for node in nodes))
+    calls = map(OpCall, gm.graph.find_nodes(op="call_function", target=sp.tiled.default))
+    return list(dict.fromkeys(PROGRAMS[call["program"]] for call in calls))
 
 
 def _insertion_node(view: TokenView, region: TileRegion) -> Node | None:

@@ -35,7 +35,7 @@ from .tile_view import TokenView
 
 sp, aten = torch.ops.sp, torch.ops.aten
 MIN_WIDENING = 2  # minimum ratio of elements per row, result to operand: excludes projections of equal width
-MAX_THIN_WIDTH = 8  # minimum ratio of operand to result for a few numbers per token, such as its loss
+MIN_NARROWING = 8  # minimum ratio of elements per row, operand to result, of thin rows such as the loss of a token
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class TileRegion:
     replicated: tuple[Node, ...]  # operands that all tiles read
     results: tuple[Node, ...]  # narrow values with readers outside
     shared: tuple[Node, ...]  # wide values with readers outside, for which they are computed a second time
-    narrow: int  # elements per row of the operands
+    input_width: int  # elements per row of the operands of the first seed
 
 
 def row_width(view: TokenView, node: Node) -> int:
@@ -64,9 +64,9 @@ def row_width(view: TokenView, node: Node) -> int:
 def has_thin_results(view: TokenView, region: TileRegion) -> bool:
     """Return True if all results of the region are sums over the tokens or thin rows.
 
-    Thin rows have few numbers per token, such as its loss: at most 1 / MAX_THIN_WIDTH of the operands' width.
+    Thin rows have few numbers per token, such as its loss: at most 1 / MIN_NARROWING of the operands' width.
     """
-    return all(view.is_sum(x) or row_width(view, x) * MAX_THIN_WIDTH <= region.narrow for x in region.results)
+    return all(view.is_sum(x) or row_width(view, x) * MIN_NARROWING <= region.input_width for x in region.results)
 
 
 def count_rows(view: TokenView, region: TileRegion) -> int:
@@ -139,8 +139,8 @@ def find_regions(view: TokenView) -> Iterator[TileRegion]:
             continue
         grown = _grow(view, seed, sorts)
         nodes = _drop_unreachable(view, grown)
-        # In x -> attention -> seed, with x grown into the region, the seed is dropped, since it can only run after x.
-        # Then the remaining nodes, such as x, are removed instead, until the seed remains.
+        # In x -> attention -> seed, with x grown into the region, the seed is dropped, since it can only run after the
+        # attention. Then the remaining nodes, such as x, are removed from the region instead, until the seed remains.
         while seed not in nodes:
             grown -= nodes
             nodes = _drop_unreachable(view, grown)
@@ -207,7 +207,7 @@ def _grow(view: TokenView, seed: Node, sorts: Sequence[set[Node]]) -> set[Node]:
         """Return True if the region includes users of the node: its rows are wide or thin, or it is a sum."""
         if not is_tensor(node) or view.is_sum(node):  # a tuple of results: its getitem nodes have the rows
             return True
-        is_narrow = input_width / MAX_THIN_WIDTH < row_width(view, node) < MIN_WIDENING * input_width
+        is_narrow = input_width / MIN_NARROWING < row_width(view, node) < MIN_WIDENING * input_width
         return view.rows(node) is not None and not is_narrow
 
     def neighbors(node: Node) -> Iterable[Node]:
@@ -323,5 +323,5 @@ def _make_region(view: TokenView, nodes: set[Node], input_width: int) -> TileReg
         replicated=tuple(x for x in operands if not view.rows(x)),
         results=tuple(n for n in read_outside if n not in shared),
         shared=tuple(shared),
-        narrow=input_width,
+        input_width=input_width,
     )

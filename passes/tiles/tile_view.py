@@ -168,10 +168,10 @@ def _is_finite(node: Node, finite_nodes: Set[Node], ones: Set[Node]) -> bool:
     call = OpCall(node)
     if node.target in DIVISION_OPS:  # by a constant other than 0
         return isinstance(call["other"], (int, float)) and call["other"] != 0
-    if node.target is aten.pow.Tensor_Scalar:
+    if node.target is aten.pow.Tensor_Scalar:  # with a whole exponent of at least 1, for a base of any sign
         exponent = call["exponent"]
         return isinstance(exponent, (int, float)) and exponent >= 1 and exponent % 1 == 0
-    if node.target is aten.exp.default:  # those of scaled logits may overflow
+    if node.target is aten.exp.default:  # exp of other values, such as scaled logits, may overflow
         (x,) = node.all_input_nodes
         return x in ones or _is_log_probability(x) or _is_log_ratio(x, finite_nodes)
     if node.target in CHOICE_OPS:
@@ -263,7 +263,7 @@ class _TokenViewBuilder:
         gm = GraphModule({}, graph)
         # "local": the outputs are not gathered. starts_sequences=False: only inputs start with rows, and no replicated
         # value is sharded for the sake of its readers.
-        plan = propagate(gm, Axes(), tiles, self.inputs, "local", starts_sequences=False)
+        plan = propagate(gm, Axes(), n=tiles, inputs=self.inputs, outputs="local", starts_sequences=False)
         return TokenView(gm, self.local.graph, self.to_local, self.flags, plan, without_grad)
 
     def _add_copy(self, graph: Graph, node: Node) -> Node:

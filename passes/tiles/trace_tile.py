@@ -106,8 +106,8 @@ class TileFunction:
     def results(self, *operands: Tensor) -> list[Tensor]:
         """Run the region on one tile and return its results.
 
-        Operands and results with rows have these in a dim of their own, which the loop slices (`split_row_dim`). The
-        nodes of the region see the shapes of the model, such as merged (batch x rows).
+        Operands and results with rows have these in a dim of their own, which the loop slices (`split_row_dim`). Inside
+        the region, values have the shapes of the model, with dims such as (batch * rows).
         """
         values: dict[Node, Any] = dict(zip((*self.region.rows, *self.region.replicated), operands, strict=True))
         # Sizes are read from the operands, so that the trace records their source.
@@ -173,7 +173,7 @@ def tile_program(view: TokenView, region: TileRegion, tiles: int) -> TileProgram
     with mode, enable_python_dispatcher(), disable_autocast_cache():  # autocast itself is that of the caller
         # Indices of the operands that have a gradient, and of the results that have a cotangent.
         trained = tuple(i for i, x in enumerate(operands) if can_require_grad(x))
-        # The tiles of one length show it for all.
+        # They are equal for tiles of all lengths, so those of one length are examined.
         differentiable, trained = _find_differentiable(next(iter(functions.values())), trained)
         losses = [region.results[i] for i in differentiable]
         at_once = len(losses) == 1 and view.is_sum(losses[0]) and is_same_size(size_product(node_shape(losses[0])), 1)
@@ -190,6 +190,7 @@ def tile_program(view: TokenView, region: TileRegion, tiles: int) -> TileProgram
     added_gradients = tuple(replace(x, adds=form) for x, form in zip(gradients, forms, strict=True))
     row_dims = tuple(row_dim(view, x) for x in region.rows)
     named_places = tuple(zip(names.values(), places.values()))
+    # the fields of the TileProgram after its name and bodies
     fields = (row_dims, results, differentiable, trained, added_gradients, at_once, named_places)
     code = fields, {n: _body_code(body) for n, body in bodies.items()}
     return PROGRAMS[PROGRAMS.register(code, lambda name: TileProgram(name, bodies, *fields))]
@@ -205,9 +206,9 @@ def _tile_functions(
     """
     total = count_rows(view, region)
     length = tile_length(total, tiles)
-    last_length = total % length or length
+    last_length = total % length or length  # that of all tiles if they divide the rows evenly
     mode, sizes = FakeTensorMode(), dict[sympy.Expr, Any]()
-    lengths: dict[int, Any] = {n: n for n in (length, last_length)}
+    lengths: dict[int, Any] = {n: n for n in (length, last_length)}  # key of a function -> number of rows of its tile
     if has_symbols(view, region):  # hints of at least 2, since torch specializes sizes of 0 and 1
         hints = [max(2, view.size_hints.get(x, 2)) for x in places]
         mode, (symbolic_length, *values) = make_symbolic_mode(max(2, length), *hints)

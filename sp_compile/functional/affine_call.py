@@ -72,6 +72,7 @@ class AffineCall(ShardCall):
     def _wrong_shapes(self) -> Iterator[SpError]:
         """Yield an error for each operand whose shape does not match that of b, (..., S, K, V)."""
         m, b = self.m, self.b
+        # With b of shape (..., S, K, V), m has shape (..., S, K, K).
         if b.ndim < -ROWS_FROM_END or list(m.shape) != [*b.shape[:-1], b.shape[-2]]:
             got = f"{list(m.shape)} and {list(b.shape)}"
             yield SpError("SP504", f"m, b: expected shapes (..., S, K, K) and (..., S, K, V), got {got}.")

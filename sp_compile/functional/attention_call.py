@@ -143,7 +143,7 @@ class AttentionCall(RankCall):
 
         Returns:
             The number of ranks on the ring. A function with `skips_steps` needs fewer for a causal window over
-            contiguous shards of one length: those of the earlier ranks that the window reaches.
+            contiguous shards of one length: its own block, and those of the earlier ranks that the window reaches.
         """
         options, n, rows = self.options, self.ranks.n, self.q.shape[2]
         q_frame, k_frame = self.frames()

@@ -104,8 +104,9 @@ def ulysses_attention(
             (SP508), or the mesh does not define the ranks (SP111 to SP116).
     """
     options = AttentionOptions(
-        layout, length, kv_length, is_causal, window, documents, attn_mask, dropout_p, seed, scale, sinks, check
-    )
+        layout=layout, length=length, kv_length=kv_length, is_causal=is_causal, window=window, documents=documents,
+        attn_mask=attn_mask, dropout_p=dropout_p, seed=seed, scale=scale, sinks=sinks, check=check,
+    )  # fmt: skip
     ranks = ranks_of(mesh)
     return _call_attention(ULYSSES_FUNCTION, q, k, v, ranks, options, width=ranks.n)
 
@@ -171,8 +172,9 @@ def ring_attention(
             (SP508), or the mesh does not define the ranks (SP111 to SP116).
     """
     options = AttentionOptions(
-        layout, length, kv_length, is_causal, window, documents, attn_mask, dropout_p, seed, scale, sinks, check
-    )
+        layout=layout, length=length, kv_length=kv_length, is_causal=is_causal, window=window, documents=documents,
+        attn_mask=attn_mask, dropout_p=dropout_p, seed=seed, scale=scale, sinks=sinks, check=check,
+    )  # fmt: skip
     width = 1  # no heads are exchanged
     return _call_attention(RING_FUNCTION, q, k, v, ranks_of(mesh), options, width=width, kv_grads=kv_grads)
 
@@ -241,8 +243,9 @@ def hybrid_attention(
             (SP508), or the mesh does not define the ranks (SP111 to SP116).
     """
     options = AttentionOptions(
-        layout, length, kv_length, is_causal, window, documents, attn_mask, dropout_p, seed, scale, sinks, check
-    )
+        layout=layout, length=length, kv_length=kv_length, is_causal=is_causal, window=window, documents=documents,
+        attn_mask=attn_mask, dropout_p=dropout_p, seed=seed, scale=scale, sinks=sinks, check=check,
+    )  # fmt: skip
     ranks = ranks_of(mesh)
     width = ulysses if ulysses is not None else ranks.ulysses
     if ranks.n == 1:  # nothing is exchanged, so the mesh need not have an axis "ulysses"
@@ -308,8 +311,9 @@ def gathered_attention(
             (SP508), or the mesh does not define the ranks (SP111 to SP116).
     """
     options = AttentionOptions(
-        layout, length, kv_length, is_causal, window, documents, attn_mask, dropout_p, seed, scale, sinks, check
-    )
+        layout=layout, length=length, kv_length=kv_length, is_causal=is_causal, window=window, documents=documents,
+        attn_mask=attn_mask, dropout_p=dropout_p, seed=seed, scale=scale, sinks=sinks, check=check,
+    )  # fmt: skip
     return _call_attention(GATHERED_FUNCTION, q, k, v, ranks_of(mesh), options, width=1)  # no heads are exchanged
 
 
@@ -340,12 +344,17 @@ def _call_attention(
     """
     mask = options.attn_mask
     if isinstance(mask, Tensor):
-        mask = mask[(None,) * (4 - mask.ndim)] if mask.ndim < 4 else mask  # leading dims of size 1
-        options = replace(options, attn_mask=autocast(mask)[0])
+        if mask.ndim < 4:
+            mask = mask[(None,) * (4 - mask.ndim)]  # leading dims of size 1
+        (mask,) = autocast(mask)
+        options = replace(options, attn_mask=mask)
     are_tensors = all(isinstance(x, Tensor) for x in (q, k, v))  # otherwise `run` raises an error on all ranks
     if are_tensors:
         q, k, v = autocast(q, k, v)
-    call = AttentionCall("attention", options.check, method, q, k, v, ranks, options, width, kv_grads)
+    call = AttentionCall(
+        name="attention", check=options.check, function=method, q=q, k=k, v=v, ranks=ranks, options=options,
+        width=width, kv_grads=kv_grads,
+    )  # fmt: skip
     device = q.device.type if are_tensors else "meta"  # torch.is_autocast_enabled does not accept "meta"
     if device == "meta" or not torch.is_autocast_enabled(device):
         return call.run()

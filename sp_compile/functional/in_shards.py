@@ -56,7 +56,7 @@ def _from_dtensor(x: DTensor, dim: int | None) -> Tensor:
         SpError: The DTensor has another placement or mesh (SP547).
     """
     placement = x.placements[0]
-    is_shard = x.device_mesh.ndim == 1 and type(placement) is Shard
+    is_shard = x.device_mesh.ndim == 1 and type(placement) is Shard  # no subclass: its rows may have another order
     if not is_shard or dim not in (None, placement.dim, placement.dim - x.ndim):
         expected = f"Shard({dim})" if dim is not None else "Shard(dim)"
         raise SpError(

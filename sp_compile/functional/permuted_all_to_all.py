@@ -62,7 +62,16 @@ def all_to_all_permute(
         SpError: An argument is invalid on a rank (SP502 to SP504, SP541 to SP545), the calls of the ranks differ
             (SP508), or the group does not define the ranks (SP111 to SP116).
     """
-    return PermuteCall("all_to_all_permute", check, x, scatter_dim, gather_dim, ranks_of(group), out).run()
+    call = PermuteCall(
+        name="all_to_all_permute",
+        check=check,
+        x=x,
+        scatter_dim=scatter_dim,
+        gather_dim=gather_dim,
+        ranks=ranks_of(group),
+        out=out,
+    )
+    return call.run()
 
 
 @dataclass(frozen=True)
@@ -233,7 +242,9 @@ def declare_symmetric_memory(size: int, group: Mesh = None, device: torch.device
         return False
     is_supported = device.type == "cuda" and torch_compat.symmetric_all_to_all() is not None
     buffer = _make_buffer(size, ranks, device) if is_supported else None
-    has_buffers = all(all_gather_object(ranks, CALL_VERB, "declare_symmetric_memory", buffer is not None))
+    has_buffer = buffer is not None
+    subject = "declare_symmetric_memory"  # for messages
+    has_buffers = all(all_gather_object(ranks, verb=CALL_VERB, subject=subject, value=has_buffer))
     if buffer is not None and has_buffers:
         BUFFERS[ranks.group] = buffer
     return has_buffers

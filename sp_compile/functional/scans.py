@@ -70,10 +70,11 @@ def inclusive_scan(
     >>> inclusive_scan(torch.tensor([3, 1, 2]), 0)
     tensor([3, 4, 6])
     """
-    shards, exclusive = make_shard_options(group, layout, length, exchange), False
+    shards = make_shard_options(group, layout, length, exchange)
     call = ScanCall(
-        "inclusive_scan", check, dim, reverse, accumulate_dtype, shards, x, op, exclusive, dtype, indices=indices
-    )
+        "inclusive_scan", check, dim, reverse, accumulate_dtype, shards, x, op, exclusive=False, dtype=dtype,
+        indices=indices,
+    )  # fmt: skip
     return call.run_with_indices() if indices else call.run()
 
 
@@ -278,7 +279,7 @@ def affine_scan(
     >>> affine_scan(torch.tensor([[[0.5]], [[0.5]], [[0.5]]]), torch.ones(3, 1, 1)).flatten()
     tensor([1.0000, 1.5000, 1.7500])
     """
-    # With a group, the only exchange of this operator; without one, `make_shard_options` accepts the default only.
+    # This operator has one exchange, "gather". Without a group, `make_shard_options` accepts only the default, "auto".
     exchange = "auto" if group is None else "gather"
     shards = make_shard_options(group, layout, length, exchange)
     return AffineCall(

@@ -123,10 +123,10 @@ class SequenceParallelAccelerator(Accelerator):
         for name in OWN_OPTIONS:
             if name in self.sp_options:
                 raise SpError("SP822", f"sp_options: unexpected option {name!r}, which the Accelerator sets itself.")
-        self.compiles = {"fullgraph": plugin.fullgraph, "dynamic": plugin.dynamic}
+        self.compile_options = {"fullgraph": plugin.fullgraph, "dynamic": plugin.dynamic}
         self.state.dynamo_plugin = TorchDynamoPlugin(backend="no")  # else accelerate would compile the model with DDP
         self._check_processes()
-        sizes = axis_sizes(config, self.num_processes, fsdp_plugin is not None)
+        sizes = axis_sizes(config, self.num_processes, is_sharded=fsdp_plugin is not None)
         self.replicas, self.sp_size = sizes.replicate * sizes.shard, sizes.sequence
         self.mesh: DeviceMesh | None = None
         if self.num_processes > 1:
@@ -305,7 +305,7 @@ class SequenceParallelAccelerator(Accelerator):
             return
         mesh = self.mesh[SEQUENCE_AXIS] if self.mesh is not None else None
         compile_model = compile_under_fsdp if isinstance(model, FSDPModule) else compile_under_ddp
-        compile_model(model, mesh, **self.compiles, **self.sp_options)
+        compile_model(model, mesh, **self.compile_options, **self.sp_options)
         model.is_sequence_parallel = True
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
@@ -406,7 +406,7 @@ class SequenceParallelAccelerator(Accelerator):
         if self.mesh is None:
             return super().gather_for_metrics(input_data, use_gather_object)
         as_objects = use_gather_object or collect_tensors(input_data) is None
-        gathered = gather_over_replicas(input_data, self.batch_group, as_objects)
+        gathered = gather_over_replicas(input_data, self.batch_group, as_objects=as_objects)
         # Loaders complete the last batch with samples of the first one. `remainder` is the number of samples without
         # these, or not positive if there are none or the number is not known.
         remainder = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else 0

@@ -144,7 +144,7 @@ class RowsLayer(CacheLayerMixin):
         """
         super().__init__()
         self.ranks, self.window, self.is_sliding = ranks, window, window is not None
-        self.index = current_communicator().rank(ranks.group)
+        self.index = current_communicator().rank(ranks.group)  # of this rank in the group
         self.length = 0  # positions of all ranks since the start
         self.record_past = False  # whether positions before the window are stored until the next `crop`
         self.positions = torch.empty(0, dtype=torch.int64)  # of the rank's rows
@@ -184,7 +184,7 @@ class RowsLayer(CacheLayerMixin):
         return 0 if self.window is None else max(length - self.window + 1, 0)
 
     def _window_positions(self, device: torch.device) -> Tensor:
-        """Return this rank's positions in the window of the next query, if all go to the ranks in turn."""
+        """Return this rank's positions in the window of the next query, if position p is stored by rank p % n."""
         start, n = self._window_start(self.length), self.ranks.n
         return torch.arange(start, self.length, device=device)[(self.index - start) % n :: n].clone()
 
@@ -224,10 +224,11 @@ class RowsLayer(CacheLayerMixin):
             self._values = torch.cat([self._values, value_states[:, :, offset::n]], 2)
             new = torch.arange(first + offset, self.length, n, device=self.positions.device)
             self.positions = torch.cat([self.positions, new])
-        rows = tuple(CachedRows.of(x, self, self.positions, start) for x in (self._keys, self._values))
+        used = self.positions >= start if self.record_past else slice(None)  # else no row is before the window
+        rows, positions = (self._keys[:, :, used], self._values[:, :, used]), self.positions[used]
         if not self.record_past:
             self._drop_before_window()
-        return rows  # type: ignore[return-value]
+        return CachedRows.of(rows[0], self, positions, start), CachedRows.of(rows[1], self, positions, start)
 
     def _drop_before_window(self) -> None:
         """Drop the rows that later queries do not attend to: the first ones, in a layer with a window."""
@@ -258,7 +259,7 @@ class RowsLayer(CacheLayerMixin):
         """Return the number of positions of all ranks.
 
         Returns:
-            Also those before the window.
+            The number, with the positions before the window.
         """
         return self.length
 
@@ -348,7 +349,8 @@ def own_rows(x: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
         layout = x.sharding
         rows, positions = x.local, own_positions(layout.frame(length), ranks.n, ranks.group, x.device)
         if layout.folds == 1:  # not zigzag: the positions of the ranks are consecutive, and the last ones are padding
-            valid: slice | Tensor = slice(0, max(0, min(len(positions), length - len(positions) * rank)))
+            num_remaining = length - len(positions) * rank  # of the sequence, from the first position of this rank on
+            valid: slice | Tensor = slice(0, max(0, min(len(positions), num_remaining)))
         else:
             valid = positions < length
         rows, positions = rows[:, :, valid], positions[valid]
@@ -426,7 +428,7 @@ def attend_to_rows(
 
 
 def _plain_mask(mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool) -> Tensor:
-    """Return a mask with a row of each query; of None that of SDPA, which is causal for several queries or empty."""
+    """Return the mask with a row for each query; for None SDPA's mask: causal if `is_causal`, else True everywhere."""
     queries, keys = query.shape[2], key.shape[2]
     if mask is None:
         mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=query.device)
@@ -445,9 +447,8 @@ def _own_mask(mask: Tensor | None, key: CachedRows, queries: int, kind: str) -> 
     width = key.layer.length - key.start
     if mask is None or mask.shape[-1] != width or mask.shape[-2] != queries:
         got = "None" if mask is None else f"one of shape {tuple(mask.shape)}"
-        raise SpError(
-            "SP843", f"attention_mask: expected a mask of {queries} x {width} positions in {kind}, got {got}."
-        )
+        cause = f"attention_mask: expected a mask of {queries} x {width} positions in {kind}, got {got}."
+        raise SpError("SP843", cause)
     return mask.index_select(-1, key.positions - key.start)
 
 

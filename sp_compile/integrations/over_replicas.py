@@ -107,7 +107,7 @@ def collect_tensors(data: Any) -> list[torch.Tensor] | None:
         The tensors, or None.
     """
     tensors: list[torch.Tensor] = []
-    try:
+    try:  # `recursively_apply` calls `append` with each tensor, and raises TypeError for other objects
         recursively_apply(tensors.append, data, error_on_other_type=True)
     except TypeError:
         return None

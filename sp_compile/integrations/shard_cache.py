@@ -74,14 +74,15 @@ def shard_cache(model: nn.Module, mesh: DeviceMesh | None = None, **options: Any
     """
     for name in ("inputs", "outputs"):
         given = options.get(name)
-        if LOCAL in (given.values() if isinstance(given, Mapping) else [given]):
+        values = given.values() if isinstance(given, Mapping) else [given]  # one for each input or output
+        if LOCAL in values:
             raise SpError(
                 "SP845", f"{name}: expected prompts and results of all positions on every rank, got {given!r}."
             )
     options = {"mesh": mesh, "outputs": "lazy", **options}
     ranks = SPConfig.of(options).ranks()
     generating = _find_generating_model(model) if ranks.has_other_processes else None
-    if generating is None or generating in _sharing_models:  # a single rank, or a context in another one
+    if generating is None or generating in _sharing_models:  # a single rank, or a context within another one
         yield model
         return
     sharing = CacheSharing(generating, ranks, options)
@@ -207,7 +208,8 @@ class CacheSharing:
         if is_step:
             return self._run_step(forward, arguments)
         if not cache.layers:  # a cache that creates its layers at the first use
-            cache.layers, cache.layer_class_to_replicate = self._new_cache().layers, None
+            cache.layers = self._new_cache().layers
+            cache.layer_class_to_replicate = None  # it then adds no further layers
         if self.model not in _tried:  # once per model: unsupported attention raises here, before any work
             self._try_step(forward, tokens, cache_name)
         if tokens.shape[1] <= self.ranks.n:  # at most one position a rank: too short to shard, so it runs eagerly
@@ -246,14 +248,14 @@ class CacheSharing:
         _tried.add(self.model)
 
     def _run_step(self, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Return the result of the eager model for a new token or a short prompt; its attention merges the ranks'."""
+        """Return the eager model's result for a new token or a short prompt. It attends to the rows of all ranks."""
         from ._compat.attention_names import select_attention
         from .cached_rows import ROWS_ATTENTION
 
         message = Message(CALL_VERB, f"{self.name}: {STEP}")
         with (
-            # To ranks that wait in the attention. {}: no lines of collectives or nodes, since nothing is compiled.
-            announce_failures(channel_of(self.ranks), message, {}, {}),
+            # For ranks that wait in the attention. Nothing is compiled, so there are no lines of collectives or nodes.
+            announce_failures(channel_of(self.ranks), message, places={}, lines={}),
             mark_running([self.ranks]),  # raises if the channel of the ranks was ended in the block
             mark_agreed(),  # every rank refuses an attention that is not supported
             select_attention(self.model, ROWS_ATTENTION),
@@ -306,9 +308,9 @@ def _find_cache_error(cache: Any, name: str) -> SpError | None:
 
 
 def _plain_settings(config: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of `generate()`: a configuration's values that are not the defaults, replaced by arguments.
+    """Return the settings of `generate()`: the arguments, and a configuration's other values that are not the defaults.
 
-    Only numbers, strings, and lists of them, since ranks compare their text.
+    Only numbers, strings, and lists of them are returned, since ranks compare their text.
     """
     found = config.to_diff_dict() | {name: x for name, x in kwargs.items() if x is not None}
     found.pop("transformers_version", None)

@@ -119,8 +119,8 @@ def find_layers(model: nn.Module, classes: Collection[str | type[nn.Module]] | N
     present = {type(module).__name__ for module in model.modules()}
     if given - present:
         raise SpError("SP836", f"layers: expected classes of modules of the model, got {sorted(given - present)}.")
-    unsplit = {*(getattr(model, "_no_split_modules", None) or ())}
-    selected = given or (present & unsplit) or _repeated_classes(model)
+    no_split = {*(getattr(model, "_no_split_modules", None) or ())}
+    selected = given or (present & no_split) or _repeated_classes(model)  # the first of these that is not empty
     names: list[str] = []
     for name, module in model.named_modules():
         is_inside = any(name.startswith(f"{layer}.") for layer in names)
@@ -130,7 +130,10 @@ def find_layers(model: nn.Module, classes: Collection[str | type[nn.Module]] | N
 
 
 def _prepare_layers(model: nn.Module, names: list[str], checkpoint: bool) -> None:
-    """Make torch.compile trace layers of torch.nn, whose code Dynamo skips, and checkpoint the layers if asked for."""
+    """Make torch.compile trace layers of torch.nn, whose code Dynamo skips.
+
+    With `checkpoint`, wrap each layer, of any class, in a checkpoint wherever it is in the model.
+    """
     paths = defaultdict[nn.Module, list[str]](list)  # module -> its names: several, if it is in several places
     for path, module in model.named_modules(remove_duplicate=False):
         paths[module].append(path)
@@ -147,13 +150,14 @@ def _prepare_layers(model: nn.Module, names: list[str], checkpoint: bool) -> Non
 def _shard_weights(model: nn.Module, names: list[str], arguments: Mapping[str, Any]) -> None:
     """Apply `fully_shard` with the arguments to the input embedding, the layers with the names, and the model.
 
-    Those with a weight that another module has, too, such as that of a tied head, remain in the unit of the model.
+    An embedding or a layer that shares a weight with another module, such as an embedding with a tied head, is not
+    sharded separately: its weights are gathered with those of the model.
     """
     from torch.distributed.fsdp import fully_shard
 
     units = [model.get_submodule(name) for name in names]
-    embedding = getattr(model, "get_input_embeddings", lambda: None)()
-    if isinstance(embedding, nn.Embedding) and names:
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()  # a method of models of transformers
+    if isinstance(embedding, nn.Embedding) and names:  # without layers, the model is the only unit
         units.insert(0, embedding)
     shared = find_shared_units(model, units)
     for unit in units:
@@ -168,12 +172,13 @@ def _shard_weights(model: nn.Module, names: list[str], arguments: Mapping[str, A
 def _repeated_classes(model: nn.Module) -> set[str]:
     """Return the names of classes of which one ModuleList, ModuleDict or Sequential contains several modules.
 
-    Modules of torch.nn without submodules, such as Linear, are not layers.
+    Containers, and modules without submodules, such as Linear, are not layers.
     """
     repeated: set[str] = set()
     for module in model.modules():
         if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            counts = Counter(type(child).__name__ for child in module.children() if [*child.children()])
+            with_submodules = [child for child in module.children() if list(child.children())]
+            counts = Counter(type(child).__name__ for child in with_submodules)
             repeated |= {name for name, count in counts.items() if count > 1}
     return repeated - {"ModuleList", "ModuleDict", "Sequential"}
 
@@ -223,7 +228,7 @@ def _weight_mesh(mesh: DeviceMesh) -> DeviceMesh:
     names = mesh.mesh_dim_names or ()
     if HSDP_AXIS in names[1:]:
         raise SpError("SP115", f"mesh: expected {HSDP_AXIS!r} as the first axis, got axes {names}.")
-    if HSDP_AXIS not in names or mesh.ndim == 1:  # no axis of replicas, or no other axis
+    if HSDP_AXIS not in names or mesh.ndim == 1:  # no axis of replicas, or no other axis to shard over
         return flatten_mesh(mesh, SHARDED_AXES) if mesh.ndim > 1 else mesh
     others = tuple(name for name in names if name != HSDP_AXIS)
     if len(others) > 1:
@@ -233,19 +238,20 @@ def _weight_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def find_shared_units(model: nn.Module, units: list[nn.Module]) -> set[nn.Module]:
-    """Return the units of which a weight is also that of a module outside of the unit.
+    """Return the units that share a weight with a module outside of the unit.
 
     Args:
         model: The model.
         units: Modules of the model, none of which is inside of another one.
 
     Returns:
-        Some of the units.
+        The units with a shared weight.
     """
     paths = [*model.named_modules(remove_duplicate=False)]
     paths_of_units = [(path, module) for path, module in paths if module in units]
     owners = defaultdict[nn.Parameter, set[nn.Module]](set)  # weight -> units with it; the model for other modules
     for path, module in paths:
+        # The unit that contains the module; the model, if none does.
         owner = next((unit for unit_path, unit in paths_of_units if f"{path}.".startswith(f"{unit_path}.")), model)
         for weight in module.parameters(recurse=False):
             owners[weight].add(owner)

@@ -63,7 +63,7 @@ class SequenceParallel(SampleSharer, ItemCounter, WeightSaver):
 
         with mock.patch.object(transformers.trainer, "Accelerator", make_accelerator), register_backend_name():
             super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        self.count_generations()  # TRL has counted completions per process; they are counted per replica
+        self.count_generations()  # TRL has set the numbers of completions for processes: set them for replicas
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's method, such that predictions are gathered without repeated rows.

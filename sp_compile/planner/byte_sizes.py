@@ -9,7 +9,8 @@ from sp_compile.lowering.base.errors import SpError
 
 UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 LEAST_BYTES = 1e9  # smallest size without a unit: a smaller number is meant to be in another unit
-MIN_BYTES = 10  # minimum printed number of a size that was passed without a unit: 9e9 is printed in MB, 10e9 in GB
+# minimum number before the unit of a printed size, if the user passed bytes: 9e9 is printed in MB, 10e9 in GB
+MIN_PRINTED_NUMBER = 10
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,9 @@ def parse_unit(memory: str | float) -> SizeUnit:
         SpError: The value is not a size.
     """
     nbytes, unit = _parse_size(memory, "memory")
-    decimal_units = [name for name, scale in UNITS.items() if "i" not in name and nbytes >= MIN_BYTES * scale]
-    return SizeUnit(unit or max(decimal_units, key=UNITS.__getitem__, default="B"))
+    decimal_units = {name: scale for name, scale in UNITS.items() if "i" not in name}  # without KiB, MiB, ...
+    possible = [name for name, scale in decimal_units.items() if nbytes >= MIN_PRINTED_NUMBER * scale]
+    return SizeUnit(unit or max(possible, key=UNITS.__getitem__, default="B"))
 
 
 def _parse_size(memory: str | float, name: str) -> tuple[float, str]:
@@ -57,7 +59,7 @@ def _parse_size(memory: str | float, name: str) -> tuple[float, str]:
         SpError: The value is not a size, or a number without a unit that is too small for bytes.
     """
     match = re.fullmatch(r"\s*(\d+\.?\d*(?:e\+?\d+)?|\.\d+)\s*([a-zA-Z]*)\s*", str(memory))  # number, unit
-    units = {unit.upper(): unit for unit in ("", *UNITS)}
+    units = {unit.upper(): unit for unit in ("", *UNITS)}  # a user may write "gib" for "GiB"
     if match is None or match[2].upper() not in units or not float(match[1]):
         expected = f"a positive number of bytes, or a size in one of ({', '.join(UNITS)})"
         raise SpError("SP722", f"{name}: expected {expected}, got {memory!r}.")

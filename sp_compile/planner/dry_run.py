@@ -136,7 +136,7 @@ class DryRun:
     def _add_results(self) -> dict[str, Any]:
         """Check the configurations, append a result for each, and return the keyword arguments of the model.
 
-        Users pass these next to the options, so that each configuration has them; they are equal in all.
+        Users pass keyword arguments of the model among the options, so each configuration has them, the same in all.
 
         Raises:
             SpError: An option is not supported, or a number of ranks is not positive (SP711).
@@ -184,7 +184,7 @@ class DryRun:
         """Lower a graph in every configuration; Dynamo calls it as the backend of torch.compile.
 
         Returns:
-            A function that runs the graph as it was traced, on a single device, so that Dynamo continues with the next.
+            A function that runs the graph as it was traced, on a single device. Dynamo then traces the next graph.
         """
         self._graphs.append(gm)
         replace_meta_constants(gm)
@@ -204,7 +204,7 @@ class DryRun:
                     lowered.result.report.merge(lowered.program.report)
                 results = gm.forward(*inputs)
             self._running.pop()
-            # The next graph takes the results in shards, as in a run on ranks; all configurations shard the same ones.
+            # The next graph takes sharded results, as in a run on ranks; all configurations shard the same results.
             return simulate_sharded_outputs(results, inputs, all_lowered[0].program.boundary, self._note_read)
 
         return call
@@ -218,7 +218,7 @@ class DryRun:
             return
         text = f"{name} is sharded, and {EAGER_READ}"
         for result in self.results:
-            result.report.add([Note(NoteKind.UNSHARDED, name, text, name, user_line())])
+            result.report.add([Note(NoteKind.UNSHARDED, name, text, node=name, where=user_line())])
 
     def _lower_all(self, program: UserProgram) -> list[_Lowered]:
         """Lower a graph in every configuration without a problem; set `problem` of those in which this fails."""
@@ -249,24 +249,25 @@ class DryRun:
     def _examine(self, lowered: RankProgram, result: DryRunResult) -> None:
         """Examine the forward and the backward of a lowered program, in place of compiling it.
 
-        If a step is predicted, or the program has collectives of its own, run the passes over the joint graph, which
-        add notes to the report. Otherwise only check that torch can partition the program into forward and backward, so
-        that `explain` and `verify` raise the errors of the backend.
+        Run the passes over the joint graph, which add notes to the report, if a step is predicted, the user has
+        requested these passes (`partitions`), or the program has collectives of its own. Otherwise only check that
+        torch can partition the program into forward and backward, so that `explain` and `verify` raise the errors of
+        the backend.
         """
         if lowered.eager:  # eager code runs the graph: nothing is compiled
             return
-        options, predicts_step = result.user_options, self.partitions or result.report.step is not None
+        options, needs_step = result.user_options, self.partitions or result.report.step is not None
         # `exchanges`: the program has collectives of its own. If `compare` simulates the ranks, they are not examined.
         examines_collectives = lowered.exchanges and self.compare is None
         if examines_collectives and not options.has_joint_passes:
             text = NO_COLLECTIVE_PASSES.format(options.compiler)
             lowered.report.add([Note(NoteKind.DECLINED, SequenceParallelLinear.name, text)])
         # Only passes on the joint graph depend on the option `compiler`, and here none runs.
-        elif self.entry == "explain" and not lowered.exchanges and not predicts_step:
+        elif self.entry == "explain" and not lowered.exchanges and not needs_step:
             options.refuse(self.entry, compiler="compiles nothing of a program without its own collectives")
         runs_joint_passes = examines_collectives and options.has_joint_passes
-        if predicts_step or runs_joint_passes:
-            self._add_step(lowered, result)  # which runs these passes, too
+        if needs_step or runs_joint_passes:
+            self._add_step(lowered, result)  # runs the passes over the joint graph, too
         elif self.entry != "plan" and not lowered.unsplit_reason:
             partition_joint_graph(copy_graph(lowered.graph), lowered.inputs, transform=None, for_inductor=False)
 
@@ -282,7 +283,7 @@ class DryRun:
         # - without the option `offload`, if a plan compares shares of saved values on the host (`keeps_steps`);
         # - with it, if the graph has a few of the layers: `unroll_step` selects the share for all layers.
         needs_hosted = self.keeps_steps if options.offload == "never" else self.repeats is not None
-        step = graph_step(lowered, options, needs_hosted and options.has_joint_passes)
+        step = graph_step(lowered, options, with_hosted=needs_hosted and options.has_joint_passes)
         if self.repeats is not None or result.steps is not None:
             step = unroll_step(step, lowered, self.repeats, result.steps)
         if result.report.step is not None:
@@ -311,7 +312,8 @@ def split_kwargs(
         SpError: A name is another name for the number of ranks (SP102), such as `ranks` in a call of `explain`.
     """
     passed = dict(passed)
-    kwargs, options = dict(passed.pop("kwargs", {})), dict[str, Any]()
+    kwargs: dict[str, Any] = dict(passed.pop("kwargs", {}))
+    options: dict[str, Any] = {}
     field_names = [field.name for field in fields(SPConfig)]
     parameter_names, accepts_any = _parameter_names(model)
     if accepts_any:

@@ -1,8 +1,8 @@
 """Count the work of eager code between the graphs of a dry run, which every rank does in full.
 
-Dynamo leaves code between graphs, and code that it skips, to eager execution. A dispatch mode sees its ops, and counts
-them as `sharded_work.py` counts the nodes of a graph: FLOPs of products and attention, and bytes of results while
-gradients are recorded, by the user's line. Views have neither.
+Dynamo leaves code between graphs, and code that it skips, to eager execution. A dispatch mode intercepts its ops, and
+counts them as `sharded_work.py` counts the nodes of a graph: FLOPs of products and attention, and bytes of results
+while gradients are recorded, by the user's line. Views have neither.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CountEagerWork(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an op, and count it."""
+        """Run an op, and count its FLOPs and, while gradients are recorded, the bytes of its floating-point results."""
         result = func(*args, **(kwargs or {}))
         if self.is_counted() and isinstance(func, OpOverload) and not func.is_view:
             count_flops = flop_registry.get(func.overloadpacket)

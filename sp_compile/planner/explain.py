@@ -72,7 +72,8 @@ def explain(
     run.per_weight = state_per_weight(optimizer) if memory else None
     is_on_meta = isinstance(model, torch.nn.Module) and any(p.is_meta for p in model.parameters())
     with show_progress("explain"):
-        (result,) = run_layers(run, similar_layers(model) if memory and is_on_meta else None)
+        layers = similar_layers(model) if memory and is_on_meta else None
+        (result,) = run_layers(run, layers)
     result.report.show_passes = passes
     return result.report
 
@@ -114,7 +115,8 @@ def run_few_layers(run: DryRun, layers: LayerList | None) -> list[DryRunResult]:
 def run_layers(run: DryRun, layers: LayerList | None) -> list[DryRunResult]:
     """Run a dry run that predicts memory with a few of the model's layers, and extend its reports to all layers.
 
-    If the traced graphs do not name all of these layers, their part cannot be repeated, so all layers are lowered.
+    If the traced graphs lack one of these layers, its part of the report cannot be repeated. A second dry run then
+    lowers all layers.
 
     Args:
         run: The dry run.
@@ -126,6 +128,7 @@ def run_layers(run: DryRun, layers: LayerList | None) -> list[DryRunResult]:
     results, repeats = run_few_layers(run, layers), run.repeats
     if layers is None or repeats is None:
         return results
+    # `kinds` has the number of the kind of each layer of the model, from 0 on.
     num_lowered, num_kinds = len(layers.reduced_positions), max(layers.kinds) + 1
     text = f"{num_lowered} layers were lowered, and represent {len(layers.kinds)} of {num_kinds} kind"
     text += "s" if num_kinds > 1 else ""

@@ -39,9 +39,9 @@ def graph_step(lowered: RankProgram, options: SPConfig, with_hosted: bool) -> Gr
         The step as the options offload it. With `with_hosted`, the step with nothing on the host, and as its `hosted`
         that with all offloadable values there.
     """
-    # `requested` are all passes over the two graphs, `passes` those that the partition runs; both are None if there is
-    # nothing to overlap or to offload. With `with_hosted`, `requested` offload all values: `passes` omit that, and it
-    # is run below, between the two steps.
+    # `requested` has all passes over the two graphs, `passes` those that run in the partition. Both are None if there
+    # is nothing to overlap or to offload. With `with_hosted`, only `requested` offloads values (all of them): the first
+    # step is predicted after `passes`, then the values are offloaded below, and the second step is predicted.
     if with_hosted:
         requested = lowered.partitioned_passes(replace(options, offload=1.0))
         passes = requested and PartitionedPasses(replace(requested.job, options=replace(options, offload="never")))
@@ -75,7 +75,7 @@ def graph_step(lowered: RankProgram, options: SPConfig, with_hosted: bool) -> Gr
 def unroll_step(
     step: GraphStep, lowered: RankProgram, repeats: FewLayers | None, unrolls: list[Unroll] | None
 ) -> GraphStep:
-    """Return the step of the model with all layers, with the share of saved values on the host that an option requests.
+    """Return the step of the model with all layers, with the values on the host that the option `offload` requests.
 
     Args:
         step: The step of a graph that may have a few of the layers, from `graph_step`.
@@ -104,4 +104,6 @@ def unroll_step(
         # `fsdp(n)` is the peak on each of n ranks that share the weights and the state of the optimizer.
         return (memory.fsdp(n) if is_sharded else memory.peak) <= machine.memory
 
-    return unroll.step(unroll.min_offload(fits) if options.offload == "auto" else unroll.share(float(options.offload)))
+    if options.offload == "auto":
+        return unroll.step(unroll.min_offload(fits))
+    return unroll.step(unroll.share(float(options.offload)))

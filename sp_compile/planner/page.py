@@ -81,7 +81,7 @@ def _report_values(report: Mapping[str, Any]) -> dict[str, Any]:
         "memory": memory,
         "inputs": ", ".join(f"{name} dim {'/'.join(map(str, dims))}" for name, dims in report["inputs"].items()),
         "kinds": EXCHANGE_KINDS,
-        # `most_kept` and `most_sent` are the bytes to which widths in the page are relative
+        # `most_kept` and `most_sent` are the bytes to which widths in the page are relative; 1 in place of 0
         "most_kept": max((block["kept_bytes"] for block in report["blocks"]), default=0) or 1,
         "tiles": _count_equal(report["tiles"], "tiles", "rows", "inside_bytes", "tile_bytes", "where"),
         "totals": totals.most_common(),
@@ -108,8 +108,9 @@ def _plan_values(plan: Mapping[str, Any]) -> dict[str, Any]:
         cells = {heading: show(SimpleNamespace(**variant)) for heading, show in COLUMNS.items()}  # as in `str(plan)`
         if variant["offload"]:
             cells["offload"] += f": {unit(variant['host_bytes'])}"
+        estimate_mark = "" if variant["measured"] else "~"
         memory = format_byte_range(variant["memory_bytes_range"], unit)
-        row = [*cells.values(), f"{'' if variant['measured'] else '~'}{memory}", variant["phase"]]
+        row = [*cells.values(), f"{estimate_mark}{memory}", variant["phase"]]
         row += [format_range(variant[f"{name}_range"]) for name in ("seconds", "tokens_per_second")]
         rows.append(row)
         if i in fastest.values():
@@ -171,6 +172,7 @@ def _area_chart(memory: Mapping[str, Any]) -> dict[str, Any] | None:
     curve = [max(run, key=lambda point: point["values_bytes"]) for run in runs]
     # Pixels of each point, from the left and from the top, as SVG counts them.
     state = memory["constant_bytes"]
+    # The chart is 5 % higher than the peak.
     top = 1.05 * (state + max(point["values_bytes"] for point in curve))
     x = [CHART_WIDTH * i / max(1, len(curve) - 1) for i in range(len(curve))]
     y = [CHART_HEIGHT * (1 - (state + point["values_bytes"]) / top) for point in curve]
@@ -180,6 +182,7 @@ def _area_chart(memory: Mapping[str, Any]) -> dict[str, Any] | None:
         indices = list(group)
         left, right = x[indices[0]], x[min(indices[-1] + 1, len(curve) - 1)]  # up to the first point of the next phase
         line = " ".join(f"L{x[i]:.1f} {y[i]:.1f}" for i in indices)
+        # From the floor along the points of the phase, and back to the floor.
         path = f"M{left:.1f} {floor:.1f} {line} L{right:.1f} {y[indices[-1]]:.1f} L{right:.1f} {floor:.1f} Z"
         # The loss is narrow: its label ends where it does, so that it does not overlap the next one.
         text_x, anchor = (right - 3, "end") if name == "loss" else (left + 3, "start")

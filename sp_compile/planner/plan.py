@@ -117,10 +117,14 @@ class StepPlan:
         """Return the columns of a variant in the table of `str(plan)`."""
         columns = [show(row) for show in COLUMNS.values()]
         memory = format_byte_range(self.ranges.memory(row.memory, row.is_measured), self.unit)
-        columns += [f"{'' if row.is_measured else '~'}{memory}", self.unit(row.host) if row.host else "", row.phase]
+        estimate_mark = "" if row.is_measured else "~"
+        columns += [f"{estimate_mark}{memory}", self.unit(row.host) if row.host else "", row.phase]
         bounds = self.ranges.seconds(row.seconds), self.ranges.tokens_per_second(row.tokens_per_second)
         columns += map(format_range, bounds)
-        return [*columns, "best" if row == self.of(row.ranks) else "fits" if row.fits else ""]
+        mark = "fits" if row.fits else ""
+        if row == self.of(row.ranks):
+            mark = "best"
+        return [*columns, mark]
 
 
 def _time_key(row: Variant) -> tuple[float, float]:
@@ -233,9 +237,9 @@ def _device_type(model: nn.Module) -> str:
 def _is_settled(result: StepPlan, n: int) -> bool:
     """Return True if neither checkpoints nor more tiles can give a faster variant on n ranks that fits.
 
-    They only make a step slower, so they cannot improve on a variant that fits with nothing on the host. Nor can they
-    if the best variant has a share on the host and takes no longer than the fastest one without checkpoints, which may
-    not fit: its copies are then hidden.
+    They only make a step slower, so nothing is gained if a variant fits with nothing on the host. The same is true if
+    the best variant has a share on the host, but takes no longer than the fastest variant without checkpoints, whether
+    that one fits or not: the copies to the host then cost no time.
     """
     best = result.of(n)
     if best is None:
@@ -257,7 +261,7 @@ def _count_tokens(values: Iterable[Any]) -> int:
 
 
 def _plan_first(planner: StepPlanner, result: StepPlan, all_ranks: Sequence[int], user_tiles: int | str | None) -> None:
-    """Examine each number of ranks with the fastest attention, until no slower variant is needed (`_is_settled`).
+    """Examine each number of ranks with the fastest attention, until slower variants cannot be better (`_is_settled`).
 
     The model is lowered as it is written, then with checkpoints, then in more tiles as well, unless the user has passed
     the option `tiles`. Rows and notes are added to `result`.
@@ -273,22 +277,25 @@ def _plan_first(planner: StepPlanner, result: StepPlan, all_ranks: Sequence[int]
         if tiles == more_tiles:
             # Skip those n whose last step had this number of tiles already: tiles="auto" may have chosen them.
             unsettled = [n for n in unsettled if num_tiles.get(n, 0) < TILE_COUNTS]
-        states = {n: planner.states(n)[0] for n in unsettled}
-        configs = [PlanConfig(n, *choices[n][0].key, checkpoint, tiles, states[n], planner.offload) for n in unsettled]
+        configs = []
+        for n in unsettled:
+            attention, layout = choices[n][0].key  # of the fastest choice
+            state = planner.states(n)[0]  # the rows of other states are estimated from this one
+            configs.append(PlanConfig(n, attention, layout, checkpoint, tiles, state, planner.offload))
         steps = planner.plan_steps(configs) if configs else []
         for step in steps:
             if tiles == more_tiles and not step.max_tiles:
                 continue  # no part of the model can be tiled, so the step is that of the attempt before
             num_tiles[step.config.ranks] = step.max_tiles
             result.notes += [note for note in _graph_breaks(step) if note not in result.notes]
-            for attention in choices[step.config.ranks]:
-                result.rows += planner.plan_rows(step, attention)
+            for choice in choices[step.config.ranks]:
+                result.rows += planner.plan_rows(step, choice)
         # A number of ranks may be settled by an estimate, which may be wrong: examine it before the next attempt.
         _refine_best(planner, result, [n for n in unsettled if _is_settled(result, n)], near=False)
         return steps
 
     tiles = "auto" if user_tiles is None else user_tiles
-    steps = examine(False, tiles)
+    steps = examine(checkpoint=False, tiles=tiles)
     if not result.rows:
         return
     has_own_checkpoints = any(step.dry_run.checkpoints for step in steps)
@@ -333,13 +340,13 @@ def _refine_best(planner: StepPlanner, result: StepPlan, all_ranks: Sequence[int
     a faster estimate that almost fits is examined, too, once for each number of ranks.
     """
     tried_near: set[int] = set()  # numbers of ranks for which an estimate that almost fits was examined
-    for rounds_after in reversed(range(MAX_PLAN_ROUNDS)):
+    for rounds_left in reversed(range(MAX_PLAN_ROUNDS)):
         rows = [row for n in all_ranks for row in _rows_to_examine(result, n, near and n not in tried_near)]
         if not rows:
             break
         tried_near |= {row.ranks for row in rows if not row.fits}
         # The last round adds no estimates, since no round is left to examine them.
-        _update_rows(planner, result, rows, adds_estimates=rounds_after > 0)
+        _update_rows(planner, result, rows, adds_estimates=rounds_left > 0)
 
 
 def _rows_to_examine(result: StepPlan, n: int, near: bool = True) -> list[Variant]:
@@ -387,14 +394,15 @@ def _estimate_share(planner: StepPlanner, result: StepPlan, variant: Variant) ->
     """Return an estimate of the variant with the least share on the host with which it fits, from two examined shares.
 
     The memory is assumed to be linear in the share. The two shares are 0 (nothing on the host) and that of `variant`.
-    None if share 0 has not been examined, `variant` needs no less memory than it, no share is sufficient, the least
-    sufficient share has been examined, or the host has too little memory.
+    The result is None if there is no variant with share 0, that variant needs no more memory than `variant`, no share
+    is sufficient, `result` has the variant with the least sufficient share already, or the host has too little memory.
     """
     without_share = replace(variant.config, offload=0.0)
     by_share = {row.offload: row for row in result.rows if replace(row.config, offload=0.0) == without_share}
     at_none = by_share.get(0.0)
     if at_none is None or at_none.memory <= variant.memory:
         return None
+    # The share at which the line through both points is at the memory of the device.
     required = variant.offload * (at_none.memory - result.memory) / (at_none.memory - variant.memory)
     share = next((share for share in planner.shares if share >= required), None)
     if share is None or share in by_share:
@@ -422,7 +430,8 @@ def _required_change(planner: StepPlanner, result: StepPlan, n: int) -> str:
     config = f"{smallest.attention}, {layers}, state {smallest.state}"
     config += f", tiles {smallest.tiles}, {smallest.offload:.0%} of the saved values on the host"
     reasons = [f"{n} ranks: the smallest plan needs {result.unit(smallest.memory)} ({config})"]
-    if (excess := smallest.memory - result.memory) > 0:
+    excess = smallest.memory - result.memory
+    if excess > 0:
         reasons[0] += f", {result.unit(excess)} too much, in its {smallest.phase}"
         reasons.append(f"the largest value there: {planner.largest_value_line(smallest.config)}")
     if result.host_memory is not None:

@@ -224,7 +224,7 @@ class StepPlanner:
         stored in `_problems`.
 
         Raises:
-            SpError: If the dry run of the first configurations fails, which are all with or all without checkpoints.
+            SpError: The first call fails to lower the model, and all its configurations have checkpoints, or none.
         """
         new = [config for config in dict.fromkeys(configs) if config not in self._steps]
         layers = similar_layers(self.model)
@@ -256,7 +256,14 @@ class StepPlanner:
         """
         captured, predicts = self._captured[checkpoint], per_weight is not None
         return DryRun(
-            "plan", self.model, self.args, configs, DRY_RUN_OPTIONS, per_weight, keeps_steps=predicts, captured=captured
+            "plan",
+            self.model,
+            self.args,
+            configs,
+            refused=DRY_RUN_OPTIONS,
+            per_weight=per_weight,
+            keeps_steps=predicts,
+            captured=captured,
         )
 
     def _dry_run_options(self, **options: Any) -> dict[str, Any]:
@@ -304,7 +311,7 @@ class StepPlanner:
         for strategy, layout in product(strategies, layouts):
             choice = self._attention_choice(n, (strategy, layout), order=layout)
             has_layout = any(candidate.layout == layout for candidate, _ in choice.candidates)
-            if has_layout:  # else all attentions permute their rows to another one
+            if has_layout:  # else all attentions permute their rows to another layout
                 choices.append(choice)
         # Attentions of different shapes, such as local and global ones, may be fastest with different layouts, or, with
         # the strategy "auto", with different strategies. `by_order` has a choice for each layout of the program outside
@@ -314,10 +321,11 @@ class StepPlanner:
             mixed = min((choice for choice in by_order if choice.candidates), key=lambda c: c.seconds, default=None)
             if mixed is not None and all(choice.candidates != mixed.candidates for choice in choices):
                 choices.append(mixed)
+        # Those that exceed the memory are last.
         return sorted(choices, key=lambda choice: (choice.memory > self.machine.memory, choice.seconds))
 
     def _attention_choice(self, n: int, key: tuple[str, str], order: str) -> AttentionChoice:
-        """Return the candidates that the backend would choose for all attentions; none if one attention has none.
+        """Return the candidates that the backend would choose for all attentions; none if one of these is not possible.
 
         Args:
             n: Number of ranks.
@@ -345,12 +353,13 @@ class StepPlanner:
         # `refusal` is the reason why a candidate is not possible, or None if it is.
         reasons = {f"{c.kind}: {c.refusal}" for c in candidates if c.refusal and kind in (None, c.kind)}
         requested_text = " and ".join(f"{name}={value!r}" for name, value in requested.items())
-        return f"{requested_text} is not possible ({'; '.join(sorted(reasons)) or 'no candidate'}); omit it"
+        reason_text = "; ".join(sorted(reasons)) or "no candidate"
+        return f"{requested_text} is not possible ({reason_text}); omit it"
 
     def plan_rows(self, step: PlannedStep, choice: AttentionChoice) -> Iterator[Variant]:
         """Yield the variants of a choice, with each placement of the state.
 
-        If one does not fit, also yield that with the least sufficient share on the host.
+        If a variant does not fit, also yield that with the least sufficient share on the host.
         """
         for state in self.states(step.config.ranks):
             row = self.plan_row(step, choice, state, self.offload)
@@ -366,6 +375,7 @@ class StepPlanner:
         If none fits, return that with the largest share for which the host has memory; None if it has too little.
         """
         # Host memory increases with the share, and device memory decreases, so both limits are found by bisection.
+        # `num_shares` is the number of shares for which the host has memory.
         num_shares = bisect_right(self.shares, self.host, key=lambda share: step.peak_memory(share).host)
         if num_shares == 0:
             return None
@@ -404,7 +414,7 @@ class StepPlanner:
             memory=memory,
             phase=phase,
             kept=step.saved_bytes,
-            seconds=machine.together(seconds, 2 * copy_seconds(peaks.host, machine)),
+            seconds=machine.together(seconds, 2 * copy_seconds(peaks.host, machine)),  # to the host and back
             tokens=self.tokens,
             fits=memory <= machine.memory and peaks.host <= self.host,
             is_measured=step.is_exact(choice, state, share),

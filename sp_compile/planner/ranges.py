@@ -48,7 +48,9 @@ class Ranges:
 
 def format_range(bounds: tuple[float, float]) -> str:
     """Return a range with two significant digits: "18-27", or one number if both are equal."""
-    return "-".join(dict.fromkeys(f"{float(f'{bound:.2g}'):,.12g}" for bound in bounds))
+    rounded = [float(f"{bound:.2g}") for bound in bounds]
+    texts = [f"{number:,.12g}" for number in rounded]  # without an exponent, as ".2g" may have
+    return "-".join(dict.fromkeys(texts))
 
 
 def format_byte_range(bounds: tuple[float, float], unit: SizeUnit) -> str:

@@ -165,7 +165,7 @@ def _line_blocks(report: Report) -> list[dict[str, Any]]:
             lines.setdefault(moment.where, [])
         alive = graph.backward.alive(0) if graph.backward is not None else []  # before the first kernel
         for live in alive:
-            if live.origin == "saved" and live.where != TANGENTS_LINE:
+            if live.origin == "saved" and live.where != TANGENTS_LINE:  # tangents are of no line of the user
                 saved[live.where] += live.nbytes
     sent: Counter[str] = Counter()  # line -> bytes that a rank sends
     for exchange in report.exchanges:

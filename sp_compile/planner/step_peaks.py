@@ -47,7 +47,7 @@ class StepPeaks:
             peaks = near if point.moment.where in attention_lines else elsewhere
             for state in STATES:
                 nbytes = step.sharded_bytes(point, n) if state == SHARDED_STATE else point.nbytes
-                peaks[state] = max(peaks[state], StepPeak(nbytes, point.phase))
+                peaks[state] = max(peaks[state], StepPeak(nbytes, point.phase))  # tuples: by bytes first
         return StepPeaks(step, near, elsewhere, step.offloaded.nbytes if step.offloaded is not None else 0.0)
 
     def with_offload(self, offloaded: StepPeaks, share: float) -> StepPeaks:

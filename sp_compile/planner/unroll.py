@@ -175,7 +175,8 @@ class Unroll:
         all_values = None if graph.hosted is None else graph.hosted.offloaded
         if all_values is not None:
             waits = all_values.waits * nbytes / all_values.nbytes if all_values.nbytes else 0.0
-            offloaded = HostValues(counts.total(), nbytes, saved, copy_seconds(nbytes, self.machine), waits)
+            seconds = copy_seconds(nbytes, self.machine)
+            offloaded = HostValues(counts.total(), nbytes, kept=saved, seconds=seconds, waits=waits)
         forward = self._walk(graph.forward, counts, is_backward=False)
         backward = None if graph.backward is None else self._walk(graph.backward, counts, is_backward=True)
         return replace(graph, forward=forward, backward=backward, saved=saved, offloaded=offloaded, hosted=None)
@@ -185,7 +186,7 @@ class Unroll:
         occurrences = Counter[int]()  # index of a representative -> number of its layers so far
         for i in self.order:
             layer = self.layers[i]
-            # `counts` has how many layers, from the first one on, offload the value.
+            # `counts` has the number of layers, from the first one on, that offload the value.
             yield [value for value in layer.saved if occurrences[i] >= counts[layer.path, value.name]]
             occurrences[i] += 1
 
@@ -238,7 +239,7 @@ class Unroll:
                 unrolled.sources.append(source)
                 unrolled.extra_values.append(extra_values)
 
-        none, all_layers = (0, 0), (len(self.order), len(self.layers))  # of the model, of the program
+        none, all_layers = (0, 0), (len(self.order), len(self.layers))  # layers before, of the model and of the program
         add_range(BEFORE_LAYERS, *(all_layers if is_backward else none), own=0)
         positions = list(enumerate(self.order))
         for position, i in reversed(positions) if is_backward else positions:

@@ -149,7 +149,7 @@ def find_mismatch(messages: Sequence[Message], mismatch: SpError | None = None) 
         mismatch: The error if `Message.fields` or `Message.note` differ, to which the differences are added; None to
             permit differences.
     """
-    error = failure([message.error for message in messages]) or describe_operation_mismatch(messages)
+    error = merge_failures([message.error for message in messages]) or describe_operation_mismatch(messages)
     if error is not None or mismatch is None:
         return error
     fields = [{"": message.note, **message.fields} for message in messages]  # the note is a field without a name
@@ -214,7 +214,7 @@ def _format_ranks(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def failure(errors: Sequence[SpError | None], ranks: Sequence[int] = ()) -> SpError | None:
+def merge_failures(errors: Sequence[SpError | None], ranks: Sequence[int] = ()) -> SpError | None:
     """Return the error that all ranks raise if some have failed, or None if none has.
 
     It is the first of the errors, with the other ones in its text.
@@ -294,7 +294,7 @@ def wrap_error(error: Exception | None) -> SpError | None:
     return SpError("SP608", f"{type(error).__name__}: {error}.")
 
 
-def not_compiled(error: Exception | None) -> SpError | None:
+def error_to_send(error: Exception | None) -> SpError | None:
     """Return the compilation error that this rank sends to others, as an SpError; None without one.
 
     An error that this rank has received from another one (`RemoteError`) is not sent again.

@@ -19,7 +19,7 @@ from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.collectives.checksums import PIECE_ELEMENTS, checksum_of, start_cpu_copy, summarize
 from sp_compile.lowering.comm.communicator import current_communicator
 from sp_compile.runtime.control.channel import ControlChannel, channel_of
-from sp_compile.runtime.control.message import BACKWARD, Message
+from sp_compile.runtime.control.message import BACKWARD_VERB, Message
 
 from .agreement import require_agreement
 from .input_checks import is_on_accelerator
@@ -53,14 +53,15 @@ def check_shared_gradients(xs: list[Tensor], names: list[str], n: int, group: st
     ranks = Ranks(n, group)
     # None without other processes, as for simulated ranks: these compare at once, also on an accelerator.
     channel = channel_of(ranks)
-    on_device: dict[GradientKey, Tensor] = {}
-    on_cpu: dict[GradientKey, Tensor] = {}
+    compared_later: dict[GradientKey, Tensor] = {}
+    compared_now: dict[GradientKey, Tensor] = {}
     for key, x in zip(enumerate(names), xs, strict=True):
-        (on_device if channel is not None and is_on_accelerator(x) else on_cpu)[key] = x
-    if channel is not None and on_device:
-        _compare_on_next_call(channel, on_device)
-    if on_cpu:
-        _compare_gradients(ranks, on_cpu)
+        group_of_x = compared_later if channel is not None and is_on_accelerator(x) else compared_now
+        group_of_x[key] = x
+    if channel is not None and compared_later:
+        _compare_on_next_call(channel, compared_later)
+    if compared_now:
+        _compare_gradients(ranks, compared_now)
     return [x.clone() for x in xs]  # an operator may not return its inputs
 
 
@@ -87,9 +88,10 @@ def _compare_gradients(ranks: Ranks, gradients: Mapping[GradientKey, Tensor]) ->
     names = dict.fromkeys(name for _, name in gradients)
     checksums = {str(key): str(checksum_of(x).item()) for key, x in gradients.items()}
     # Without `mismatch=`, the fields may differ. The result is [] if all messages are equal.
-    messages = require_agreement(ranks, Message(BACKWARD, f"the result {', '.join(names)}", fields=checksums))
+    messages = require_agreement(ranks, Message(BACKWARD_VERB, f"the result {', '.join(names)}", fields=checksums))
     differing = [key for key in gradients if len({message.fields[str(key)] for message in messages}) > 1]
-    wrong_names = dict.fromkeys(key[1] for key in differing if not _is_within_rounding(gradients[key], ranks))
+    wrong = [key for key in differing if not _is_within_rounding(gradients[key], ranks)]
+    wrong_names = dict.fromkeys(name for _, name in wrong)
     if wrong_names:
         raise SpError(
             "SP671",
@@ -109,8 +111,10 @@ def _is_within_rounding(x: Tensor, ranks: Ranks) -> bool:
     """
     rows = x.reshape(-1, x.shape[-1] if x.ndim else 1)
     pieces = rows.split(max(1, PIECE_ELEMENTS // rows.shape[1]))
-    distances, norms = map(torch.cat, zip(*(_distances_and_norms(piece, ranks) for piece in pieces)))
-    # Half types are accumulated in float32 and rounded once; other types are rounded at each addition.
+    results = [_distances_and_norms(piece, ranks) for piece in pieces]
+    distances, norms = torch.cat([distance for distance, _ in results]), torch.cat([norm for _, norm in results])
+    # Half types are accumulated in float32 and rounded once; other types are rounded at each addition: 64 roundings
+    # are allowed.
     eps = torch.finfo(x.dtype).eps * (64 if x.element_size() >= 4 else 1)
     allowed = eps * (norms + norms.max() / 16)  # relative to other rows, too: a row that sums to zero is only noise
     return bool((distances <= allowed).all() and norms.isfinite().all())

@@ -19,8 +19,8 @@ from sp_compile.lowering.base.errors import RankMismatchError, RemoteError, SpEr
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.runtime.control.message import COMPILE_VERB, STOP_MESSAGE, Message
 
-from .agreement import all_gather_messages, describe_operation_mismatch, failure, not_compiled
-from .settings_digest import mode_fields
+from .agreement import all_gather_messages, describe_operation_mismatch, error_to_send, merge_failures
+from .settings_digest import mode_text
 
 
 class CompileProtocol:
@@ -56,10 +56,10 @@ class CompileProtocol:
             SpError: The ranks of a group run different operations; every rank of the group, and of the other groups of
                 these ranks, raises. Or a rank does not arrive; `finish` forwards this error to the other groups.
         """
-        self.opened, mine = True, Message(COMPILE_VERB, note=f"in mode {mode_fields()}")
+        self.opened, mine = True, Message(COMPILE_VERB, note=f"in mode {mode_text()}")
         for ranks in dict.fromkeys([*(ranks for ranks, _ in self.remaining), *more_groups]):
             try:
-                if ranks.has_other_processes:
+                if ranks.has_other_processes:  # after a mismatch in a group, the later groups receive STOP_MESSAGE
                     self._all_gather(ranks, mine if self.opened else STOP_MESSAGE)
             except RankMismatchError as error:
                 # Ranks that run another operation have no exchanges of this compilation, so none follows. A lost rank
@@ -92,7 +92,7 @@ class CompileProtocol:
         messages = self._all_gather(ranks, Message(COMPILE_VERB, name, expects_answer=True, answer=value))
         group = ranks.process_group
         numbers = range(ranks.n) if group is None else dist.get_process_group_ranks(group)  # of all ranks, for messages
-        error = failure([message.error for message in messages], numbers)
+        error = merge_failures([message.error for message in messages], numbers)
         if error is not None:
             raise RemoteError(error.code, error.cause, error.fix)
         return [message.answer for message in messages]
@@ -116,12 +116,12 @@ class CompileProtocol:
     def _run_next(self, error: Exception | None) -> None:
         """Run the next exchange for the other ranks: send the error of this rank, if any, and ignore the result."""
         ranks, name = self.remaining.pop(0)
-        # `not_compiled` omits a received error (`RemoteError`), which the ranks of its group have. The remaining
-        # exchanges may be of other groups, whose ranks may not know it, so it is sent as an error of this rank.
+        # `error_to_send` omits a received error (`RemoteError`), which all ranks of its group have received. The
+        # remaining exchanges may be of other groups, whose ranks lack it, so it is sent as an error of this rank.
         if isinstance(error, RemoteError):
             sent: SpError | None = SpError(error.code, error.cause, error.fix)
         else:
-            sent = not_compiled(error)
+            sent = error_to_send(error)
         if ranks.has_other_processes:
             self._all_gather(ranks, Message(COMPILE_VERB, name, error=sent, expects_answer=True))
 

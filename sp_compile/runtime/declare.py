@@ -22,9 +22,9 @@ from sp_compile.lowering.base.ranks import ranks_of
 from sp_compile.lowering.torch_compat import group_timeout, process_groups
 from sp_compile.passes.cost.known_groups import KnownGroups, Partition, add_declared, label_subsets, reduce_partitions
 from sp_compile.passes.cost.measure import measure_reductions
-from sp_compile.runtime.control.message import MEASURE_VERB, register_sendable
+from sp_compile.runtime.control.message import MEASURE_MESSAGE, register_sendable
 
-from .agreement import all_gather_object, failure, make_exchange, wrap_error
+from .agreement import all_gather_object, make_exchange, merge_failures, wrap_error
 
 # name of a process group, its global ranks, and its backends, such as "cpu:gloo,cuda:nccl"
 GroupEntry: TypeAlias = tuple[str, tuple[int, ...], str]
@@ -57,10 +57,11 @@ def declare_groups(mesh: DeviceMesh | Sequence[dist.ProcessGroup | None], measur
     declarations: list[_Declaration] = all_gather_object(ranks, "declares", "groups", _make_declaration(mesh, measure))
     axes = _agreed_axes(declarations)  # label of an axis -> the ranks of each of its groups
     own_groups = declarations[dist.get_rank()].axes
-    own_names = {label: entry[0] if entry else None for label, entry in own_groups.items()}  # None: not in the mesh
-    # The name of this rank's group of each axis, and the ranks of all groups of the axis.
+    # The name of this rank's group by axis: the first item of its `GroupEntry`; None if the rank is not in the mesh.
+    own_names = {label: entry[0] if entry else None for label, entry in own_groups.items()}
+    # For each axis, the name of this rank's group and the ranks of all groups.
     groups = [(name, axes[label]) for label, name in own_names.items()]
-    # The same for the communicators over several axes; `union` is None if these axes form no full grid.
+    # Add the same for the communicators over several axes; `union` is None if these axes form no full grid.
     for labels in label_subsets(list(axes)):
         union = reduce_partitions([axes[label] for label in labels])
         if union is not None and union not in [partition for _, partition in groups]:
@@ -72,7 +73,7 @@ def declare_groups(mesh: DeviceMesh | Sequence[dist.ProcessGroup | None], measur
     device = _device_of_messages()
     passed_groups = [entry for declaration in declarations for entry in declaration.axes.values() if entry]
     if measure and all(f"{device.type}:" in backends for _, _, backends in passed_groups):
-        table = replace(table, lines=measure_reductions(groups, device, make_exchange(ranks, MEASURE_VERB)))
+        table = replace(table, lines=measure_reductions(groups, device, make_exchange(ranks, MEASURE_MESSAGE)))
     add_declared(table)
     return table
 
@@ -133,7 +134,7 @@ def _agreed_axes(declarations: Sequence[_Declaration]) -> dict[str, Partition]:
     Raises:
         SpError: The declaration of a rank has an error, or the declarations do not agree.
     """
-    error = failure([declaration.error for declaration in declarations])
+    error = merge_failures([declaration.error for declaration in declarations])
     if error is not None:
         raise error.with_context("declare_groups: ")
     arguments = [f"axes {tuple(x.axes)} and measure={x.measure}" for x in declarations]

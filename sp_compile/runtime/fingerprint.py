@@ -156,8 +156,10 @@ def graph_lines(gm: GraphModule, inside: str = "") -> tuple[NodeText, ...]:
         attribute = attrgetter(str(node.target))(gm) if node.op == "get_attr" else None  # a tensor or a region
         if isinstance(attribute, torch.Tensor) and not isinstance(attribute, torch.nn.Parameter):
             constants.append(value_digest(attribute))
-        region, policy = checkpoint_of(node)
-        checkpoint = inside or (f"{checkpoints[region]} {policy}".strip() if region is not None else "")
+        region, policy = checkpoint_of(node)  # the checkpointed region of the node, and the name of its policy
+        checkpoint = inside
+        if not inside and region is not None:
+            checkpoint = f"{checkpoints[region]} {policy}".strip()
         body = graph_lines(attribute, checkpoint) if isinstance(attribute, GraphModule) else ()
         lines.append(NodeText(node, _call_text(node), operands, str(spec), tuple(constants), body, checkpoint))
     return tuple(lines)

@@ -41,25 +41,32 @@ from sp_compile.passes.graph.provenance import ExchangeSource
 from sp_compile.passes.sharding.sharded_work import ShardedWork
 from sp_compile.runtime.control.channel import ControlChannel, channel_of
 from sp_compile.runtime.control.failures import abort_if_connected, announce_failures, mark_agreed
-from sp_compile.runtime.control.message import BACKWARD, CALL_VERB, STOP_MESSAGE, InputRecord, Message, ProgramRecord
-from sp_compile.runtime.control.watch import involved_groups, mark_running
+from sp_compile.runtime.control.message import (
+    BACKWARD_VERB,
+    CALL_VERB,
+    STOP_MESSAGE,
+    InputRecord,
+    Message,
+    ProgramRecord,
+)
+from sp_compile.runtime.control.watch import involved_channels, mark_running
 
 from .agreement import (
     all_gather_messages,
     describe_field_mismatch,
     describe_operation_mismatch,
     describe_raised,
-    failure,
+    error_to_send,
     find_mismatch,
     format_mismatch,
-    not_compiled,
+    merge_failures,
     wrap_error,
 )
 from .eager_fallback import count_step_call
 from .fingerprint import ProgramDigest
 from .input_checks import FEW_FLOATS, ComparedInputs, is_cheap_to_compare, is_on_accelerator, local_value
 from .input_mismatch import describe_by_rank, find_input_mismatch
-from .settings_digest import mode_fields
+from .settings_digest import mode_text
 from .sharded_values import GatheredProgram, any_sharded, any_traced, find_alias_error, unwrap_arguments
 
 OTHER_GRADIENTS = SpError(
@@ -195,7 +202,7 @@ class GuardedProgram:
         mine = self._count_call(args, channel, alias_error)
         has_raised = channel is not None and channel.raised is not None  # this rank, since the last exchange
         messages = all_gather_messages(self.ranks, mine)
-        if messages is None:  # the messages are equal; all ranks may have one error, which they know from another group
+        if messages is None:  # the messages are equal; all ranks may have one error, received in another group
             problem, operation_mismatch = wrap_error(self.error) or alias_error, None
         else:
             operation_mismatch = describe_operation_mismatch(messages)
@@ -211,7 +218,7 @@ class GuardedProgram:
         # are still in that step, such as at its backward. `raised` is the text of such exceptions, "" without one.
         raised = describe_raised(messages or ())
         if raised and operation_mismatch is not None:
-            if has_raised and len(involved_groups()) == 1:
+            if has_raised and len(involved_channels()) == 1:
                 # This is the rank that has raised. The others raise now, and then announce the same call as this rank:
                 # announce it again.
                 return self._agree(args, alias_error)
@@ -231,12 +238,12 @@ class GuardedProgram:
         compares_all = model not in self.called or (check_every > 0 and number % check_every == 0)
         self.called.discard(model)  # until the ranks agree: the call after an error is compared in full
         earlier = {} if channel is None else channel.take_earlier()
-        error = not_compiled(self.error) or alias_error
+        error = error_to_send(self.error) or alias_error
         call = Message(CALL_VERB, subject, number, model=model)
         with self._announce_failure(call):
             inputs = self._describe_inputs(args, compares_all, channel, call)
         return replace(
-            call, mode=mode_fields(), program=self._program_record, inputs=inputs, earlier=earlier, error=error
+            call, mode=mode_text(), program=self._program_record, inputs=inputs, earlier=earlier, error=error
         )
 
     def _describe_inputs(
@@ -245,8 +252,8 @@ class GuardedProgram:
         """Return the records of the inputs of a call, by name.
 
         A record has the size of an input and, if its value is compared, a checksum of all its elements or of a sample.
-        Compared are the inputs in `inputs.always`, and those in `inputs.arguments`, of which large ones by a sample;
-        with `compares_all` also those in `inputs.equal`, and none by a sample. The checksum of a value on an
+        Every call compares the inputs in `inputs.always`, and those in `inputs.arguments`, of large ones only a sample.
+        With `compares_all` it compares those in `inputs.equal`, too, and no samples. The checksum of a value on an
         accelerator is added to `channel.later` instead, and compared at the next call.
 
         Args:
@@ -288,7 +295,7 @@ class GuardedProgram:
         The error is that of the first cause found: a failed rank, then unsplit programs, options, values of earlier
         calls, programs and inputs. Values that only some ranks send are ignored.
         """
-        failed = failure([message.error for message in messages])
+        failed = merge_failures([message.error for message in messages])
         if failed is not None:
             return failed
         if isinstance(self.error, RemoteError):  # of a rank of another group; ranks do not send it again
@@ -337,7 +344,7 @@ class GuardedProgram:
             out: The results of the call.
             call: The announcement of the call.
         """
-        mine, leaves = Message(BACKWARD, call.subject, call.number, model=call.model), pytree.tree_leaves(out)
+        mine, leaves = Message(BACKWARD_VERB, call.subject, call.number, model=call.model), pytree.tree_leaves(out)
         # The autograd nodes at which the backward of the program begins, each with the indices of the results of which
         # a rank has only its rows. Their backwards run inside of `_run_marked`, which publishes exceptions.
         for node, row_results in find_backward_nodes(leaves, self.boundary.rows, lambda: self._run_marked(mine)):
@@ -382,7 +389,7 @@ def world() -> Any:
 
 
 @dataclass(eq=False)
-class InProcesses:
+class WorldProgram:
     """Program that may run only with the default process group that it was compiled for.
 
     Raises:

@@ -81,7 +81,7 @@ def local_tensors(inputs: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def local_value(x: Any) -> Any:
-    """Return the value of an input that this rank stores, of which a digest needs no communication.
+    """Return the part of an input that this rank stores, so that its digest needs no communication.
 
     This is the local shard of a DTensor or sharded value, the inner tensor of a wrapper, or the input.
     """

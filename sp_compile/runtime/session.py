@@ -32,7 +32,7 @@ from sp_compile.passes.cost.group_names import GroupGrid, check_groups, group_gr
 from sp_compile.passes.cost.input_facts import InputFacts
 from sp_compile.passes.cost.machine import Machine
 from sp_compile.runtime.control.channel import HEARTBEAT_INTERVAL, broken_context, channel_of, publish_stop
-from sp_compile.runtime.control.message import MEASURE_VERB, hash_text, register_sendable
+from sp_compile.runtime.control.message import MEASURE_MESSAGE, hash_text, register_sendable
 from sp_compile.runtime.control.store import STORE_TIMEOUT
 
 from .agreement import make_exchange, wrap_error
@@ -180,8 +180,8 @@ class CompileSession(RankQueries):
         self.split = True  # so that `guard` compares the ranks of the sequence, even if the compilation fails
         if not self.measures or self.ranks.process_group is None:
             return None
-        machine = measure.machine(self.ranks, device, make_exchange(self.ranks, MEASURE_VERB))
-        for ranks in self.all_groups:  # over the axes of a grid this gives the minimum of all ranks
+        machine = measure.machine(self.ranks, device, make_exchange(self.ranks, MEASURE_MESSAGE))
+        for ranks in self.all_groups:  # one axis of a grid after the other: the last result is the minimum of all ranks
             machines = self._protocol.exchange(ranks, "machine", machine)
             machine = min(filter(None, machines), key=astuple)  # None from ranks that have failed
         return machine

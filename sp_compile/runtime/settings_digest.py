@@ -62,7 +62,7 @@ def _matches_pattern(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def mode_fields() -> str:
+def mode_text() -> str:
     """Return the torch state that affects a call and its backward, as text that ranks compare.
 
     The state is grad and inference mode, autocast, an enclosing checkpoint, and a DDP under no_sync.

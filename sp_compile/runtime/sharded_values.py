@@ -1,6 +1,6 @@
 """Pass sharded values between compiled graphs: unwrap arguments and wrap results.
 
-A compiled program returns `Sharded` tensors: eager code sees the global shape, each rank stores its rows. The next
+A compiled program returns `Sharded` tensors: they have the global shape, and each rank stores its rows. The next
 program takes the rows directly. A read of a sharded value is its gather in eager code, in which all ranks take part.
 Ranks therefore announce it first, so that a rank that reads alone raises with the operations of the others.
 
@@ -178,7 +178,7 @@ class ShardedProgram:
             if key not in wrapped:
                 wrapped[key] = self._wrap(result, values[i], orders, args, out)
             values[i] = wrapped[key]
-        for i, number in boundary.writes.items():
+        for i, number in boundary.writes.items():  # the output `number` is the new value of argument `i`
             write(args[i], values[number])
         # Omit the tokens and operands (None: there are none), then the row order and the written arguments.
         num_outputs = len(values) if boundary.num_program_outputs is None else boundary.num_program_outputs
@@ -272,7 +272,7 @@ def simulate_sharded_outputs(
 ) -> Sequence[Any]:
     """Return the full results of a dry run without ranks as sharded values, as a real run returns them.
 
-    The next graph of the model then takes them in shards. A result that is sharded along a part of a dim stays a plain
+    The next graph of the model then takes them sharded. A result that is sharded along a part of a dim stays a plain
     tensor, since a real run gathers it before the next graph.
 
     Args:
@@ -387,7 +387,7 @@ def agree_to_read(ranks: Ranks, value: str) -> None:
     """Announce a read of a sharded value, before its gather, and check that all ranks read the same value.
 
     Args:
-        ranks: The ranks that have the value in shards.
+        ranks: The ranks over which the value is sharded.
         value: The description of the value.
 
     Raises:

@@ -56,7 +56,7 @@ def compare_weights(model: torch.nn.Module, mesh: DeviceMesh | None = None, mesh
 
 
 def _is_sharded_over(x: torch.Tensor, ranks: Ranks) -> bool:
-    """Return True for a DTensor of which at least two of these ranks have different shards, which are not compared."""
+    """Return True for a DTensor of which two of these ranks have different shards: it is not compared."""
     if not isinstance(x, DTensor) or ranks.process_group is None:
         return False
     members = {*dist.get_process_group_ranks(ranks.process_group)}

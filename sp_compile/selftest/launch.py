@@ -43,14 +43,15 @@ def selftest(ranks: int | None = None, device: str | None = None, compiler: str 
     """
     gpus = torch.cuda.device_count()
     device = device or ("cuda" if gpus > 1 else "cpu")
-    ranks = ranks or (min(gpus, MOST_RANKS) if device == "cuda" else 2)
-    most = min(gpus, MOST_RANKS) if device == "cuda" else MOST_RANKS
+    max_ranks = min(gpus, MOST_RANKS) if device == "cuda" else MOST_RANKS
+    if ranks is None:
+        ranks = max_ranks if device == "cuda" else 2
     if device not in ("cuda", "cpu"):
         raise SpError("SP741", f"selftest: device: expected 'cuda' or 'cpu', got {device!r}.")
-    if most < 2:
+    if max_ranks < 2:
         raise SpError("SP741", f"selftest: device: expected two GPUs or more for 'cuda', got {gpus}.")
-    if not 2 <= ranks <= most:
-        raise SpError("SP741", f"selftest: ranks: expected 2 to {most} on {device!r}, got {ranks}.")
+    if not 2 <= ranks <= max_ranks:
+        raise SpError("SP741", f"selftest: ranks: expected 2 to {max_ranks} on {device!r}, got {ranks}.")
     settings = _choose_sizes(ranks, device, compiler)
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_run_process, (settings, folder), ranks)

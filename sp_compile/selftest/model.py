@@ -53,7 +53,7 @@ class AttentionLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output (batch, tokens, width) for x of the same shape."""
         heads = self.project(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1))
-        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind()
+        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind()  # each (batch, heads, tokens, head dim)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         gate, value = self.up(self.mlp_norm(x)).chunk(2, -1)

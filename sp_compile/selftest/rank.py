@@ -18,7 +18,7 @@ from sp_compile.passes.cost.measure import machine
 from sp_compile.passes.graph.compare_runs import relative_error
 from sp_compile.planner.explain import explain
 from sp_compile.runtime.agreement import make_exchange
-from sp_compile.runtime.control.message import MEASURE_VERB
+from sp_compile.runtime.control.message import MEASURE_MESSAGE
 
 from .model import ModelSize, SelfTestModel, make_model
 
@@ -80,7 +80,7 @@ def run_rank(settings: Settings) -> dict[str, Any]:
     """
     device = torch.device(settings.device, torch.cuda.current_device() if settings.device == "cuda" else None)
     ranks = Ranks(settings.ranks, dist.group.WORLD.group_name)
-    links = machine(ranks, device, make_exchange(ranks, MEASURE_VERB))  # measures the links
+    links = machine(ranks, device, make_exchange(ranks, MEASURE_MESSAGE))  # measures the links
     model, ids = make_model(settings.values, torch.float64, device)
     truth = _loss_and_gradients(model, model, ids)
     single = _test_single_device(settings, truth, device)

@@ -27,7 +27,7 @@ from sp_compile.integrations.fsdp import compile_under_fsdp
 from sp_compile.passes.context import NoteKind
 from sp_compile.passes.cost import known_groups
 from sp_compile.passes.cost.known_groups import KnownGroups
-from sp_compile.runtime.guard import GuardedProgram, InProcesses
+from sp_compile.runtime.guard import GuardedProgram, WorldProgram
 from sp_compile.runtime.sharded_values import ShardedProgram
 
 WIDTH, WORLD = 16, (2, 4)
@@ -112,7 +112,7 @@ def of_backend(model: nn.Module, x: Tensor, options: Options) -> str:
     def guarded(*args: Any) -> Any:
         run = guard(*args)
         checked = run
-        while isinstance(checked, InProcesses | ShardedProgram):
+        while isinstance(checked, WorldProgram | ShardedProgram):
             seen.append(type(checked).__name__)
             checked = checked.run
         seen.append(checked.info.check_every)

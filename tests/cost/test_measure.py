@@ -21,7 +21,7 @@ from sp_compile.passes.cost import measure
 from sp_compile.passes.cost.collective_time import LatencyBandwidth, collective_bytes, fit_line
 from sp_compile.passes.cost.machine import CPU, GPU, Machine
 from sp_compile.runtime.agreement import make_exchange
-from sp_compile.runtime.control.message import MEASURE_VERB
+from sp_compile.runtime.control.message import MEASURE_MESSAGE
 
 DEVICE = torch.device("cpu")
 EVERYONE = ((0, 1),)
@@ -50,8 +50,8 @@ def measured(folders: list[str]) -> tuple[Machine, int, list[str]]:
         mock.patch.object(measure, "_measure_and_fit", wraps=measure._measure_and_fit) as fit,
     ):
         ranks = resolve(worker.mesh(), None)
-        found = measure.machine(ranks, DEVICE, make_exchange(ranks, MEASURE_VERB))
-        assert measure.machine(ranks, DEVICE, make_exchange(ranks, MEASURE_VERB)) == found
+        found = measure.machine(ranks, DEVICE, make_exchange(ranks, MEASURE_MESSAGE))
+        assert measure.machine(ranks, DEVICE, make_exchange(ranks, MEASURE_MESSAGE)) == found
     return found, fit.call_count, sorted(os.listdir(folder)) if os.path.isdir(folder) else []
 
 
@@ -69,7 +69,7 @@ def fails(where: str, folder: str) -> str:
         else nullcontext()
     )
     with odd, mock.patch.dict(os.environ, {"SP_COMPILE_CACHE_DIR": folder}):
-        return error_text(lambda: measure.machine(ranks, DEVICE, make_exchange(ranks, MEASURE_VERB)))
+        return error_text(lambda: measure.machine(ranks, DEVICE, make_exchange(ranks, MEASURE_MESSAGE)))
 
 
 @pytest.mark.parametrize("where", ["_cache_path", "full_span"])

@@ -81,7 +81,7 @@ def compiled(
         mock.patch.object(flex, "_make_fake", there),
         mock.patch.object(flex, "_compile_fx", no_run),
         mock.patch.object(calls, "_programs", {}),
-        mock.patch.object(calls, "_known_lengths", {}),
+        mock.patch.object(calls, "_first_shapes", {}),
     ):
         return kernels_of_inductor(call)
 

@@ -50,7 +50,9 @@ def test_errors_are_relative_and_count_nan() -> None:
         assert not StrategyResult("ring", error, 1e-6, 1.0, 0).is_right
 
 
-@pytest.mark.parametrize("arguments", [["--ranks", "1"], ["--ranks", "9"], ["--device", "cuda", "--ranks", "2"]])
+@pytest.mark.parametrize(
+    "arguments", [["--ranks", "0"], ["--ranks", "1"], ["--ranks", "9"], ["--device", "cuda", "--ranks", "2"]]
+)
 def test_what_this_machine_cannot_run(arguments: list[str], capsys: pytest.CaptureFixture) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has GPUs")

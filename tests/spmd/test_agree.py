@@ -25,7 +25,7 @@ from sp_compile.runtime import fingerprint as spmd_fingerprint
 from sp_compile.runtime.agreement import is_close
 from sp_compile.runtime.control.message import hash_text
 from sp_compile.runtime.fingerprint import exchange_digest, graph_digest
-from sp_compile.runtime.settings_digest import FUNCTORCH, INDUCTOR, mode_fields, settings_fields
+from sp_compile.runtime.settings_digest import FUNCTORCH, INDUCTOR, mode_text, settings_fields
 
 
 class Attention(nn.Module):
@@ -109,7 +109,7 @@ def test_modes_of_a_call() -> None:
     modes: list[str] = []
 
     def look(x: Tensor) -> Tensor:
-        modes.append(mode_fields())
+        modes.append(mode_text())
         return x.sin()
 
     checkpoint(look, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()

@@ -156,8 +156,17 @@ def num_rows(states: Any, dim: int) -> int:
 
 
 def slice_rows(states: Any, dim: int, *bounds: int | None) -> Any:
-    """Return views of the rows of states in slice(*bounds), whose bounds are stop, start and stop, or a step, too."""
-    return pytree.tree_map(lambda leaf: leaf[(slice(None),) * (dim % leaf.ndim) + (slice(*bounds),)], states)
+    """Return views of the rows of states that `slice(*bounds)` selects in dim.
+
+    The bounds are (stop), (start, stop) or (start, stop, step), as those of Python's slice.
+    """
+
+    def select(leaf: Tensor) -> Tensor:
+        """Return the rows of one tensor."""
+        all_dims_before = (slice(None),) * (dim % leaf.ndim)
+        return leaf[(*all_dims_before, slice(*bounds))]
+
+    return pytree.tree_map(select, states)
 
 
 def concat_rows(first: Any, second: Any, dim: int) -> Any:

@@ -62,16 +62,17 @@ def fits_native(problem: ScanProblem) -> bool:
 
 def _compute_dtype(problem: ScanProblem) -> torch.dtype | None:
     """Return the dtype of the states, in which C++ computes; None if there is no kernel of the problem."""
-    floats = problem.result.is_floating_point
+    is_float = problem.result.is_floating_point
     if problem.op in ("max", "min"):
         # Every value must be exact in the dtype of the state, and so must the index of an extreme, which only float64
         # represents for long dims. A problem of the kind "scan" has no indices.
-        if not floats:
+        if not is_float:
             return torch.int64
         return torch.float32 if problem.kind == "scan" and problem.result is not torch.float64 else torch.float64
-    if problem.op in ("sum", "prod") and not floats:
+    if problem.op in ("sum", "prod") and not is_float:
+        # A bool result is stored as uint8_t (`CPP_TYPES`), in which a sum would not be 0 or 1.
         return torch.int64 if problem.accumulate is torch.int64 and problem.result is not torch.bool else None
-    if not floats or problem.accumulate not in (torch.float32, torch.float64):
+    if not is_float or problem.accumulate not in (torch.float32, torch.float64):
         return None
     # LogSumExp of native.cpp exists for double only.
     return torch.float64 if problem.op == "logsumexp" else problem.accumulate
@@ -125,7 +126,8 @@ def scan_native(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:
     x = x.to(_kernel_dtype(x.dtype, problem.result))
     out = x.new_empty(x.shape, dtype=problem.result)
     states = _run_native(problem, x, starts=starts, out=out)
-    # Of a logsumexp the state is the maximum m, and the sum of exp(x - m) over the rows but that of the maximum.
+    # The state of a logsumexp is the maximum m, and the sum of exp(x - m) over all rows except that of the maximum. The
+    # term of the maximum is 1, which log1p adds.
     total = states[0] + states[1].log1p() if problem.op == "logsumexp" else states[0]
     return out, total.to(problem.accumulate)
 
@@ -194,7 +196,7 @@ def _run_native(problem: ScanProblem, x: Tensor, initial: Tensor | None = None, 
     integers = (
         *x.shape,
         *start_strides(others.get("starts")),
-        problem.exclusive or problem.lagged,  # the result of a row is that of the state before it
+        problem.exclusive or problem.lagged,  # the state before a row determines its result
         problem.reverse,
         threads,
     )
@@ -210,7 +212,8 @@ def _use_large_pages(result: Tensor) -> None:
 
     Allocating new memory in small pages takes longer than a scan takes to fill it.
     """
-    begin = -(-result.data_ptr() // HUGE_PAGE) * HUGE_PAGE  # first and last boundary of large pages in the result
+    # The first and the last boundary of large pages inside of the result: multiples of HUGE_PAGE, rounded up and down.
+    begin = -(-result.data_ptr() // HUGE_PAGE) * HUGE_PAGE
     end = (result.data_ptr() + result.nbytes) // HUGE_PAGE * HUGE_PAGE
     if sys.platform == "linux" and end - begin > HUGE_PAGE:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), MADV_HUGEPAGE)

@@ -26,7 +26,7 @@ from .flex_texts import PairFunctions, PairTexts, pair_functions
 COMPILER: Override[Any] = Override()
 
 _programs: dict[Hashable, list[FlexProgram]] = {}  # programs by (family, strides); see `_run_program`
-_known_lengths: dict[Hashable, Hashable] = {}  # shapes of the first call of each family
+_first_shapes: dict[Hashable, Hashable] = {}  # shapes of the operands in the first call of each family
 _programs_lock = threading.Lock()
 _failed = False  # whether a compilation has failed in this process
 
@@ -101,7 +101,8 @@ def _fit_options(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
     options = dict(zip(("fwd_BLOCK_M", "fwd_BLOCK_N", "fwd_num_stages", "fwd_num_warps"), forward))
     options |= dict(zip(("bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_num_stages", "bwd_num_warps"), backward))
     # The backward's loop for dq has the sizes of the loop for dk and dv, exchanged.
-    return options | {"bwd_BLOCK_M2": backward[1], "bwd_BLOCK_N2": backward[0]}
+    queries, keys, *_ = backward
+    return options | {"bwd_BLOCK_M2": keys, "bwd_BLOCK_N2": queries}
 
 
 def _forward_program(
@@ -219,8 +220,9 @@ def _run_program(
         shapes = tuple(x.shape for x in xs)
         dynamic_dims = length_dims
         strides: Hashable = None
-        if _known_lengths.setdefault(family, shapes) == shapes:  # the lengths of the first call: nothing is dynamic
-            dynamic_dims, strides = [()] * len(xs), tuple(x.stride() for x in xs)
+        if _first_shapes.setdefault(family, shapes) == shapes:  # the lengths of the first call: nothing is dynamic
+            dynamic_dims = [()] * len(xs)
+            strides = tuple(x.stride() for x in xs)
         else:  # with dynamic lengths, strides must follow from the lengths
             xs = [x.contiguous() for x in xs]
         programs = _programs.setdefault((family, strides), [])

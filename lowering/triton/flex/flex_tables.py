@@ -7,7 +7,6 @@ A tile of queries x keys is EMPTY (no pair attends), FULL (all pairs do, and the
 """
 
 from functools import lru_cache
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -39,7 +38,7 @@ class BlockTables(NamedTuple):
 
 
 def tile_size(queries: int, keys: int) -> int:
-    """Return the number of queries, and of keys, of a tile: the smallest with which the tables stay small."""
+    """Return the number of queries, and of keys, of a tile: FLEX_TILE, doubled until there are at most MAX_TILES."""
     tile = FLEX_TILE
     while -(-queries // tile) * -(-keys // tile) > MAX_TILES:
         tile *= 2
@@ -61,9 +60,11 @@ def build_tables(plan: BlockPlan, queries: int, keys: int, has_mask: bool, devic
     if has_mask:
         kinds = kinds.clamp(max=PARTIAL_TILE)  # FULL, the greatest kind, becomes PARTIAL
     kinds = copy_async(kinds, device)
-    # A number table and an index table each: of the PARTIAL and FULL tiles by query tile, then of those by key tile.
-    sides = (kinds == PARTIAL_TILE, kinds == FULL_TILE, kinds.T == PARTIAL_TILE, kinds.T == FULL_TILE)
-    return BlockTables(*chain(*map(_sort_selected, sides)))
+    # The PARTIAL and FULL tiles by query tile, then by key tile. Each selection has a number table and an index table,
+    # which are the next two fields of BlockTables.
+    selections = (kinds == PARTIAL_TILE, kinds == FULL_TILE, kinds.T == PARTIAL_TILE, kinds.T == FULL_TILE)
+    tables = [table for is_selected in selections for table in _sort_selected(is_selected)]
+    return BlockTables(*tables)
 
 
 def tile_kinds(plan: BlockPlan, queries: int, keys: int, tile: int) -> Tensor:
@@ -106,8 +107,8 @@ def _covered_tiles(offset: int, length: int, num_rows: int, tile: int) -> tuple[
 def _touches_diagonal(block: Block, rows: slice, columns: slice, tile: int) -> Tensor:
     """Return uint8 (rows, columns): 1 (PARTIAL_TILE) for tiles of a causal block in which any pair attends, else 0.
 
-    That holds if the tile's last query attends to its first key. Both are counted from the block's first row, so that
-    query i attends to the keys 0 to i.
+    That holds if the tile's last query attends to its first key. These are counted from the block's first query and
+    first key, so that query i attends to the keys 0 to i.
     """
     last_query = torch.arange(rows.start + 1, rows.stop + 1) * tile - 1
     last_query = last_query.clamp(max=block.q_off + block.q_len - 1) - block.q_off
@@ -118,7 +119,7 @@ def _touches_diagonal(block: Block, rows: slice, columns: slice, tile: int) -> T
 def _is_below_diagonal(block: Block, rows: slice, columns: slice, tile: int) -> Tensor:
     """Return bool (rows, columns): True for tiles of a causal block in which all pairs attend.
 
-    That holds if the tile's first query attends to its last key, both counted from the block's first row.
+    That holds if the tile's first query attends to its last key, counted from the block's first query and first key.
     """
     first_query = torch.arange(rows.start, rows.stop) * tile - block.q_off
     last_key = (torch.arange(columns.start + 1, columns.stop + 1) * tile).clamp(max=block.k_off + block.k_len) - 1

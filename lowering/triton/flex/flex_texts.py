@@ -97,21 +97,32 @@ class PairFunctions:
 
 @lru_cache(maxsize=1024)
 def max_magnitude(text: str, largest: int) -> int:
-    """Return a bound of the magnitude of every value that a predicate computes if that of its symbols is `largest`."""
+    """Return an upper bound of the magnitude of every value that is computed when a predicate is evaluated.
+
+    For "k - q < 4" and positions up to 100, it is 204, the sum of 100, 100 and 4.
+
+    Args:
+        text: The predicate.
+        largest: The greatest magnitude of its symbols.
+    """
 
     def bound(expr: Any) -> int:
         """Return a bound of the values of an expression and of its operands; conditions are 0 or 1."""
         if expr.is_Symbol:
             return largest
         if expr.is_Rational:
-            return max(abs(expr.p), expr.q)
+            return max(abs(expr.p), expr.q)  # numerator and denominator
         operands = [bound(x) for x in expr.args]
         if isinstance(expr, sympy.Mul):
             return math.prod(max(x, 1) for x in operands)
         if isinstance(expr, Relational):  # both sides are multiplied by the denominators of their terms
             terms = sympy.Add.make_args(sympy.expand(expr.lhs - expr.rhs))
-            return sum(operands) * int(sympy.ilcm(1, *(term.as_coeff_Mul()[0].q for term in terms)))
-        return sum(operands) if isinstance(expr, sympy.Add) else max(operands, default=1)
+            factors = [factor for factor, _ in (term.as_coeff_Mul() for term in terms)]
+            common_denominator = int(sympy.ilcm(1, *(factor.q for factor in factors)))
+            return sum(operands) * common_denominator
+        if isinstance(expr, sympy.Add):
+            return sum(operands)
+        return max(operands, default=1)  # others, such as a remainder, are no larger than an operand
 
     return bound(language.parse_predicate(text))
 
@@ -130,7 +141,7 @@ def pair_functions(
     # Row positions and sizes are int32 if all of them, and the values that the predicate computes, are small.
     ends = [segment.first + segment.length for segment in (*pairs.q_rows, *pairs.k_rows)]
     largest = max([*map(abs, pairs.sizes.values()), *ends], default=0)
-    is_small = largest < SMALL_INDEX and max_magnitude(pairs.predicate, largest) < 1 << 31
+    is_small = largest < SMALL_INDEX and max_magnitude(pairs.predicate, largest) < 2**31
     dtype = torch.int32 if is_small else torch.int64
     captured = {
         "q": _row_positions(pairs.q_rows, queries, dtype, device),

@@ -109,15 +109,17 @@ class BiasReader:
         Raises NotSymbolic for other values.
         """
         cases = as_cases(self.positions.at(node, coords))  # pairs (condition, number)
-        if len(cases) == 1 and cases[0][1].is_integer:
-            value = cases[0][1]
+        numbers = [number for _, number in cases]
+        if len(numbers) == 1 and numbers[0].is_integer:
+            value = numbers[0]
+            # An AppliedUndef is an element of a tensor of data, such as leaf0(k).
             if value.has(AppliedUndef) or value.free_symbols - {QUERY_INDEX, KEY_INDEX}:
                 raise NotSymbolic("reads more than the positions of a query and a key", node)
             return BiasElement(value)
-        if not all(v == 0 or self._is_fill(v) for _, v in cases):
+        if not all(number == 0 or self._is_fill(number) for number in numbers):
             raise NotSymbolic("has cases other than zeros and fills", node)
-        allowed = Or(*(condition for condition, v in cases if v == 0))
-        has_finite_fills = any(v.is_finite for _, v in cases if v != 0)
+        allowed = Or(*(condition for condition, number in cases if number == 0))
+        has_finite_fills = any(number.is_finite for number in numbers if number != 0)
         return BiasElement(sympy.Integer(0), allowed, has_finite_fills)
 
     def _is_fill(self, value: sympy.Expr) -> bool:
@@ -136,7 +138,7 @@ class BiasReader:
         )
 
     def _head_element(self, node: Node) -> sympy.Expr:
-        """Return the symbol head0, head1, ... that stands for a number per head, and add the value to `heads`.
+        """Return the symbol head0, head1, ... that represents a number per head, and add the value to `heads`.
 
         Equal values have one symbol. Raises NotSymbolic for a value with a gradient, which an expression would lose.
         """
@@ -171,8 +173,9 @@ class BiasReader:
             x, y = operand("self"), operand("other")
             if op is aten.rsub:  # other - alpha * self
                 x, y = y, x
-            return self._sum(x, y, _parse_number(call["alpha"]) * (1 if op is aten.add else -1), node)
-        if op is aten.where and "self" in call.args:
+            sign = 1 if op is aten.add else -1
+            return self._sum(x, y, sign * _parse_number(call["alpha"]), node)
+        if op is aten.where and "self" in call.args:  # without operands, where(condition) returns indices
             return self._select(call["condition"], coords, operand("self"), operand("other"), node)
         if op is aten.masked_fill:
             return self._select(call["mask"], coords, operand("value"), operand("self"), node)
@@ -219,9 +222,10 @@ def _require_exact(value: sympy.Expr, node: Node) -> sympy.Expr:
     sympy distributes numbers over sums, (k - q) * 0.1 becomes k / 10 - q / 10, and reorders products of more than two
     factors. A product with a power of two is exact.
     """
-    factors = [[x for x in product.args if not _is_power_of_two(x)] for product in value.atoms(sympy.Mul)]
-    terms = [term for terms in value.atoms(sympy.Add) for term in terms.args]
-    if any(len(inexact) > 2 for inexact in factors) or any(map(_may_round, terms)):
+    products, sums = value.atoms(sympy.Mul), value.atoms(sympy.Add)
+    numbers_of_inexact_factors = [sum(not _is_power_of_two(x) for x in product.args) for product in products]
+    terms = [term for total in sums for term in total.args]
+    if any(number > 2 for number in numbers_of_inexact_factors) or any(map(_may_round, terms)):
         raise NotSymbolic("would be rounded differently as an expression", node)
     return value
 

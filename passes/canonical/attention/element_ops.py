@@ -46,20 +46,23 @@ from .proofs import SUMMED_ROW, IndexBox
 @element_handler("arange")
 def _arange_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
     """Return the element of arange(start, end, step) at the coordinate i: start + step * i."""
-    start, step = (reader.integer(as_number(call.get(name, value))) for name, value in (("start", 0), ("step", 1)))
-    return ((sympy.true, sympy.expand(start + step * coords[0])),)
+    start = reader.integer(as_number(call.get("start", 0)))  # arange(end) has neither a start nor a step
+    step = reader.integer(as_number(call.get("step", 1)))
+    (i,) = coords
+    return ((sympy.true, sympy.expand(start + step * i)),)
 
 
 @element_handler("full", "new_full", "full_like", "scalar_tensor")
 def _full_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
     """Return the element of full(size, fill_value): the fill value, at any coordinates."""
-    return as_number(call["fill_value"] if "fill_value" in call.args else call["s"])
+    return as_number(call["fill_value"] if "fill_value" in call.args else call["s"])  # s: of scalar_tensor
 
 
 @element_handler("eye")
 def _eye_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
     """Return the element of an identity matrix: the condition that row and column are equal."""
-    return reader.box.equals_zero(coords[0] - coords[1])
+    row, column = coords
+    return reader.box.equals_zero(row - column)
 
 
 # Movement.
@@ -180,7 +183,8 @@ def _index_element(reader: ElementReader, call: OpCall, coords: Coords) -> Eleme
 @element_handler("tril", "triu")
 def _triangle_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
     """Return the element of tril or triu: that of the operand on one side of a diagonal, else 0."""
-    distance_below = coords[-2] + reader.integer(as_number(call["diagonal"])) - coords[-1]  # row + diagonal - column
+    *_, row, column = coords
+    distance_below = row + reader.integer(as_number(call["diagonal"])) - column  # >= 0 on the diagonal and below it
     distance = distance_below if "tril" in schema_of(call.node.target).name else -distance_below
     return select_element(reader.box.at_least_zero(distance), reader.at(call.operands[0], coords), as_number(0))
 
@@ -195,10 +199,10 @@ def _diff_element(reader: ElementReader, call: OpCall, coords: Coords) -> Elemen
     if call["n"] != 1 or (call["append"] is not None and call["prepend"] is None):
         raise NotSymbolic("computes differences of differences, or only with appended rows")
     parts = [x for x in (call["prepend"], call["self"], call["append"]) if x is not None]
-    row, next_row = (
-        _joined_element(reader, parts, (*coords[:dim], coords[dim] + i, *coords[dim + 1 :]), dim) for i in (0, 1)
-    )
-    return apply_by_cases(lambda a, b: b - a, row, next_row)
+    next_coords = (*coords[:dim], coords[dim] + 1, *coords[dim + 1 :])
+    element = _joined_element(reader, parts, coords, dim)
+    next_element = _joined_element(reader, parts, next_coords, dim)
+    return apply_by_cases(lambda x, next_x: next_x - x, element, next_element)
 
 
 @element_handler("cumsum")
@@ -209,10 +213,13 @@ def _cumsum_element(reader: ElementReader, call: OpCall, coords: Coords) -> Elem
     row = sympy.Symbol(f"{SUMMED_ROW}{extent}", integer=True)  # counts all summed rows, also those that are not read
     reader.box.last[row] = extent - 1
     cases = as_cases(reader.at(call.operands[0], (*coords[:dim], row, *coords[dim + 1 :])))
-    if len(cases) != 1 or not cases[0][1].is_number:
+    numbers = [number for _, number in cases]
+    if len(numbers) != 1 or not numbers[0].is_number:
         raise NotSymbolic("sums a value that is not constant")
-    _require_exact_integers(reader, ((sympy.true, cases[0][1] * extent),), call.node)
-    return ((sympy.true, sympy.expand(cases[0][1] * (coords[dim] + 1))),)
+    (constant,) = numbers
+    total = constant * extent  # the last sum, which has the greatest magnitude
+    _require_exact_integers(reader, ((sympy.true, total),), call.node)
+    return ((sympy.true, sympy.expand(constant * (coords[dim] + 1))),)
 
 
 def _operands(reader: ElementReader, call: OpCall, coords: Coords) -> list[Element]:
@@ -295,7 +302,7 @@ def _register_comparison(compare: Compare, *names: str) -> None:
         """Return the element of the comparison, as a condition: it holds for one of the combinations of cases."""
         conditions = []
         values = [x.meta["val"] if isinstance(x, Node) else x for x in (call["self"], call["other"])]
-        dtype = torch.result_type(*values)
+        dtype = torch.result_type(*values)  # in which torch compares
         x_cases, y_cases = map(as_cases, _operands(reader, call, coords))
         for (x_condition, x), (y_condition, y) in itertools.product(x_cases, y_cases):
             if And(x_condition, y_condition) != sympy.false:
@@ -313,9 +320,9 @@ def _cast_pair(x: sympy.Expr, y: sympy.Expr, dtype: torch.dtype, box: IndexBox) 
 
     Raises NotSymbolic if rounding could change the result.
     """
-    # Casts to float are monotone, so that an integer and a constant between exact integers need no other proof: for
-    # n > 2.5, the integer n is at least 3, and so is its representation.
-    limit = exact_range(dtype)[1] if dtype.is_floating_point else 0
+    # A cast to float never reverses an order. If one number is a constant of magnitude below `limit`, the other needs
+    # no proof that it is exact: for n > 2.5, the integer n is at least 3, and so is its representation.
+    limit = max(exact_range(dtype)) if dtype.is_floating_point else 0
     numbers = [cast_number(number, dtype, box) if number.is_number else number for number in (x, y)]
     if any(number.is_Rational and abs(number) < limit for number in numbers):
         return numbers[0], numbers[1]

@@ -173,6 +173,7 @@ class ElementReader:
             raise NotSymbolic(f"contains {value.dtype} values that do not depend on a position")
         indices = [self._leaf_index(c, extent) for c, extent in zip(coords, node_shape(node))]
         indices = [index for index in indices if index is not None]
+        # One index twice, as in leaf[q, q], or both q and k: such a leaf is no vector.
         if len(set(indices)) < len(indices) or {QUERY_INDEX, KEY_INDEX} <= set(indices):
             raise NotSymbolic("depends on a query and a key")
         self.leaves[name] = node
@@ -215,10 +216,10 @@ class ElementReader:
 
         Raises NotSymbolic if it has several cases or is no integer.
         """
-        cases = as_cases(value)  # pairs (condition, number)
-        if len(cases) != 1 or not cases[0][1].is_integer:
+        numbers = [number for _, number in as_cases(value)]
+        if len(numbers) != 1 or not numbers[0].is_integer:
             raise NotSymbolic("has an operand that is not an integer, or an integer with cases")
-        return cases[0][1]
+        return numbers[0]
 
 
 def broadcast_coords(x: Node, coords: Coords) -> Coords:
@@ -337,8 +338,9 @@ def apply_by_cases(function: Callable[..., Any], *values: Element) -> Cases:
         condition = And(*(case_condition for case_condition, _ in combination))
         if condition == sympy.false:
             continue
+        numbers = [number for _, number in combination]
         # Under a condition such as q < 1 the index q is 0, also in the result.
-        result = sympy.expand(function(*(number for _, number in combination))).subs(_fixed_indices(condition))
+        result = sympy.expand(function(*numbers)).subs(_fixed_indices(condition))
         if result is sympy.nan:
             raise NotSymbolic("contains NaN")
         conditions[result] = Or(conditions.get(result, sympy.false), condition)

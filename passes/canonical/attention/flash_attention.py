@@ -54,7 +54,7 @@ IGNORED_ARGUMENTS = frozenset(
     "rotary_interleaved is_rotary_interleaved zero_tensors".split()
 )
 NEUTRAL_VALUES = (None, False, 0, -1)  # values by which other arguments are disabled
-# ops that a Function may contain in any number, since autograd knows their derivatives
+# ops that a Function may contain in any number, since autograd has their derivatives
 MOVE_TARGETS = frozenset(
     getattr(aten, name)
     for name in "alias detach clone contiguous slice select narrow transpose permute view reshape flatten unflatten "
@@ -84,6 +84,7 @@ class ReplaceFlashFunctions(RewriteVarlenAttention):
         bodies = function_bodies(node)
         if not bodies:
             kernel = node
+            # Result 0 is the attention, result 1 the log-sum-exp.
             reason = None if set(read_results(node)) == {0} else "its log-sum-exp is read"
         else:
             kernels = [n for n in bodies[0].graph.nodes if _kernel_name(n) in FLASH_KERNELS]
@@ -144,11 +145,12 @@ class ReplaceFlashFunctions(RewriteVarlenAttention):
         q, k, v = (value_of(arguments[name]) for name in "qkv")
         # The distances to the first and the last key that a query reads; -1 for no limit.
         left, right = (arguments.get(f"window_size_{side}", -1) for side in ("left", "right"))
-        window = left, 0 if arguments.get("causal") else right
+        window = (left, 0 if arguments.get("causal") else right)  # causal: no key after the query
         scale, dropout_p = arguments["softmax_scale"], arguments.get("dropout_p", 0.0)
         options = self._score_options(arguments, value_of)
-        if _document_ends(arguments)[0] is not None:  # packed documents
-            ends = value_of(arguments["cu_seqlens_q"]), value_of(arguments["cu_seqlens_k"])
+        q_ends, k_ends = _document_ends(arguments)
+        if q_ends is not None:  # packed documents
+            ends = (value_of(q_ends), value_of(k_ends))
             return self.emit_attention((q, k, v), ends, window, scale, like, dropout_p, **options)
         # Windows are aligned to the last query and the last key: query q is at key n0 + q, where n0 = keys - queries.
         queries, keys = node_shape(q)[1], node_shape(k)[1]
@@ -158,12 +160,14 @@ class ReplaceFlashFunctions(RewriteVarlenAttention):
         heads_first = [self.compute(aten.transpose.int, (x, 1, 2), like) for x in (q, k, v)]
         if not options and predicate in ("", "(k <= q)"):
             target, is_causal = aten.scaled_dot_product_attention.default, predicate != ""
-            args, options = (*heads_first, None, dropout_p, is_causal), {"scale": scale, "enable_gqa": enable_gqa}
+            attn_mask = None
+            args, options = (*heads_first, attn_mask, dropout_p, is_causal), {"scale": scale, "enable_gqa": enable_gqa}
         else:
             target = sp.masked_attention.default
             vectors: tuple[list[Node], list[Node]] = [], []  # rows and cols: the predicate reads none
             args = (*heads_first, *vectors, sizes if predicate else [], predicate, dropout_p, scale, enable_gqa)
-        return self.compute(aten.transpose.int, (self.compute(target, args, like, options), 1, 2), like)
+        attention = self.compute(target, args, like, options)
+        return self.compute(aten.transpose.int, (attention, 1, 2), like)
 
     def _score_options(self, arguments: Mapping[str, Any], value_of: Callable[[Node], Any]) -> dict[str, Any]:
         """Return the arguments of `sp.masked_attention` for the soft cap and the ALiBi slopes of a kernel.
@@ -245,8 +249,8 @@ def _function_refusal(
         is_kernel_part = node in (kernel, backward_kernel) or node.target in (operator.getitem, set_grad_enabled)
         if node.op == "call_function" and not is_kernel_part and node_packet(node) not in MOVE_TARGETS:
             return f"it contains another op ({node.target})"
-    # Only the attention, result 0 of the kernel, is read, and the backward returns a gradient, not None, for each input
-    # from which q, k and v are computed.
+    # Only the attention, result 0 of the kernel, is read: the kernel's users are getitem(kernel, index). The backward
+    # returns a gradient, not None, for each input from which q, k and v are computed.
     results = [result_at(forward.graph.output_node().args[0], index) for index in read_indices]
     if len(results) != 1 or any(n.args[1] != 0 for n in _ancestors(results[0]) & set(kernel.users)):
         return "its log-sum-exp is read"

@@ -136,9 +136,9 @@ class RewriteFlexAttention(RewriteMasks):
         Returns its name and the vectors and tables that it reads. Raises NotSymbolic or SpError if there is none.
         """
         call = _FlexCall(*node.args)
-        # A query all of whose scores are a finite fill attends to all keys equally, other than with -inf, so
-        # `write_score` has to know the values that may contain fills. With sinks it does not (None): they take all of
-        # the weight of such a query, as with -inf.
+        # If all scores of a query are a finite fill, it attends to all keys equally; with -inf, it attends to none. So
+        # `write_score` needs the values that may contain fills. With sinks it does not (None): they take all of the
+        # weight of such a query, as with -inf.
         is_fill = self._may_contain_fills if _match_sinks(node) is None else None
         return write_score(call.score_body, call.score_captured, conditions, call.mask_captured, self, node, is_fill)
 
@@ -169,7 +169,8 @@ class RewriteFlexAttention(RewriteMasks):
         with self.graph.inserting_before(node):
             score = self._write_score(node, conditions)
         # Emit attention without a mask, in one of three forms, and map each result of the call to its replacement.
-        # The empty arguments are rows, cols, sizes and the predicate, which `set_mask` adds; 0.0 is dropout_p.
+        # The empty arguments are rows, cols, sizes and the predicate, which `set_mask` adds; 0.0 is dropout_p. The last
+        # two, the values of `options`, are scale and enable_gqa.
         masked_attention = torch.ops.sp.masked_attention.default
         masked_args = (q, k, v, [], [], [], "", 0.0, *options.values())
         with self.graph.inserting_before(node if sink_attention is None else sink_attention.result):

@@ -60,6 +60,7 @@ class GroupKeyHeads(CanonicalPass):
         elif (key is None) != (value is None):
             self.note_refusal(node, "keys or values are sent with every copy of a head: only one of them is repeated")
         heads = [node_shape(x)[HEADS_DIM] for x in (key, value) if x is not None]
+        # Not both are repeated, or not equally often, or the number of query heads is no multiple of theirs.
         if len(heads) < 2 or not is_same_size(*heads) or exact_quotient(call.shape()[HEADS_DIM], heads[0]) is None:
             self.drop(key, value)  # if `_undo_repeat` has added them
             return False
@@ -94,7 +95,8 @@ class GroupKeyHeads(CanonicalPass):
         # After the permute, if there is one, the shape must be (dims of batch and heads of x, r, S, D). `repeats_dim`
         # is the place of the expanded dim, r. Without a permute (order is None) the dims keep their places.
         batch, heads, length, width = result_shape
-        shape, repeats_dim = node_shape(permuted), (order or range(5)).index(repeated_dims[0])
+        (repeated_dim,) = repeated_dims
+        shape, repeats_dim = node_shape(permuted), repeated_dim if order is None else order.index(repeated_dim)
         num_heads = exact_quotient(size_product(shape[:repeats_dim]), batch)
         if num_heads is None or not is_same_size(num_heads * shape[repeats_dim], heads):
             return None

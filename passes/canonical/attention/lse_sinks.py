@@ -51,7 +51,7 @@ def match_lse_sinks(out: Node, lse: Node) -> SinkAttention | None:
     Returns:
         The attention with sinks; None for another use of `out`, or if the log-sum-exp has another reader.
     """
-    (result,) = out.users if len(out.users) == 1 else (None,)
+    result = next(iter(out.users)) if len(out.users) == 1 else None
     if result is None or result.target is not aten.mul.Tensor or not is_only_read_by(lse, result):
         return None
     share = next((x for x in OpCall(result).operands if x is not out), None)

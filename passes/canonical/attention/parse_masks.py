@@ -133,7 +133,7 @@ def _checked_mask(positions: ElementReader, allowed: Boolean, needs_key_per_quer
     """Simplify a condition, and return it as a mask. Raises NotSymbolic if a predicate cannot express it.
 
     Args:
-        positions: The reader that has derived the condition and knows its leaves, the tensors of data in it.
+        positions: The reader that has derived the condition and recorded its leaves, the tensors of data in it.
         allowed: The condition under which a query attends to a key.
         needs_key_per_query: True if every query must provably attend to some key, since fills are finite.
     """
@@ -216,6 +216,7 @@ def _allowed_condition(value: Element, max_fill: float = MAX_FILL) -> tuple[Bool
         return value, False
     if not all(number == 0 or (number.is_number and number <= max_fill) for _, number in value):
         raise NotSymbolic(f"a bias of other numbers than 0 and fills from {MAX_FILL:g} down, such as -inf")
+    # The numbers are distinct, so at most one case has the number 0.
     allowed = next((condition for condition, number in value if number == 0), sympy.false)
     return allowed, any(number.is_finite for _, number in value if number != 0)
 
@@ -304,10 +305,12 @@ class RewriteMasks(base.CanonicalPass):
         Raises NotSymbolic or SpError if the tensor remains.
         """
         call = OpCall(node)
-        shapes = q_shape, k_shape, _ = [call.shape(i) for i in range(3)]
+        shapes = [call.shape(i) for i in range(3)]  # of q, k and v
         if call.get("is_causal") or not has_same_leading_dims(shapes, call["enable_gqa"]):
             raise NotSymbolic("q, k and v have different batch sizes or heads, or is_causal is also set")
-        shape, absorbs_fills = (*q_shape[:-1], k_shape[-2]), has_absorbing_sinks(call)  # shape of the scores
+        q_shape, k_shape, _ = shapes
+        shape = (*q_shape[:-1], k_shape[-2])  # of the scores
+        absorbs_fills = has_absorbing_sinks(call)
         key = (mask_tensor, shape, absorbs_fills)
         try:
             self.set_mask(node, self.share_mask(key, lambda: parse_mask(*key)))
@@ -324,15 +327,17 @@ class RewriteMasks(base.CanonicalPass):
             absorbs_fills: As in `parse_mask`.
             node: The attention.
         """
-        key = (bias, shape, dtype := node.meta["val"].dtype, absorbs_fills)
+        dtype = node.meta["val"].dtype
+        key = (bias, shape, dtype, absorbs_fills)
         if key not in self.biases:
             self.biases[key] = parse_bias(*key)
         parsed_bias = self.biases[key]
         if parsed_bias is None or OpCall(node).get("score"):  # two score functions are not composed
             return False
         mask, score = parsed_bias
+        _, num_heads, *_ = shape
         with self.graph.inserting_before(node):
-            heads = [self._per_head_vector(self.cast(x, dtype, node), shape[1], node) for x in score.heads]
+            heads = [self._per_head_vector(self.cast(x, dtype, node), num_heads, node) for x in score.heads]
         self.set_mask(node, mask, replace(score, heads=heads))
         return True
 
@@ -403,8 +408,8 @@ class RewriteMasks(base.CanonicalPass):
     def emit_predicate(self, mask: AttentionMask, like: Node) -> tuple[list[Node], list[Node], list[Any], str]:
         """Return rows, cols, sizes and the predicate of `sp.masked_attention` for a mask; emits them at the first call.
 
-        Raises NotSymbolic if no predicate describes the mask, and SpError if the graph cannot compute a size, or a rank
-        the predicate.
+        Raises NotSymbolic if no predicate describes the mask. Raises SpError if the graph cannot compute a size, or if
+        the predicate has an operation that ranks cannot evaluate.
         """
         printer = MaskPrinter()
         predicate = _make_predicate(printer, mask)

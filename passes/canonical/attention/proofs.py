@@ -23,7 +23,7 @@ from sympy.core.relational import Relational
 from sp_compile.lowering.masks.predicate import Bounds
 from sp_compile.passes.graph.sizes import Size
 
-BATCH_INDEX, HEAD_INDEX, QUERY_INDEX, KEY_INDEX = INDICES = sympy.symbols("b h q k", integer=True, is_nonnegative=True)
+BATCH_INDEX, HEAD_INDEX, QUERY_INDEX, KEY_INDEX = INDICES = sympy.symbols("b h q k", integer=True)
 Boolean: TypeAlias = sympy.logic.boolalg.Boolean
 SUMMED_ROW = "row_of_"  # prefix of a symbol that counts all rows of a dim, whose size follows
 MAX_SIZE = 1 << 24  # assumed maximum of a symbolic size, an index below which is exact in float32
@@ -61,27 +61,34 @@ class IndexBox:
     def is_bounded(self, e: sympy.Expr, least: int, greatest: int) -> bool:
         """Return True if least <= e <= greatest provably for all indices, leaves, and sizes up to MAX_SIZE."""
         bounds = self._bounds(e)
-        return bounds is not None and bool(least <= bounds[0] and bounds[1] <= greatest)
+        if bounds is None:
+            return False
+        minimum, maximum = bounds
+        return bool(least <= minimum and maximum <= greatest)
 
     def _bounds(self, e: sympy.Expr) -> Bounds | None:
         """Return bounds of an expression, or None if they are not known."""
         if e.is_Rational:
             return e, e
         if e in self.last:
-            last = self._bounds(self.last[e])
-            return (0, last[1]) if last is not None else None
+            bounds_of_last = self._bounds(self.last[e])
+            if bounds_of_last is None:
+                return None
+            _, greatest_index = bounds_of_last
+            return 0, greatest_index
         if isinstance(e, AppliedUndef):
             return self.leaf_ranges.get(e.func.__name__)
         if e.is_Symbol:  # a size, or another integer of the program
             return -MAX_SIZE, MAX_SIZE
-        is_power = e.is_Pow and e.exp.is_Integer and e.exp > 0
-        operands = [self._bounds(x) for x in ([e.base] * int(e.exp) if is_power else e.args)]
+        function: Any = e.func
+        args: Any = e.args
+        if e.is_Pow and e.exp.is_Integer and e.exp > 0:  # a product of equal factors
+            function, args = sympy.Mul, [e.base] * int(e.exp)
+        operands = [self._bounds(x) for x in args]
         known = [bounds for bounds in operands if bounds is not None]
         if not known or len(known) < len(operands):
             return None
-        return _bounds_of_call(
-            sympy.Mul if is_power else e.func, known, is_of_sizes=not e.has(*self.last, AppliedUndef)
-        )
+        return _bounds_of_call(function, known, is_of_sizes=not e.has(*self.last, AppliedUndef))
 
     def at_least_zero(self, e: sympy.Expr) -> Boolean:
         """Return the condition e >= 0: true or false if that is proven, else a relation in normal form, as k <= q."""
@@ -157,12 +164,15 @@ def _bounds_of_call(function: Any, operands: list[Bounds], is_of_sizes: bool) ->
         select = max if function is sympy.Max else min
         return select(least), select(greatest)
     if function is sympy.floor:
-        return sympy.floor(least[0]), sympy.floor(greatest[0])
+        ((minimum, maximum),) = operands
+        return sympy.floor(minimum), sympy.floor(maximum)
     largest = max(map(abs, (*least, *greatest)))
     if function is sympy.Abs:
         return 0, largest
-    if function is sympy.Mod and least[1] > 0:
-        return 0, greatest[1] - 1
+    if function is sympy.Mod:
+        _, (least_divisor, greatest_divisor) = operands
+        if least_divisor > 0:
+            return 0, greatest_divisor - 1
     return (-largest, largest) if is_of_sizes else None
 
 
@@ -194,7 +204,7 @@ def _split_terms(e: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:
     """
     added, subtracted, number = [sympy.Integer(0)] * 3
     for term, factor in e.as_coefficients_dict().items():
-        is_row = any(x.name.startswith(SUMMED_ROW) for x in term.free_symbols)
+        is_row = any(x.name.startswith(SUMMED_ROW) for x in term.free_symbols)  # another index, which INDICES lacks
         if not is_row and not term.has(*INDICES, AppliedUndef):
             number += factor * term
         elif factor > 0:

@@ -77,7 +77,9 @@ class ScoreOperand:
 
         It broadcasts to the scores, so that the first dims may be missing.
         """
-        own_shape = (*(self.leading or node_shape(self.node)[:-2]), *node_shape(self.node)[-2:])
+        node_dims = node_shape(self.node)
+        leading = self.leading or node_dims[:-2]
+        own_shape = (*leading, *node_dims[-2:])
         if is_identity(self.order):
             return own_shape
         full_shape = (*[1] * (len(self.order) - len(own_shape)), *own_shape)
@@ -132,8 +134,10 @@ def _undo_merged_batch(x: Node, leading: tuple[Size, ...]) -> Node | None:
     node = value_origin(x)
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
-    if keeps_order(node) and (source := move_source(node)) is not None:
-        return source if is_same_shape(node_shape(source), (*leading, *node_shape(x)[-2:])) else None
+    before_reshape = move_source(node) if keeps_order(node) else None
+    if before_reshape is not None:
+        expected_shape = (*leading, *node_shape(x)[-2:])
+        return before_reshape if is_same_shape(node_shape(before_reshape), expected_shape) else None
     if node.target is not aten.repeat.default:
         return None
     # x = source.repeat(B, 1, 1) of a source (H, Q, K), for leading dims (B, H)
@@ -209,7 +213,8 @@ def _match_score_product(product: ProductMatch, x: Node) -> ScoreChain | None:
 
     Returns None if that term has another dtype than x, to which the op casts it.
     """
-    scores, addend = ScoreChain(product, product.scale, (x,), product.order), product_addend(x)
+    scores = ScoreChain(product, scale=product.scale, chain=(x,), order=product.order)
+    addend = product_addend(x)
     if addend is None:
         return scores
     bias, factor = addend
@@ -408,7 +413,7 @@ def _reaches_product(start: Node, neighbors: Callable[[Node], Sequence[Node]]) -
         """Return the neighbors that compute tensors."""
         return [n for n in neighbors(node) if is_tensor(n) and n.op == "call_function"]
 
-    next_nodes = islice(iterate_reachable([start], tensor_neighbors), 1, MAX_STEPS + 1)
+    next_nodes = islice(iterate_reachable([start], tensor_neighbors), 1, MAX_STEPS + 1)  # without `start` itself
     return any(_is_product(node) for node in next_nodes)
 
 

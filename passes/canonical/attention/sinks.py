@@ -88,8 +88,11 @@ def match_softmax_source(x: Any, keys_dim: int, *readers: Node) -> SoftmaxSource
         # Only a cast after a cat or subtraction is part of the chain. One that reads the scores directly belongs to the
         # scores, which are matched elsewhere.
         return replace(inner, chain=(*inner.chain, x)) if inner.chain else no_ops
-    difference = match_difference(x, MAXIMA)  # (row, dim) if x is row - maximum(row, dim)
-    subtraction = match_between(*difference, x) if difference is not None and difference[1] == keys_dim else None
+    subtraction = None
+    difference = match_difference(x, MAXIMA)
+    if difference is not None:
+        row, dim = difference  # x is row - maximum(row, dim)
+        subtraction = match_between(row, dim, x) if dim == keys_dim else None
     if subtraction is not None:
         inner = match_softmax_source(subtraction.source, keys_dim, *subtraction.readers)
         return replace(inner, chain=(*inner.chain, *subtraction.chain))
@@ -97,10 +100,11 @@ def match_softmax_source(x: Any, keys_dim: int, *readers: Node) -> SoftmaxSource
     is_last_dim = keys_dim == x.meta["val"].ndim - 1
     joined_along_keys = (keys_dim, False)  # False: it is no new dim, as that of a stack is
     if x.target is aten.cat.default and len(operands) == 2 and is_last_dim and match_join(x) == joined_along_keys:
-        is_single = [is_same_size(node_shape(operand)[-1], 1) for operand in operands]  # sinks: one column
-        if is_single[0] != is_single[1]:
-            sinks, scores = operands if is_single[0] else operands[::-1]
-            return SoftmaxSource(scores, readers=(x,), chain=(x,), sinks=sinks, first=is_single[0])
+        # The sinks are the operand with one column.
+        first_is_sinks, last_is_sinks = (is_same_size(node_shape(operand)[-1], 1) for operand in operands)
+        if first_is_sinks != last_is_sinks:
+            sinks, scores = operands if first_is_sinks else operands[::-1]
+            return SoftmaxSource(scores, readers=(x,), chain=(x,), sinks=sinks, first=first_is_sinks)
     return no_ops
 
 

@@ -60,7 +60,7 @@ def match_softmax(node: Node) -> SoftmaxMatch | None:
         return None
     if node.target in SOFTMAX:
         call = OpCall(node)
-        return SoftmaxMatch(call.operands[0], call.dim(), (node,))
+        return SoftmaxMatch(call.operands[0], call.dim(), chain=(node,))
     if node.target is aten.exp.default:
         return _match_exp_log_softmax(node)
     return _match_exp_over_sum(node) if node.target is aten.div.Tensor else None
@@ -90,7 +90,7 @@ def _match_exp_over_sum(node: Node) -> SoftmaxMatch | None:
     scores = value_origin(exponentials.args[0])
     difference = match_difference(scores, MAXIMA)  # (s, dim) of s - s.amax(dim, True), or None
     if difference is None or difference[1] != dim:
-        return SoftmaxMatch(scores, dim, (node,), OVERFLOWS)
+        return SoftmaxMatch(scores, dim, chain=(node,), refusal=OVERFLOWS)
     return match_between(*difference, node)
 
 
@@ -126,7 +126,8 @@ def _match_reduction(x: Node, row: Node, reductions: tuple[Any, ...]) -> int | N
     call, shape = OpCall(reduced), node_shape(row)
     operand = skip_ops(value_origin(call.operands[0]), lambda n: may_detach and n.target is aten.detach.default)
     dims = call["dim"] if isinstance(call["dim"], (list, tuple)) else [call["dim"]]
-    if value_origin(operand) is not row or len(dims) != 1 or not _has_same_dtype(row, x):
+    # A reduction over all dims has none (None).
+    if value_origin(operand) is not row or len(dims) != 1 or dims[0] is None or not _has_same_dtype(row, x):
         return None
     dim = int(dims[0]) % len(shape)
     return dim if is_same_shape(node_shape(x), (*shape[:dim], 1, *shape[dim + 1 :])) else None
@@ -138,7 +139,7 @@ def _has_same_dtype(a: Node, b: Node) -> bool:
 
 
 def match_between(source: Node, dim: int, result: Node) -> SoftmaxMatch | None:
-    """Return the match of a result with all ops between the scores and it; None if another node reads one of them.
+    """Return a match with all ops from the scores up to a result; None if another node reads one of them.
 
     The caller has checked the result: a softmax, or in `sinks.py` the difference of a row and its maximum.
 

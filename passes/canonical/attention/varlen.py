@@ -69,8 +69,8 @@ class RewriteVarlenAttention(CanonicalPass):
         left, right = call.get("window_size") or (-1, -1)
         (out,) = node.users
         with self.graph.inserting_before(node):
-            ends = q_ends, q_ends if k_ends is None else k_ends
-            window = left, 0 if call["is_causal"] else right
+            ends = (q_ends, q_ends if k_ends is None else k_ends)
+            window = (left, 0 if call["is_causal"] else right)  # causal: no key after the query
             out.replace_all_uses_with(self.emit_attention((q, k, v), ends, window, call["scale"], node))
         self.erase([node, out])
 
@@ -103,8 +103,9 @@ class RewriteVarlenAttention(CanonicalPass):
         enable_gqa = not is_same_size(node_shape(q)[1], node_shape(k)[1])
         sizes: list[Node] = []  # numbers that the predicate reads: none
         args = (*heads_first, rows, cols, sizes, predicate, dropout_p, scale, enable_gqa)
-        out = self.compute(sp.masked_attention.default, args, like, more)
-        return self.compute(aten.transpose.int, (self.compute(aten.squeeze.dims, (out, [0]), like), 0, 1), like)
+        attention = self.compute(sp.masked_attention.default, args, like, more)  # (1, H, T, E)
+        attention = self.compute(aten.squeeze.dims, (attention, [0]), like)
+        return self.compute(aten.transpose.int, (attention, 0, 1), like)
 
     def _to_sdpa_layout(self, x: Node, like: Node) -> Node:
         """Transpose q, k or v from (T, H, D) to (1, H, T, D), the layout of sp.masked_attention."""

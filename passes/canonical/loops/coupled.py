@@ -90,7 +90,8 @@ def find_cycle(columns: Sequence[StepColumn]) -> list[StepColumn]:
     # For each column: all its references, and the columns among `columns` that it reads by them.
     references = {c: [x for x in map(reference_of, c.operands) if x is not None] for c in columns}
     sources = {c: {x.column for x in read if x.column in references} for c, read in references.items()}
-    states = [c for c in columns if any(x.lag and x.column is c for read in references.values() for x in read)]
+    read_later = {x.column for read in references.values() for x in read if x.lag}
+    states = [c for c in columns if c in read_later]
     # All columns from which a state is computed, over any number of steps; itself only if it depends on itself.
     dependencies = [reachable_set(sources[state], sources.__getitem__) for state in states]
     cycles = [found for state, found in zip(states, dependencies) if state in found]
@@ -172,13 +173,13 @@ class CoupledStates:
         terms = TERMS.get(getattr(node.target, "overloadpacket", None))
         call, rule = lookup_rule(node) or (None, None)
         nodes = pytree.tree_leaves((node.args, node.kwargs))  # the arguments of one step, in the order of leaves
-        tensors = [i for i, x in enumerate(nodes) if is_tensor(x)]
+        tensor_indices = [i for i, x in enumerate(nodes) if is_tensor(x)]
         refuse_infinite_factor(node)
         error = NotALoop(f"a state that is not affine in the previous state ({node.target})")
         if terms is None or call is None or rule is None or len(rule.results) != 1:
             raise error
         # `_record_dims` assigns the operands of the rule to the tensor leaves, one by one in this order.
-        if [nodes[i] for i in tensors] != call.operands or node.meta["val"].dtype != self.options["dtype"]:
+        if [nodes[i] for i in tensor_indices] != call.operands or node.meta["val"].dtype != self.options["dtype"]:
             raise error
         state_leaves = {i for i, x in enumerate(leaves) if isinstance(x, ColumnRef)}
         # The leaves of terms without a state, which are 0 in the linear part; None if the op is not affine in a state.
@@ -186,7 +187,7 @@ class CoupledStates:
         if zeroed is None or node.kwargs.get("rounding_mode") is not None:  # div that rounds is not linear
             raise error
         coefficients = set(range(len(leaves))) - state_leaves - set(zeroed)
-        self._record_dims(column, leaves, rule, dict(zip(tensors, rule.operands)), coefficients)
+        self._record_dims(column, leaves, rule, dict(zip(tensor_indices, rule.operands)), coefficients)
         return BodyOp(column, leaves, zeroed)
 
     def _record_dims(
@@ -242,11 +243,13 @@ class CoupledStates:
         time = len(self.batch_dims)  # the dim of the steps in the scan
         batch, steps = [self.shape[d] for d in self.batch_dims], self.body[0].column.end - self.body[0].column.first
         num_columns = math.prod(self.shape[d] for d in self.repeated_dims)
-        # b of each state, (steps, *shape) -> (batch, steps, rows, columns). In an order, None is the dim of the steps.
+        # b of each state, (steps, *shape) -> (batch, steps, rows, columns). In the order, a number is a dim of the
+        # state, which is one later in b, and None is the dim of the steps.
         order = [*self.batch_dims, None, *self.mixed_dims, *self.repeated_dims]
         b = [self._arrange(x, [0 if d is None else d + 1 for d in order]) for x in terms]
         b = [self.editor.reshape(x, (*batch, steps, self.rows, num_columns), self.like) for x in b]
-        # m of each state, (steps, basis, *shape) -> (batch, steps, rows, basis). Here -1 is the dim of the basis.
+        # m of each state, (steps, basis, *shape) -> (batch, steps, rows, basis). In this order, -1 is the dim of the
+        # basis, dim 1 of m, and a dim of the state is two later in m.
         order = [*self.batch_dims, None, *self.mixed_dims, -1, *self.repeated_dims]
         m = [self._arrange(x, [0 if d is None else d + 2 for d in order]) for x in maps]
         m = [self.editor.reshape(x, (*batch, steps, self.rows, num_rows), self.like) for x in m]
@@ -379,7 +382,8 @@ class CoupledStates:
                 else:
                     leaves.append(coefficients.get(id(x), x))  # x itself if it is a constant
             node = op.column.node
-            args, kwargs = pytree.tree_unflatten(leaves, pytree.tree_flatten((node.args, node.kwargs))[1])
+            _, structure = pytree.tree_flatten((node.args, node.kwargs))
+            args, kwargs = pytree.tree_unflatten(leaves, structure)
             values[op.column] = node.target(*args, **kwargs)
         # In the next step, the state p of lag 1 is the new value of p, and that of lag 2 is the present one of lag 1.
         return [values[x.column] if x.lag == 1 else previous[ColumnRef(x.column, x.lag - 1)] for x in self.states]
@@ -403,7 +407,8 @@ class CoupledStates:
             return None if x is None else 0
         _, rule = lookup_rule(node) or (None, None)
         assert rule is not None
-        names = rule.operands[sum(map(is_tensor, nodes[:leaf]))]  # rules have operands for tensors only
+        num_tensors_before = sum(map(is_tensor, nodes[:leaf]))  # rules have operands for tensors only
+        names = rule.operands[num_tensors_before]
         state_dim_of = dict(zip(rule.results[0], self.state_dims[op.column]))  # by name of a dim of the result
         sizes = [1 if state_dim_of.get(name) in single_dims else size for name, size in zip(names, node_shape(x))]
         return torch.zeros(sizes, dtype=x.meta["val"].dtype, device=x.meta["val"].device)

@@ -63,7 +63,8 @@ class StackWrittenRows(CanonicalPass):
 
         A chain is y.select_scatter(row, dim, index) for one index after the other, as `y[:, t] = row` in a loop gives.
         """
-        self.writes = {n: write for n in gm.graph.nodes if (write := _match_write(n)) is not None}
+        matches = {n: _match_write(n) for n in gm.graph.nodes}
+        self.writes = {n: write for n, write in matches.items() if write is not None}
         self.budget = 4 * len(gm.graph.nodes)  # remaining number of readers to examine, to limit the time of the pass
         # The last write first: a read of another row moves to the tensor before that write, which is examined next.
         redirected = [self._redirect_reads(n, write) for n, write in reversed(self.writes.items())]

@@ -93,7 +93,7 @@ class ScanBuilder(BatchedOps):
         # The arguments by name, as the rules read them: defaults, then those of the call.
         arguments = OpCall(node).args | dict(zip(leaf_names(node), leaves))
         coefficients = rule(_FoldingArithmetic(self, node), arguments)  # (a, b, m)
-        return None if coefficients is None else AffineValue(state, *coefficients, node_shape(node), lag)
+        return None if coefficients is None else AffineValue(state, *coefficients, shape=node_shape(node), lag=lag)
 
     def _multiply_matrix(self, node: Node, leaves: list[Value]) -> AffineValue | None:
         """Return the matrix product left @ right, where `right` is affine in the state; None for other products.
@@ -392,4 +392,6 @@ def _is_number(x: Value) -> bool:
 
 def _is_constant(x: Value, number: int) -> bool:
     """Return True for the number, or a tensor filled with it."""
-    return x == number if _is_number(x) else is_tensor(x) and constant_value(x) == number
+    if _is_number(x):
+        return x == number
+    return is_tensor(x) and constant_value(x) == number

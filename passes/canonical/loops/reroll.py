@@ -201,8 +201,8 @@ class LoopBuilder:
         if lag > 1:
             return PENDING
         if isinstance(x, SeededList):
-            # The first step reads an initial value, the seed, and later steps the source. It is a state if the seed
-            # stands for the step before the first one of the source, with one seed for all readers.
+            # The first step reads an initial value, the seed, and later steps the source. It is a state if the seed is
+            # in place of the value before the first step of the source, and all readers have the same seed.
             seed = self.seeds.setdefault(source, x.seed)
             is_state = column.first - lag == source.first - 1 and _is_same_value(seed, x.seed)
             return AffineValue(source, 1, 0, lag=lag) if is_state else PENDING
@@ -239,7 +239,7 @@ class LoopBuilder:
             later = self.value(x.later, first + 1, end)
             if not isinstance(later, BatchedValue):  # a node: all steps but the first one have the same value
                 raise NotALoop("a single first step")
-            return self.editor.append_step(x.seed, later, self.reverse)
+            return self.editor.add_first_step(x.seed, later, is_last=self.reverse)
         # A column, of which the operand reads the steps `lag` earlier.
         value, column = self.values[x.column], x.column
         first, end = first - x.lag, end - x.lag
@@ -301,7 +301,8 @@ class RerollLoops(CanonicalPass, ScanBuilder):
 
     def _replace_loop(self, stack: Node) -> bool:
         """Replace the loop that computes the operands of a stack or cat; return False if no loop does."""
-        values, reasons = _stacked_values(stack), []  # reasons of both attempts: in order, in reverse
+        values = _stacked_values(stack)
+        reasons: dict[bool, str] = {}  # why each attempt fails, by `reverse`
         for reverse in (False, True):  # the first step computes the first operand, or the last one
             loop, self.emitted = LoopMatcher(self.budget), []
             try:
@@ -310,7 +311,7 @@ class RerollLoops(CanonicalPass, ScanBuilder):
                 return True
             except NotALoop as reason:
                 self._erase_unused()
-                reasons.append(str(reason))  # the exception itself would keep every frame of the compilation alive
+                reasons[reverse] = str(reason)  # the exception itself would keep every frame of the compilation alive
             finally:
                 self.budget = loop.budget
         if _is_loop_like(values):

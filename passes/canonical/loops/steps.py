@@ -151,13 +151,16 @@ class LoopMatcher:
         New columns among them are appended to `columns`.
         """
         flat = [pytree.tree_flatten((n.args, n.kwargs)) for n in column.nodes]
-        if any(spec != flat[0][1] for _, spec in flat[1:]):
+        structures = [structure for _, structure in flat]
+        if any(structure != structures[0] for structure in structures):
             raise NotALoop("steps that differ in the structure of an op's arguments")
         leaves = [[_skip_views(x) for x in step_leaves] for step_leaves, _ in flat]  # by step
-        has_number_second = [isinstance(x, Node) for x in leaves[0]] == [True, False]
-        if column.node.target in COMMUTATIVE_OPS and has_number_second and leaves[-1][1] != leaves[0][1]:
-            # The initial state 0.0 is a number, and torch traces 0.0 * x as x * 0.0. Restore the order of other steps.
-            leaves[0].reverse()
+        first_leaves, last_leaves = leaves[0], leaves[-1]
+        has_number_second = [isinstance(x, Node) for x in first_leaves] == [True, False]
+        if column.node.target in COMMUTATIVE_OPS and has_number_second and last_leaves[1] != first_leaves[1]:
+            # The initial state 0.0 is a number, and torch traces 0.0 * x as x * 0.0: restore the order of other steps,
+            # with the state first.
+            first_leaves.reverse()
         column.operands = [self._match_operand(values, column.first) for values in zip(*leaves)]
 
     def _match_operand(self, values: Sequence[Any], first: int) -> Operand:

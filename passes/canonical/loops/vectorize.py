@@ -78,8 +78,8 @@ class BatchedOps(GraphEditor):
         node, order = x.node, [d for d in range(x.ndim + 1) if d != x.time]
         order.insert(time, x.time)
         if node.target is aten.permute.default:  # one permutation in place of two
-            node, order = node.args[0], [node.args[1][d] for d in order]
-        if order != sorted(order):
+            node, order = node.args[0], [node.args[1][d] % len(order) for d in order]
+        if order != sorted(order):  # not the identity
             node = self.compute(aten.permute.default, (node, order), node)
         return BatchedValue(node, time)
 
@@ -97,41 +97,45 @@ class BatchedOps(GraphEditor):
         return BatchedValue(self.compute(aten.flip.default, (x.node, [x.time]), x.node), x.time)
 
     def split_rows(self, x: BatchedValue, rows: int) -> BatchedValue:
-        """Split a dim of N * rows into the dim of N steps and one of the `rows` rows that each step has."""
+        """Split a dim of N * rows into the dim of N steps and one of the `rows` rows that each step has.
+
+        For 3 steps of 2 rows, (B, 6, D) becomes (B, 3, 2, D).
+        """
         if rows == 1:
             return BatchedValue(self.unsqueeze(x.node, x.time + 1), x.time)
         shape = list(node_shape(x.node))
         shape[x.time : x.time + 1] = [exact_quotient(shape[x.time], rows), rows]
         return BatchedValue(self.reshape(x.node, shape, x.node), x.time)
 
-    def append_step(self, seed: Value, later: BatchedValue, last: bool) -> BatchedValue:
-        """Return the values of all steps, of which the first one has the value `seed`.
+    def add_first_step(self, seed: Value, later: BatchedValue, is_last: bool) -> BatchedValue:
+        """Join the value of the first step with those of the other steps, and return the values of all steps.
 
         Args:
             seed: The value of the first step.
             later: The values of the other steps.
-            last: True if the first step comes after the others, for tensors read in reverse.
+            is_last: True if the first step is after the others in the tensor, for loops in reverse.
         """
         constant = constant_value(seed) if isinstance(seed, Node) else seed
         if constant == 0:  # a padding, which ranks compute on their shards
-            widths = [0, 0] * later.trailing_dims + ([0, 1] if last else [1, 0])
+            # (before, after) of each dim, from the last one to the dim of the steps
+            widths = [0, 0] * later.trailing_dims + ([0, 1] if is_last else [1, 0])
             padded = self.compute(aten.constant_pad_nd.default, (later.node, widths), later.node)
             return BatchedValue(padded, later.time)
         step = self.unsqueeze(self.expand_to(seed, later.shape, later.node), later.time)
-        parts = [later.node, step] if last else [step, later.node]
+        parts = [later.node, step] if is_last else [step, later.node]
         return BatchedValue(self.compute(aten.cat.default, (parts, later.time), later.node), later.time)
 
     def expand_to(self, x: Value, shape: Sequence[Size], like: Node) -> Node:
         """Return a node or a number expanded to `shape`, in the dtype of `like`.
 
-        Raises NotALoop if the cast may round it, or if it does not broadcast to the shape.
+        Raises NotALoop if the cast may round the values, or if the node does not broadcast to the shape.
         """
         value, sizes = like.meta["val"], self.sizes.list(shape)
         if not isinstance(x, Node):
             options = {"dtype": value.dtype, "device": value.device}
             return self.compute(aten.full.default, (sizes, x), like, options)
         x_value, x_shape = x.meta["val"], node_shape(x)
-        # A 0-dim tensor does not determine the dtype of an op's result, which casts it, too.
+        # The ops of one step cast a 0-dim tensor to the dtype of their other operands, too, so it may be rounded here.
         rounds = x_value.ndim and torch.promote_types(x_value.dtype, value.dtype) != value.dtype
         broadcasts = all(a == 1 or is_same_size(a, b) for a, b in zip(x_shape[::-1], shape[::-1]))
         if rounds or not broadcasts or len(x_shape) > len(shape):
@@ -230,6 +234,7 @@ class BatchedOps(GraphEditor):
         This is for ops without a batcher. Raises NotALoop if vmap has no rule for the op, or if the result is not only
         tensors.
         """
+        # torch accepts dim=0 and dim=-1 of a tensor without dims. When batched, they would be the dim of the steps.
         has_dim = any(name in ("dim", "dims") for name in OpCall(node).args)
         if has_dim and any(isinstance(x, BatchedValue) and not x.ndim for x in leaves):
             raise NotALoop("a dim of a value without dims, which is that of the steps when batched")
@@ -264,7 +269,8 @@ class BatchedOps(GraphEditor):
 
 def _argument_spec(node: Node) -> Any:
     """Return the pytree spec of the node's (args, kwargs), by which tree_unflatten rebuilds them from leaves."""
-    return pytree.tree_flatten((node.args, node.kwargs))[1]
+    _, spec = pytree.tree_flatten((node.args, node.kwargs))
+    return spec
 
 
 def leaf_names(node: Node) -> list[str]:
@@ -279,6 +285,7 @@ def leaf_names(node: Node) -> list[str]:
 
 def _is_batch_of(batched: Value, node: Node) -> bool:
     """Return True if one step of each batched result has the shape and dtype of the result of the node."""
+    # An op with several results has a list of values, another op one value.
     results, step_values = (x if isinstance(x, list | tuple) else [x] for x in (batched, node.meta["val"]))
     if not all(isinstance(value, torch.Tensor) for value in step_values) or len(results) != len(step_values):
         return False
@@ -298,9 +305,9 @@ def step_ndim(x: Value) -> int:
 def _batch_pointwise(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> BatchedValue | None:
     """Emit the op of a step for all steps if it acts on each element independently; None for other ops.
 
-    Its sharding rule shows it: all factors pass through (they have no kinds), each dim of an operand is the dim of the
-    result to which it broadcasts, and all dims are of "...", since a named one may have a position, as the channels of
-    prelu.
+    The op's sharding rule shows whether it does: all factors pass through (they have no kinds), each dim of an operand
+    is the dim of the result to which it broadcasts, and all dims are those of "...", which are named ~0, ~1, ... from
+    the last one on. A dim with another name may need a fixed position, as the channels of prelu do.
 
     Args:
         ops: The editor.
@@ -394,6 +401,8 @@ def _batch_dim_op(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Value
 
 def _shift_dim(dim: Any, time: int, ndim: int) -> int | None:
     """Return a dim argument for one step as the argument for all steps; None if it is not an int.
+
+    With the steps in dim 1, dim 0 remains 0, and dim 1 becomes 2.
 
     Args:
         dim: The dim, possibly negative.

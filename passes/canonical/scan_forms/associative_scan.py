@@ -251,7 +251,8 @@ class RewriteAssociativeScans(CanonicalPass):
         leaves = [operands.leaves[i] for i in scan.leaves]
         value, dim = leaves[-1].meta["val"], operands.dim  # the last leaf has the terms of a recurrence
         if scan.op == "linear":
-            args = (*leaves, None, dim, *([True] if operands.reverse else []))
+            flags = (True,) if operands.reverse else ()  # `reverse`; the default, False, is omitted
+            args = (*leaves, None, dim, *flags)  # factors, terms, initial state, dim
             out = self.emit(sp.linear_scan.default, args, value, like)
         else:
             out = emit_scan(self, leaves[0], dim, scan.op, value, like, reverse=operands.reverse)
@@ -277,7 +278,8 @@ def unmoved_operands(leaves: list[Node], dim: int = 0) -> _ScanOperands:
         The leaves, the dim and direction of the scan in these, and the removed ops.
     """
     operands = _ScanOperands([value_origin(x) for x in leaves], dim)
-    # Go back from the leaves to their operands while all leaves are computed by the same permutation or flip.
+    # Go back from the leaves to their operands while all leaves are computed by the same permutation or flip. Arguments
+    # are compared as text, because lists are not hashable.
     while len({(x.target, str(x.args[1:]), str(x.kwargs)) for x in operands.leaves}) == 1:
         moved = operands.leaves[0]
         source_dim = _source_dim(moved, operands.dim)

@@ -127,8 +127,9 @@ class RewriteScanIdioms(CanonicalPass):
         if scan is None:
             return False
         with self.graph.inserting_before(node):
-            options = (scan.exclusive, scan.reverse)
-            self.replace(node, emit_scan(self, scan.x, scan.dim, scan.op, node.meta["val"], node, *options))
+            operand, value = (scan.x, scan.dim, scan.op), node.meta["val"]
+            new = emit_scan(self, *operand, value, node, exclusive=scan.exclusive, reverse=scan.reverse)
+            self.replace(node, new)
         return True
 
     def _rewrite_flip(self, node: Node) -> bool:
@@ -195,7 +196,10 @@ def _match_shifted_scan(node: Node) -> ScanMatch | None:
 
 
 def _match_exclusive(node: Node) -> ScanMatch | None:
-    """Return the inclusive scan of which a value is the shift by one row, so that the value is the exclusive scan."""
+    """Return the inclusive scan whose result, shifted by one row, is the value of a node; None for other nodes.
+
+    The value is then the exclusive scan of the same operand.
+    """
     shift = match_shift(node)
     if shift is None:
         return None
@@ -338,9 +342,10 @@ def _signed_terms(root: Node) -> Counter[Node]:
 
 
 def _is_cast_of(term: Node, scan: ScanMatch) -> bool:
-    """Return True if the term equals the operand of the scan, possibly in a dtype that represents it exactly.
+    """Return True if the term equals the operand of the scan, possibly in another dtype.
 
-    It is the same node, an equal call of a pure op, or a cast. A cast may also round as that of the scan does.
+    It is the same node, an equal call of a pure op, or a cast. A cast to the dtype of the scan may round, as the scan
+    casts its operand in the same way.
     """
     x = value_origin(scan.x)
     if value_origin(term) is x or is_same_call(term, x):

@@ -75,7 +75,7 @@ class UnrolledScans(RewriteAssociativeScans):
         if outermost_trees(gm.graph):
             erase_dead(self.graph)  # a dead node would count as a reader of a join
         self.levels = {n: level for n in gm.graph.nodes if (level := _match_level(n)) is not None}  # by join
-        # `outermost_trees` yields the join of each tree first.
+        # `outermost_trees` returns pairs, (join, slice of the first row of the leaf).
         outer = [self.levels[join] for join, _ in outermost_trees(gm.graph) if join in self.levels]
         # A tree whose combine function is not known is gathered as a whole. Its inner level, which has half of its
         # rows, may also be among `outer`: skip the levels with that number of rows.
@@ -108,7 +108,8 @@ class UnrolledScans(RewriteAssociativeScans):
         even = combine(scanned pairs, x[2::2]). The result is None if a step is missing, or if its function is unknown
         or differs from the others.
         """
-        inner, num_pairs, num_even = self.levels.get(level.odd), level.rows // 2, (level.rows - 1) // 2
+        inner = self.levels.get(level.odd)
+        num_pairs, num_even = level.rows // 2, (level.rows - 1) // 2  # even rows without row 0, which is the leaf's
         pairs = inner.leaf if inner is not None else level.odd  # the last level has one pair and scans nothing
         sides = {_RowSlice(0, 2, num_pairs): "left", _RowSlice(1, 2, num_pairs): "right"}  # x[0::2] and x[1::2]
         combine = _match_combine(pairs, level, level.leaf, sides)
@@ -157,7 +158,8 @@ def _match_level(join: Node) -> _Level | None:
     # The inner level may itself drop a padding row: `odd` is then the slice of its join.
     source, row_slice = _match_rows(odd, dim)
     odd = source if row_slice == (0, 1, rows // 2) else odd
-    return _Level(join, leaf, dim, rows, odd, value_origin(even_parts[1]) if even_parts[1:] else None)
+    later_even = value_origin(even_parts[1]) if len(even_parts) == 2 else None
+    return _Level(join, leaf, dim, rows, odd, later_even)
 
 
 def _match_rows(x: Node, dim: int) -> tuple[Node, _RowSlice | None]:

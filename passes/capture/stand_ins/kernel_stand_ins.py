@@ -120,7 +120,7 @@ def make_stand_in(
 def _is_default(value: Any, default: Any) -> bool:
     """Return True if an argument has its default value, or turns an option off (None, or False instead of None).
 
-    A default of None also stands for an argument that the signature does not have, as in a function of **kwargs.
+    The default is also None for an argument that the signature does not have, as in a function of **kwargs.
     """
     if value is None or (value is False and default is None):
         return True
@@ -208,8 +208,9 @@ def _number_documents(cu_seqlens: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     bounds, slots = cu_seqlens.to(torch.int64), torch.zeros(x.shape[1] + 1, dtype=torch.int64, device=x.device)
     count = bounds.shape[0] - 1
     numbers = torch.arange(1, count + 1, device=x.device)
-    # Empty documents have the bounds of others: of several that start here the last one has tokens, of several that end
-    # here the first one. The smallest number is count + 1 - (the largest count + 1 - number).
+    # Of several documents that start at one token, all but the last one are empty: take the largest number. Of several
+    # that end at one token, all but the first one are empty: take the smallest number, by the largest reversed number,
+    # count + 1 - number.
     opened = slots.scatter_reduce(0, bounds[:-1], numbers, "amax")[:-1]
     reversed_numbers = slots.scatter_reduce(0, bounds[1:], count + 1 - numbers, "amax")[1:]  # 0 where none ends
     return opened[None], torch.where(reversed_numbers > 0, count + 1 - reversed_numbers, 0)[None]
@@ -250,7 +251,7 @@ def _gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, 
 
 def _delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **options: Any) -> Any:
     """Compute fla's chunk_delta_rule: no decay."""
-    return _attend_delta("chunk_delta_rule", q, k, v, None, beta, **options)
+    return _attend_delta("chunk_delta_rule", q, k, v, decay=None, beta=beta, **options)
 
 
 def _kda(
@@ -267,7 +268,8 @@ def _kda(
 ) -> Any:
     """Compute fla's chunk_kda: a decay for each row of the state.
 
-    With `use_gate_in_kernel`, g is the input of the gate that computes the decay.
+    g is the logarithm of the decay. With `use_gate_in_kernel`, it is the input of a gate that computes the logarithm:
+    -exp(A_log) * softplus(g + dt_bias), or lower_bound * sigmoid(exp(A_log) * (g + dt_bias)) with a lower bound.
     """
     if use_gate_in_kernel:
         g = g.to(state_dtype(g))
@@ -294,9 +296,10 @@ def _simple_gla(
 def _lightning_attention(q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_layers: int, **options: Any) -> Any:
     """Compute fla's chunk_lightning_attn: a constant decay per head, which depends on the layer."""
     heads = v.shape[2]
+    # The decays of the heads are a geometric series, as fla computes them.
     slope = -(8 / heads * (1 - layer_idx / num_layers))
     gamma = slope * torch.arange(heads, dtype=torch.float32, device=q.device)
-    return _simple_gla(q, k, v, None, gamma, **options)
+    return _simple_gla(q, k, v, g_gamma=gamma, **options)
 
 
 def _gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Any) -> Any:

@@ -110,9 +110,12 @@ def _cross_entropy(
 
     def reduce(rows: Tensor, divisor: Tensor) -> Tensor:
         """Return the rows, their sum, or their mean."""
-        return rows if reduction == "none" else rows.sum() if reduction == "sum" else rows.sum() / divisor
+        if reduction == "none":
+            return rows
+        return rows.sum() if reduction == "sum" else rows.sum() / divisor
 
-    loss, z_loss, accuracy, predicted = reduce(losses, total_weight), None, None, None
+    loss = reduce(losses, total_weight)
+    z_loss = accuracy = predicted = None
     if z_losses is not None:
         z_loss = reduce(z_losses, count)
         loss = loss + z_loss

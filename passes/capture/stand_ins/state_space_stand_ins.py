@@ -97,7 +97,8 @@ def _mamba_split_conv_scan(
 
     The last dim of zxbcdt has the gate z, the convolved x, B and C, and one dt per head.
     """
-    heads, size = A.shape[0], D.shape[1] if D.ndim == 2 else headdim  # size of a head: D is (heads,) or (heads, size)
+    heads = A.shape[0]
+    size = D.shape[1] if D.ndim == 2 else headdim  # of a head: D is (heads,) or (heads, size)
     if initial_states is not None or size is None:
         return NotImplemented
     width, channels = heads * size, conv1d_weight.shape[0]  # of x and z; of x, B and C together
@@ -107,7 +108,8 @@ def _mamba_split_conv_scan(
     convolved = _causal_conv(convolved.mT, conv1d_weight, conv1d_bias, seq_idx, activation=activation)
     if convolved is NotImplemented:
         return convolved
-    x, B, C = convolved.mT.split([width, (channels - width) // 2, (channels - width) // 2], -1)
+    state_width = (channels - width) // 2  # of B and of C
+    x, B, C = convolved.mT.split([width, state_width, state_width], -1)
     x, B, C = x.unflatten(-1, (heads, size)), B.unflatten(-1, (ngroups, -1)), C.unflatten(-1, (ngroups, -1))
     gate = z.unflatten(-1, (heads, size)) if rmsnorm_weight is None else None
     options: dict[str, Any] = {"dt_limit": dt_limit, "return_final_states": return_final_states, "dt_softplus": True}
@@ -192,7 +194,9 @@ def _short_convolution(
     The kernel has no gradient of the first of the W tokens of a state.
     """
     has_states = initial_state is not None or output_final_state
-    if weight is None or x.ndim != 3 or (has_states and (cu_seqlens is not None or backend == "cuda")):
+    # Neither states of several documents nor those of the CUDA kernel are supported; the default kernel is Triton's.
+    has_other_states = has_states and (cu_seqlens is not None or backend == "cuda")
+    if weight is None or x.ndim != 3 or has_other_states:
         return NotImplemented
     width = weight.shape[-1]
     if width < 2 or (output_final_state and x.shape[1] < width):
@@ -234,11 +238,13 @@ def _selective_scan(
     dtype, channels = state_dtype(u), u.shape[1]
     step = delta.to(dtype) if delta_bias is None else delta.to(dtype) + delta_bias.to(dtype).unsqueeze(-1)
     step = (F.softplus(step) if delta_softplus else step).mT.unsqueeze(-1)  # (B, S, D, 1)
+    # Results read the states by the vectors C, and tokens are written to them by the vectors B.
     read, written = (_channel_rows(x.to(dtype), channels) for x in (C, B))
     factor = (step * A.to(dtype)).exp()
     if cu_seqlens is not None:
         factor = factor.masked_fill(document_starts(cu_seqlens, u.mT)[..., None, None], 0)
-    states = torch.ops.sp.linear_scan(factor, step * u.to(dtype).mT.unsqueeze(-1) * written, None, 1)
+    terms = step * u.to(dtype).mT.unsqueeze(-1) * written
+    states = torch.ops.sp.linear_scan(factor, terms, None, 1)  # no initial state; dim 1 has the tokens
     out = (states * read).sum(-1).mT
     out = out if D is None else out + u * D.to(dtype).unsqueeze(-1)
     out = (out if z is None else out * F.silu(z.to(dtype))).to(u.dtype)

@@ -63,7 +63,8 @@ class MergeChooser:
         An option partitions the links (the collectives of the chain) into blocks, each of which becomes one collective.
         """
         links = tuple(range(len(chain.links)))
-        all_blocks = [block for size in links for block in itertools.combinations(links, size + 1)]
+        sizes = range(1, len(links) + 1)
+        all_blocks = [block for size in sizes for block in itertools.combinations(links, size)]
         names = {block: self._find_communicator(chain, block) for block in all_blocks}
         # block that one collective can replace -> name of its group
         communicators = {block: name for block, name in names.items() if name is not None}

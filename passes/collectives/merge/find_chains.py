@@ -59,22 +59,23 @@ def match_chunks(cat: Node) -> ChunkMove | None:
     split = pieces[0].args[0] if pieces[0].target is operator.getitem else None
     rule = rule_of(split) if isinstance(split, Node) else None
     # The rule of a split has the dim that it splits (window), and the position of each chunk (spans).
-    if split is None or rule is None or rule.window is None:
+    if split is None or rule is None or rule.window_dim is None:
         return None
     if not len(rule.spans) == len(split.users) == len(pieces):  # some chunks are missing
         return None
     in_order = all(p.target is operator.getitem and p.args == (split, i) for i, p in enumerate(pieces))
     if not in_order or any(len(p.users) != 1 for p in pieces):
         return None
-    first_rows, *other_rows = (p.meta["val"].shape[rule.window] for p in pieces)
+    first_rows, *other_rows = (p.meta["val"].shape[rule.window_dim] for p in pieces)
     is_equal = all(statically_known_true(rows == first_rows) for rows in other_rows)
-    return ChunkMove(split, pieces, cat, rule.window, call.dim()) if is_equal else None
+    return ChunkMove(split, pieces, cat, rule.window_dim, call.dim()) if is_equal else None
 
 
 def _match_chunks_after(node: Node) -> ChunkMove | None:
     """Return the move of chunks, cat(split(node)), whose split is the only reader of the node, or None."""
     if len(node.users) != 1:
         return None
+    # The first reader of the first piece of the only reader, which is the cat if the node is split into chunks.
     cat = next((cat for split in node.users for piece in split.users for cat in piece.users), None)
     move = match_chunks(cat) if cat is not None else None
     return move if move is not None and move.source is node else None

@@ -65,7 +65,10 @@ class FactorTable:
         return Arrangement(tuple((self.new_factor(size),) for size in shape))
 
     def resolve(self, factors: Sequence[int]) -> list[int]:
-        """Return the factors for comparison: those that a reshape has split as their parts, and none of size 1."""
+        """Return the factors in the form for comparisons: split factors as their parts, and none of size 1.
+
+        If a reshape has split factor 2 into 4 and 5, [0, 2] becomes [0, 4, 5].
+        """
         resolved: list[int] = []
         for factor in factors:
             if factor in self._splits:

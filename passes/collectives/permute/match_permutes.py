@@ -151,7 +151,7 @@ def _upstream_chain(sent: Node, x: Node) -> set[Node] | None:
 
 
 def exclusive_chain(first: Node, y: Node) -> set[Node] | None:
-    """Return all nodes from `first` to y, or None if one before y has users that are not among them, which need it.
+    """Return all nodes from `first` to y, or None if another node reads one of them before y, so that it must remain.
 
     Args:
         first: An exchange, or its wait.
@@ -228,7 +228,7 @@ def _match_dims(
         if gather == scatter:
             continue
         result = exchange_factors(table, exchanged, before, scatter, gather)
-        # `rows` are the factors of the gather dim of x, `block` those of the scatter dim of y; none for size 1.
+        # `rows` are the factors of the gather dim of x, `block` those of the scatter dim of y; none if it has size 1.
         # If both have size 1, the exchange only renames a dim, and any dim of size 1 would match.
         rows, block = table.resolve(before.dims[gather]), table.resolve(result.dims[scatter])
         if exact:

@@ -116,7 +116,7 @@ def match_placed(node: Node) -> SlicePiece | None:
         return SlicePiece(pad.source, pad.dim, pad.before, length)
     if op not in (aten.select_backward, aten.slice_backward, aten.select_scatter, aten.slice_scatter):
         return None
-    piece = _match_slice_write(OpCall(node), op in (aten.select_backward, aten.select_scatter))
+    piece = _match_slice_write(OpCall(node), is_select=op in (aten.select_backward, aten.select_scatter))
     if piece is None:
         return None
     # The written value must have the shape of the place that it is written to: a scatter may broadcast it.
@@ -132,8 +132,8 @@ def _match_slice_write(call: OpCall, is_select: bool) -> SlicePiece | None:
     Returns None for a step, for symbolic positions, and for a scatter into values that are not all zero.
     """
     shape, dim = call.result_shapes()[0], call["dim"]
-    start: Any = call["index"] if is_select else call["start"] or 0
-    end: Any = None if is_select else call["end"] or shape[dim]
+    start: Any = call["index"] if is_select else (call["start"] or 0)
+    end: Any = None if is_select else (call["end"] or shape[dim])
     is_static = all(isinstance(position, int) for position in (start, shape[dim], end or 0))
     has_zeros = "self" not in call.args or constant_value(call["self"]) == 0  # a gradient op has no `self`
     if not is_static or call.get("step", 1) != 1 or not has_zeros:

@@ -306,7 +306,8 @@ def products_in_additions(graph: Graph) -> dict[Node, Node]:
     """
     product_of_addition = dict[Node, Node]()
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
-        if node.kwargs or (is_on_gpu(node) and all(map(_is_elementwise, node.users))):
+        has_factor = bool(node.kwargs)  # alpha, the factor of the second operand
+        if has_factor or (is_on_gpu(node) and all(map(_is_elementwise, node.users))):
             continue
         for product, addend in (node.args, node.args[::-1]):  # of two products, the first one
             if _can_fuse_addend(product, addend):

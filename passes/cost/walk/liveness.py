@@ -95,7 +95,8 @@ class LivenessWalk:
         The list is empty for a graph with fewer kernels.
         """
         assert self._storages is not None
-        _, live = next(islice(self._storages.run(self._inputs), moment, None), (None, []))
+        kernels = islice(self._storages.run(self._inputs), moment, None)  # from this index on
+        _, live = next(kernels, (None, []))
         return sorted(live, key=lambda value: -value.nbytes)
 
 
@@ -174,7 +175,7 @@ class _TileLoop:
         # Slices of rows are not contiguous if the dims before them have more than one element.
         operands = zip((n.meta["val"] for n in tiled), program.rows)
         copied = sum(current_bytes(x) for x, dim in operands if size_hint(math.prod(x.shape[:dim])) > 1) // tiles
-        _, body = max(program.bodies.items())  # of the longest tile
+        _, body = max(program.bodies.items())  # (rows of a tile, its program) of the longest tile
         return _TileLoop(tiles, getattr(body, part), accumulators, wide, narrow, copied)
 
     def peak_bytes(self, fused: bool) -> int:
@@ -310,7 +311,7 @@ class StorageTable(KernelSchedule):
 
         A generated kernel or a matrix product reuses a freed buffer of the same bytes and dtype, unless retaining this
         buffer until then would raise the peak that Inductor estimates. Its estimate counts only the inputs that it can
-        free, and the retained buffers: it knows the sizes of other buffers only if it sorts the graph, which is
+        free, and the retained buffers: it has the sizes of other buffers only if it sorts the graph, which is
         disabled here (`torch_compat.joint_compiler`). Unaligned buffers are not reused for aligned ones.
 
         Args:

@@ -60,7 +60,8 @@ def _cpu_workspace(target: Any, operands: Sequence[torch.Tensor]) -> int:
     num_blocks = CPU_FLASH_OPS[target]  # of scores per thread: 1 in a forward, 2 in a backward
     query, key = operands[:2] if num_blocks == 1 else operands[1:3]  # operand 0 of a backward is the gradient
     rows, keys, element_size = size_hint(query.shape[-2]), size_hint(key.shape[-2]), query.element_size()
-    scores = next(block_rows for min_rows, block_rows in QUERY_BLOCKS if rows >= min_rows) * min(keys, KEY_BLOCK)
+    block_rows = next(size for min_rows, size in QUERY_BLOCKS if rows >= min_rows)
+    scores = block_rows * min(keys, KEY_BLOCK)  # number of scores in a block
     score_bytes = element_size if element_size > 2 else 4 + element_size  # float32, and the copy in the half type
     return num_blocks * torch.get_num_threads() * scores * score_bytes
 
@@ -71,7 +72,9 @@ def _gpu_workspace(target: Any, operands: Sequence[torch.Tensor]) -> int:
     q, k, v = operands[1:4]  # operand 0 is the gradient of the result
     heads, key_heads = (size_hint(x.shape[heads_dim]) for x in (q, k))
     rows, dim = size_hint(q.shape[rows_dim]), size_hint(q.shape[-1])
-    return flash_workspace(size_hint(q.shape[0]), heads, key_heads, rows, dim, current_bytes(k) + current_bytes(v))
+    key_bytes = current_bytes(k) + current_bytes(v)
+    batch = size_hint(q.shape[0])
+    return flash_workspace(batch=batch, heads=heads, key_heads=key_heads, rows=rows, dim=dim, key_bytes=key_bytes)
 
 
 def flash_workspace(batch: int, heads: int, key_heads: int, rows: int, dim: int, key_bytes: int) -> int:

@@ -17,7 +17,7 @@ import torch
 
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.node_info import node_info
-from sp_compile.passes.graph.sizes import as_size, as_sizes, exact_quotient, is_same_size, size_product
+from sp_compile.passes.graph.sizes import as_sizes, exact_quotient, is_same_size, size_product
 from sp_compile.passes.sharding.placement import REPLICATE, Frame, Partial, Placement, Replicate, Shard, Varying
 from sp_compile.passes.sharding.rule import BoundRule, register_rule_function, register_transfer
 
@@ -38,7 +38,8 @@ def call_shard(call: OpCall, dim: int, name: str = "frame", operand: int = 0) ->
     The dim is the product outer * rows * inner; outer and inner are 1 unless other dims are flattened with the
     sequence. The argument has no `inner`, which follows from the size of the dim.
     """
-    frame, outer = call_frame(call, name), as_size(call[name][0])
+    frame = call_frame(call, name)
+    outer, *_ = as_sizes(call[name])
     inner = exact_quotient(call.shape(operand)[dim], size_product((outer, frame.length)))
     return Shard(dim, frame, outer, inner or 1)  # None if the quotient is no known integer
 

@@ -29,9 +29,9 @@ rule(aten.isin.Tensor_Scalar, "... -> ...")
 def _histc_rule(call: OpCall) -> BoundRule | None:
     """Return the rule of histc: each rank counts its values, and the counts are added (kind "sum").
 
-    `pad` fills the padded rows of a shard with a value after the last bin, which is not counted. None for equal bounds,
-    for which torch uses the minimum and maximum of all values, for an upper bound that is not known, and for values of
-    several dims; nor for an upper bound such as 255 of uint8, after which the dtype has no value.
+    `pad` fills the padded rows of a shard with a value after the last bin, which is not counted. The result is None for
+    values of several dims, for equal bounds (torch then uses the minimum and maximum of all values), for an upper bound
+    that is not known, and for one after which the dtype has no value, such as 255 in uint8.
     """
     low, high = call["min"], call["max"]
     if call.ndim() != 1 or low == high or not isinstance(high, int | float):
@@ -39,8 +39,11 @@ def _histc_rule(call: OpCall) -> BoundRule | None:
     # For large floats, high + 1 would be rounded to high, which the last bin counts: from 2**24 on in float32.
     # `pad` is (index of the operand, value).
     dtype = call.operands[0].meta["val"].dtype
-    beyond = 2 * max(high, 1) if dtype.is_floating_point else math.floor(high) + 1
-    if beyond > (torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype).max:
+    if dtype.is_floating_point:
+        beyond, largest = 2 * max(high, 1), torch.finfo(dtype).max
+    else:
+        beyond, largest = math.floor(high) + 1, torch.iinfo(dtype).max
+    if beyond > largest:
         return None
     return bind_rule(call, "k -> bins", sum="k", pad=(0, beyond))
 

@@ -42,10 +42,12 @@ def _solve_rule(call: OpCall) -> BoundRule | None:
     """Return the rule of solving A X = B for batches of matrices A (n, n) and B (n, k): the batch dims pass.
 
     Each column of B is a system of its own, so k passes, too, unless left=False solves X A = B. The dims n are
-    gathered. None if A or B is not a matrix or a batch of matrices.
+    gathered. None if A or B is not a matrix or a batch of matrices, or if B has fewer batch dims than A.
     """
     shape = call.result_shapes()[0]
-    if call.ndim(0) < 2 or call.ndim(1) != len(shape) or len(shape) < 2 or len(shape) < call.ndim(0):
+    a_ndim, b_ndim, result_ndim = call.ndim(0), call.ndim(1), len(shape)
+    # B must have all batch dims of the result; A may lack leading ones, along which it broadcasts.
+    if a_ndim < 2 or b_ndim < 2 or b_ndim != result_ndim or a_ndim > result_ndim:
         return None
     if call.node.target is aten.linalg_solve.default and call.shape(1)[:-2] != call.shape(0)[:-2]:
         return None  # B may be a batch of vectors

@@ -101,6 +101,7 @@ def _linear_attention_rule(call: OpCall) -> BoundRule:
     operands = {name: tuple(dims) for name, dims in LINEAR_ATTENTION_DIMS.items() if call[name] is not None}
     if is_same_size(call.shape("decay")[-1], 1):  # one decay for all k
         operands["decay"] = ("b", "s", "h", "")
+    # The dims of the state and the gathered dims, one letter for each.
     state, gathered, invariant = "bhkv", "k", list[int]()
     if call["opened"] is not None:  # documents; such calls have initial states
         state, gathered = "nhkv", "kbn"

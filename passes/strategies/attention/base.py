@@ -105,8 +105,10 @@ class ShardedAttention(AttentionPass):
         if not self.is_chosen(node):
             return ""
         why = self._refusal(OpCall(node))
-        is_requested = self.job.options.attention == self.name
-        return why if why is None or is_requested else ""
+        if why is None:
+            return None
+        # The report has the reason only if the user requested this strategy by name.
+        return why if self.job.options.attention == self.name else ""
 
     def _refusal(self, call: OpCall) -> str | None:
         """Return the reason, for the report, why the strategy cannot shard an attention, or None if it can."""
@@ -139,7 +141,7 @@ class ShardedAttention(AttentionPass):
         assert query is not None
         q_frame = self.sizes.list(query.frame_arg())
         k_frame = self.sizes.list(key.frame_arg()) if key is not None else []  # []: every rank has all keys
-        exchanges_to_zigzag = self._balance(node)  # before the op runs, and back
+        exchanges_to_zigzag = self._exchanges_to_zigzag(node)
         with self.graph.inserting_before(node):
             batch = shape[:-3]
             qkv = [self._to_four_dims(x, batch, node) for x in call.operands[:3]]
@@ -178,7 +180,7 @@ class ShardedAttention(AttentionPass):
         """Return the line of the report for a rewritten attention."""
         return ""
 
-    def _balance(self, node: Node) -> bool:
+    def _exchanges_to_zigzag(self, node: Node) -> bool:
         """Return the argument `balance`: True if the op exchanges rows to zigzag order before it runs, and back."""
         choice = node_info(node).choice
         return choice is not None and bool(choice.relayout)
@@ -210,10 +212,12 @@ class ShardedAttention(AttentionPass):
         if mask is not None:
             mask = self._reshape_mask(mask, batch, node)
         lookups = [call.get(name) or [] for name in ("rows", "cols", "pieces", "sizes")]  # what the predicate reads
-        predicate, seed = mask_predicate(call) or "", None  # with dropout, the op draws a seed if it is None
+        predicate = mask_predicate(call) or ""
+        seed = None  # with dropout, the op draws one
+        dropout = (seed, call["dropout_p"])
         score, heads, tables = call.get("score") or "", call.get("heads") or [], call.get("tables") or []
-        scores = seed, call["dropout_p"], call["scale"], score, heads, tables
-        return mask, *lookups, predicate, *scores, call.get("sinks"), bool(call.get("lse"))
+        score_arguments = (call["scale"], score, heads, tables, call.get("sinks"))
+        return (mask, *lookups, predicate, *dropout, *score_arguments, bool(call.get("lse")))
 
     def _reshape_mask(self, mask: Node, batch: tuple[Size, ...], node: Node) -> Node:
         """Return the mask with four dims (B, H, S, T), of which those of size 1 broadcast.

@@ -267,7 +267,8 @@ def _unsupported_error(node: Node, job: PassContext, allowed: Iterable[Candidate
         allowed: The candidates of the requested strategy, none of which can run.
         alternatives: The names of strategies that support the attention.
     """
-    n, (heads, key_heads, _), requested = job.ranks.n, head_counts(OpCall(node)), job.options.attention
+    n, requested = job.ranks.n, job.options.attention
+    heads, key_heads, _ = head_counts(OpCall(node))
     why = "; ".join(f"{c.kind} (ulysses {c.ulysses} x ring {c.ring}): {c.refusal}" for c in allowed)
     if not why:  # a hybrid without a possible number of Ulysses ranks has no candidates
         why = f"no number of Ulysses ranks u with 1 < u < {n} divides both {n} and the query heads"
@@ -379,16 +380,16 @@ def _kernel_rate_name(
     bias_dtype = None if mask is None or mask.meta["val"].dtype == torch.bool else _operand_dtype(mask, call.node)
     has_dropout, has_score = call["dropout_p"] > 0, bool(call.get("score"))
     features = has_dropout, has_score, bias_dtype, mask in trained  # that the kernel must support
-    visible = Window(window - 1, 0) if window else FULL_WINDOW
+    visible = Window(left=window - 1, right=0) if window else FULL_WINDOW
     key = KernelKey(_planned_device(q), _operand_dtype(q, call.node), kind, head_dim, MANY_ROWS, *features, visible)
     return expected_kernel(key).rate
 
 
 def _causal_and_window(predicate: str, queries: int, keys: int) -> tuple[bool, int | None]:
-    """Return whether the mask is causal (no query sees later keys), and the length of its sliding window.
+    """Return (True if the mask is causal: no query attends to later keys; the length of its sliding window, or None).
 
-    The length is the number of keys that a query sees, counted up to its own; None without a window. Both are found by
-    evaluation of the mask at a few queries; they are used only to predict the work of the attention.
+    The length is the number of keys to which a query attends, counted up to its own; None without a window. Both are
+    found by evaluation of the mask at a few queries; they are used only to predict the work of the attention.
 
     Args:
         predicate: The mask as a condition on q and k.
@@ -397,7 +398,7 @@ def _causal_and_window(predicate: str, queries: int, keys: int) -> tuple[bool, i
     """
     unknown = {name: (-math.inf, math.inf) for name in predicate_symbols(predicate)}  # ranges of other symbols
 
-    def sees_none(query: int, first_key: int, last_key: int) -> bool:
+    def attends_to_none(query: int, first_key: int, last_key: int) -> bool:
         """Return True if a query attends to none of a range of keys."""
         return evaluate_over(predicate, {**unknown, "q": (query, query), "k": (first_key, last_key)}) is False
 
@@ -405,25 +406,29 @@ def _causal_and_window(predicate: str, queries: int, keys: int) -> tuple[bool, i
     if last < 1:
         return False, None
     middle = last // 2
-    # Evaluate at two queries whether later keys are seen, and at three others how many keys are seen.
-    causal = sees_none(0, 1, last) and sees_none(middle, middle + 1, last)
-    windows = [_max_visible_keys(sees_none, query) for query in (last, last * 7 // 8, last * 2 // 3)]
+    # Evaluate the later keys of two queries, and the number of visible keys of three. The three are late queries, from
+    # which a window usually does not reach back to the first key.
+    causal = attends_to_none(0, 1, last) and attends_to_none(middle, middle + 1, last)
+    windows = [_max_visible_keys(attends_to_none, query) for query in (last, last * 7 // 8, last * 2 // 3)]
     known_windows = [window for window in windows if window is not None]
     return causal, max(known_windows) if len(known_windows) == len(windows) else None
 
 
-def _max_visible_keys(sees_none: Callable[[int, int, int], bool], query: int) -> int | None:
-    """Return the number of keys that a query sees, counted back from its own, or None if it sees the first key.
+def _max_visible_keys(attends_to_none: Callable[[int, int, int], bool], query: int) -> int | None:
+    """Return the number of keys to which a query attends, counted back from its own; None if the first key is one.
 
-    It is the smallest distance d such that the query sees none of the keys 0 to query - d: 4 in a window of 4 keys.
+    It is the smallest distance d such that the query attends to none of the keys 0 to query - d: 4 in a window of 4
+    keys.
 
     Args:
-        sees_none: Returns True for (query, first, last) if the query attends to none of the keys from first to last.
+        attends_to_none: Returns True for (query, first, last) if the query attends to none of the keys from `first` to
+            `last`.
         query: The position of the query.
     """
-    if not sees_none(query, 0, 0):
+    if not attends_to_none(query, 0, 0):
         return None
     if query == 0:
-        return 0  # it does not see the only key before or at its position
-    distances = range(1, query + 1)  # once `sees_none` is True for a distance, it is for all larger ones: bisect
-    return distances[bisect_left(distances, True, key=lambda distance: sees_none(query, 0, query - distance))]
+        return 0  # it does not attend to the only key before or at its position
+    # Once `attends_to_none` is True for a distance, it is for all larger ones: bisect.
+    distances = range(1, query + 1)
+    return distances[bisect_left(distances, True, key=lambda distance: attends_to_none(query, 0, query - distance))]

@@ -69,7 +69,7 @@ def _gather_candidates(shape: AttentionShape, machine: Machine, layout: str) -> 
     if shape.training:
         # The maximum is in the kernel of the backward (keys, values, their gradients in the accumulation dtype,
         # workspace), or after it (these gradients, and a packed copy that is sent). Gradients of queries are added.
-        in_kernel = memory * (1 + shape.widening) + shape.workspace(1, shape.kv_len // runs)
+        in_kernel = memory * (1 + shape.widening) + shape.workspace(ulysses=1, keys=shape.kv_len // runs)
         after_kernel = 2 * n * kv_bytes * shape.widening
         memory = max(in_kernel, after_kernel) + shape.gradient_bytes
     rounds = (runs, 2 * runs)  # collectives of forward and backward

@@ -106,7 +106,7 @@ def _hybrid_candidates(shape: AttentionShape, machine: Machine, layout: str) -> 
             seconds, exchanged_bytes = exchange_seconds(shape, machine, u), exchanged_memory(shape, u)
             # The ring has the memory that exchanged tensors leave.
             ring_machine = replace(machine, memory=max(machine.memory - exchanged_bytes, 1.0))
-            ring = ring_candidate(shape, ring_machine, layout, u)
+            ring = ring_candidate(shape, ring_machine, layout, ulysses=u)
             yield replace(
                 ring,
                 kind="hybrid",

@@ -58,12 +58,14 @@ def memory_needed(
     inputs = [node for op in ("placeholder", "get_attr") for node in gm.graph.find_nodes(op=op) if is_tensor(node)]
     # A graph of a few layers may represent one of many (`job.repeats`), whose weights are known.
     state = _weight_bytes(inputs, plan, n) if job.repeats is None else job.repeats.weights
-    weights, gradients = state.sharded_bytes(n) if options.state == "sharded" else (state.parameters, state.trainable)
+    weights, gradients = state.parameters, state.trainable
+    if options.state == "sharded":  # FSDP
+        weights, gradients = state.sharded_bytes(n)
     counts = Counter[Node]()  # of saved values; above 1 for a node that represents equal layers
     for value, count in _saved_values(trained, job):
         counts[value] = max(count, counts[value])
     losses = [node for node in trained if node.target in LOSS_OPS]
-    loss_bytes = {node: _rank_bytes(node.args[0], plan, n, 4) for node in losses}  # of their log_softmax in float32
+    loss_bytes = {node: _rank_bytes(node.args[0], plan, n, least=4) for node in losses}  # of their log_softmax
     tileable = [node for node in losses if options.tiles != "never" and _is_loss_of_product(node, trained)]
     tiled_bytes = sum(loss_bytes[node] for node in tileable)
     # Inputs are in memory in any case.
@@ -181,9 +183,9 @@ def _rank_bytes(node: Node, plan: PlacementPlan, n: int, least: int = 0) -> int:
         node: The node of the value.
         plan: The placements.
         n: The number of ranks.
-        least: The minimum number of bytes of an element.
+        least: The minimum number of bytes of an element: 4 for values that an op computes in float32.
     """
     if not is_tensor(node):
         return 0
     full_bytes = current_bytes(node.meta["val"], least)
-    return -(-full_bytes // n) if isinstance(plan.of(node), Shard) else full_bytes
+    return -(-full_bytes // n) if isinstance(plan.of(node), Shard) else full_bytes  # a shard: rounded up

@@ -59,14 +59,14 @@ class RingAttention(ShardedAttention):
     def _ring_steps(self, node: Node) -> int:
         """Return the number of steps of the ring: in step s, a rank attends to the keys of the rank s places before it.
 
-        It is the number of ranks, unless the mask proves that queries see only keys of nearer ranks, as for a sliding
-        window over rows in order.
+        It is the number of ranks, unless the mask proves that queries attend only to keys of nearer ranks, as for a
+        sliding window over rows in order.
         """
         call, n = OpCall(node), self.job.ranks.n
         query, key = (sequence_shard(self.plan, call, i) for i in range(2))
         predicate = mask_predicate(call)
-        # `_balance`: the op moves rows to zigzag order, in which each rank has early and late ones.
-        if not predicate or query is None or key is None or self._balance(node):
+        # In zigzag order, each rank has early and late rows; `max_hops` is for rows in order.
+        if not predicate or query is None or key is None or self._exchanges_to_zigzag(node):
             return n
         rows = query.frame.local_length(n)
         is_in_order = query.frame.order.is_in_order and query.frame.start == 0
@@ -77,7 +77,7 @@ class RingAttention(ShardedAttention):
 
 @lru_cache(maxsize=256)
 def max_hops(predicate: str, n: int, rows: int) -> int:
-    """Return the largest number of hops s for which queries of some rank r may see keys of rank r - s (modulo n).
+    """Return the largest number of hops s for which queries of some rank r may attend to keys of rank (r - s) % n.
 
     The mask is a conjunction. Its conditions on the distance of a key from its query, such as q - k < 128, have one
     result for all ranks r >= s, whose keys are s ranks before them, and one for all r < s, whose keys come from later
@@ -160,7 +160,7 @@ def ring_candidate(shape: AttentionShape, machine: Machine, layout: str, ulysses
     # Current and next keys, and the accumulators with their increments.
     memory: float = 2 * kv_bytes + shape.head_bytes.results * (1 + shape.widening)
     if shape.training:
-        workspace = shape.workspace(ulysses, ulysses * shape.kv_rows)
+        workspace = shape.workspace(ulysses, keys=ulysses * shape.kv_rows)
         # In the backward: current and next keys; the accumulator of the gradient of queries, and its increment; three
         # times gradients of keys: their sum, the one that a shift moves, and those of a step.
         memory = max(memory, 2 * kv_bytes + 2 * shape.gradient_bytes + 3 * grad_bytes + workspace)
@@ -169,7 +169,7 @@ def ring_candidate(shape: AttentionShape, machine: Machine, layout: str, ulysses
     travel = hops * travel_step + last_hop * grad_hop_seconds
     scatter = hops * machine.together(compute_backward, hop_seconds)
     # A reduce_scatter of the parts of all places sends the bytes of an all_gather of one part.
-    scatter += machine.seconds("all_gather", grad_bytes, places, ulysses)
+    scatter += machine.seconds("all_gather", grad_bytes, places, stride=ulysses)
     scatter_memory = memory + 2 * places * grad_bytes  # the gradients of all keys, and a packed copy of them
     is_travel_faster = forward + backward + travel <= TIE_RATIO * (forward + backward + scatter)
     if is_travel_faster or scatter_memory > machine.memory:

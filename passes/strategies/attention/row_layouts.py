@@ -159,7 +159,7 @@ def unpermute_seconds(gm: GraphModule, plan: PlacementPlan, job: PassContext) ->
         stays_sharded = isinstance(plan.of(node), Shard) and not gather_reason(value, options)
         if stays_sharded and (job.fragment or set(node.users) == {output}):
             num_gathers = 2 if value.is_floating_point() else 1  # also of the gradient
-            rank_bytes = -(-current_bytes(value) // job.ranks.n)
+            rank_bytes = -(-current_bytes(value) // job.ranks.n)  # rounded up
             seconds += num_gathers * job.machine_of(node).seconds("all_gather", rank_bytes, job.ranks.n)
             first_result = first_result or f"{node.name} at {node_line(node)}, a sharded result"
     return seconds, first_result

@@ -222,10 +222,13 @@ class UlyssesAttention(AttentionPass):
             node: The attention.
         """
         ndim, ranks = operands[0].meta["val"].ndim, self.job.ranks
+        (scatter_dim, scatter_frame), (gather_dim, gather_frame) = scattered, gathered
+        scatter_arguments = (ndim + scatter_dim, self.sizes.list(scatter_frame))
+        gather_arguments = (ndim + gather_dim, self.sizes.list(gather_frame))
+        args = (operands, *scatter_arguments, *gather_arguments, ranks.n, ranks.group)
         # Exchanges keep the global view, so that the values of the results are those of the operands.
-        dims_and_frames = [x for dim, frame in (scattered, gathered) for x in (ndim + dim, self.sizes.list(frame))]
         values = [x.meta["val"] for x in operands]
-        results = self.emit(sp.all_to_all.default, (operands, *dims_and_frames, ranks.n, ranks.group), values, node)
+        results = self.emit(sp.all_to_all.default, args, values, node)
         return [self.emit(operator.getitem, (results, i), value, node) for i, value in enumerate(values)]
 
 
@@ -262,7 +265,7 @@ def _ulysses_candidates(shape: AttentionShape, machine: Machine, layout: str) ->
     if LAYOUTS[layout].chunks > 1:
         return
     why = None if shape.heads % n == 0 else f"{n} ranks do not divide {shape.heads} query heads"
-    workspace = shape.workspace(n, shape.kv_len) if why is None else 0
+    workspace = shape.workspace(ulysses=n, keys=shape.kv_len) if why is None else 0
     memory = exchanged_memory(shape, n) + workspace if n > 1 else 0
     rounds = (2, 2) if n > 1 else (0, 0)  # exchanges in the forward, in the backward: before and after the attention
     forward, backward = _ulysses_seconds(shape, machine, num_groups=1)

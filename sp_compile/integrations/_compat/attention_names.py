@@ -28,7 +28,7 @@ def register_attention(name: str, attention: Callable[..., Any]) -> None:
     """
 
     def make_mask(*args: Any, **kwargs: Any) -> Any:
-        """Return the mask of sdpa as a tensor."""
+        """Return the mask of sdpa as a tensor, without the flags by which it would return None."""
         return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
 
     AttentionInterface.register(name, attention)
@@ -72,11 +72,11 @@ def select_attention(model: torch.nn.Module, name: str) -> Iterator[None]:
 def _with_parts(configs: Iterable[Any]) -> list[Any]:
     """Return configurations and those of their parts, such as the text model's, each once."""
     found = {id(config): config for config in configs}
-    left = [*found.values()]
-    while left:
-        config = left.pop()
+    pending = [*found.values()]  # configurations whose parts are not added yet
+    while pending:
+        config = pending.pop()
         parts = [getattr(config, name, None) for name in config.sub_configs]
         new = [part for part in parts if part is not None and id(part) not in found]
         found.update((id(part), part) for part in new)
-        left += new
+        pending += new
     return [*found.values()]

@@ -35,7 +35,7 @@ class SampleSharer:
         # TRL shards a reference model by `prepare_fsdp`, which would not compile it.
         with _replace_globals(type(self), "__init__", {"prepare_fsdp": _prepare_reference}):
             super().__init__(*args, **kwargs)
-        self._share(None)
+        self._share(None)  # no value: only the random state is set
 
     def count_generations(self) -> None:
         """Set the number of completions of a step, as TRL does, but for the number of replicas, not of processes.
@@ -50,6 +50,7 @@ class SampleSharer:
         if getattr(args, "generation_batch_size", None) is None or getattr(args, "num_generations", None) is None:
             return
         args.generation_batch_size = args.per_device_train_batch_size * args.steps_per_generation * replicas
+        # By name for messages: (number of completions, completions of a prompt).
         sizes = {"generation_batch_size": (args.generation_batch_size, args.num_generations)}
         if args.do_eval and args.eval_strategy != "no":
             generations = getattr(args, "num_generations_eval", None) or args.num_generations
@@ -97,7 +98,10 @@ class SampleSharer:
             return getattr(super(), SCORING_METHOD)(*args, **kwargs)
 
     def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the Trainer's method, which divides the number of items of all batches by that of the processes."""
+        """Run the Trainer's method, which divides the number of items of all batches by that of the processes.
+
+        Here it is divided by the number of replicas.
+        """
         with self.accelerator.count_replicas():
             return super()._compute_loss(*args, **kwargs)  # type: ignore[misc]
 
@@ -128,13 +132,13 @@ def _replace_globals(owner: type, method: str, functions: Mapping[str, Callable[
 
 
 def _random_state() -> list[Any]:
-    """Return the states of the random number generators of Python, NumPy and torch."""
-    devices = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    return [random.getstate(), np.random.get_state(), torch.get_rng_state(), devices]
+    """Return the states of the random number generators of Python, NumPy, torch's CPU and its current GPU (or None)."""
+    device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return [random.getstate(), np.random.get_state(), torch.get_rng_state(), device]
 
 
 def _set_random_state(state: list[Any]) -> None:
-    """Set the states of the random number generators."""
+    """Set the states of the random number generators, in the order in which `_random_state` returns them."""
     python, numpy, cpu, device = state
     random.setstate(python)
     np.random.set_state(numpy)

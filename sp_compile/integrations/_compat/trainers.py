@@ -138,13 +138,13 @@ def choose_fsdp_units() -> Iterator[None]:
 
 
 def is_prepared(model: torch.nn.Module) -> bool:
-    """Return whether accelerate has prepared a model, which it does once.
+    """Return True if accelerate has prepared a model, which it does once.
 
     Args:
         model: The model.
 
     Returns:
-        True if `prepare_model` has seen the model.
+        True after a call of `prepare_model` with the model.
     """
     return bool(getattr(model, "_is_accelerate_prepared", False))
 

@@ -32,8 +32,8 @@ def own_address(store_host: str) -> str:
         return _interface_address(interface)
     if store_host:
         source = _source_address(store_host)
-        # A host may know its own name by a loopback address, which other hosts cannot reach. It is returned only if the
-        # store's host is a loopback address itself: all ranks are on this host then.
+        # The name of a host may resolve to a loopback address on the host itself, which other hosts cannot reach. It is
+        # returned only if the store's host is a loopback address itself: all ranks are on this host then.
         if source and (not _is_loopback(source) or store_host == "localhost" or _is_loopback(store_host)):
             return source
         # The address from which this host reaches addresses outside of its network (OUTSIDE is one), if it can.
@@ -45,7 +45,7 @@ def _interface_address(name: str) -> str:
     """Return the IPv4 address of a network interface, or its IPv6 address if it has no other."""
     import fcntl  # not on Windows
 
-    request = struct.pack("256s", name.encode()[:15])
+    request = struct.pack("256s", name.encode()[:15])  # names of interfaces have 15 bytes at most
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         # The result is a struct ifreq: 16 bytes for the name, then a sockaddr_in, with the address at its byte 4.
         return socket.inet_ntoa(fcntl.ioctl(sock.fileno(), GET_ADDRESS, request)[20:24])
@@ -71,8 +71,9 @@ def _source_address(host: str) -> str:
 def _hostname_address() -> str:
     """Return the address to which this host's name resolves, or "" if it is not one of this host."""
     with suppress(OSError):
-        address = str(socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM)[0][4][0])
-        open_listener(address).close()
+        _, _, _, _, socket_address = socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM)[0]
+        address = str(socket_address[0])
+        open_listener(address).close()  # raises OSError if the address is not one of this host
         return address
     return ""
 

@@ -120,7 +120,7 @@ class ControlChannel:
         """
         if os.getpid() != self.process:  # the sockets are shared, so its bytes would be mixed with those of the rank
             raise SpError("SP682", "a process that was forked from a rank calls a program of the rank's process group.")
-        _waiting_threads.add(threading.get_ident())  # no heartbeats until the exchange ends, nor while it is locked out
+        _waiting_threads.add(threading.get_ident())  # no heartbeats during the wait for the lock and the exchange
         try:
             with self.lock:
                 return self._run_locked(run, message)
@@ -182,19 +182,19 @@ class ControlChannel:
     def _check_progress(self, message: Message, start_time: float) -> None:
         """Raise SpError if a wait exceeds the timeout, or another rank has stopped; announce and log a long wait."""
         waited = time.monotonic() - start_time
-        is_compiling = self._has_compiling_rank(start_time)  # in every check, to see when heartbeats arrive
+        is_compiling = self._has_compiling_rank(start_time)  # in every check, to record when heartbeats arrive
         if message.verb == READ_VERB and waited > READ_SECONDS and self.warned != start_time:
             self.warned = start_time
             text = "rank %d %s %s and waits for the other ranks. %s"
-            log.warning(text, dist.get_rank(), *_read_line(message), ERRORS["SP604"].fix)
+            log.warning(text, dist.get_rank(), *_operation_and_line(message), ERRORS["SP604"].fix)
         is_late = waited > self.timeout.total_seconds() and not is_compiling
         stopped = self._find_stop(message) if waited > STORE_DELAY else NO_RANK
-        # Announce a long wait in the store, for errors of the others. Of two ranks the absent one is known without it.
+        # Announce a long wait in the store, for errors of the others. In a group of two, the absent rank is the other.
         if waited > STORE_DELAY and self.announced != self.exchanges and len(self.ranks) > 2:
             self.announced = self.exchanges
             with suppress(RuntimeError):  # the rank that hosts the store is lost
                 query_store(lambda: self.store.set(f"waits/{dist.get_rank()}", str(self.exchanges)), None)
-        # A rank that has raised may catch the exception and come to the next call. So only a call waits RETRY_SECONDS.
+        # A rank that has raised may catch the exception and make the next call, so a call waits RETRY_SECONDS for it.
         may_come = message.verb == CALL_VERB and waited <= RETRY_SECONDS
         is_lost = not stopped.continues or (stopped.raised and not may_come)
         if is_late or is_lost:
@@ -236,9 +236,9 @@ class ControlChannel:
         for last_call in dict.fromkeys(self.last_fields):
             ranks = [str(rank) for rank, fields in zip(self.ranks, self.last_fields) if fields == last_call]
             last_calls.append(f"  last operation of rank {', '.join(ranks)}: {last_call}")
-        cause = f"\n{str(error).splitlines()[0][:200]}" if str(error or "") else ""
-        details = (f", in {place}" if place else "") + cause
-        operation = " ".join(_read_line(message)).strip()
+        error_lines = str(error or "").splitlines()
+        details = (f", in {place}" if place else "") + (f"\n{error_lines[0][:200]}" if error_lines else "")
+        operation = " ".join(_operation_and_line(message)).strip()
         waited_for_message = 0.0 if place else waited  # ranks do not announce waits in collectives of the program
         absent = self._absent_ranks(waited_for_message)
         who = f"rank {', '.join(map(str, absent))}" if absent else "other ranks"
@@ -310,7 +310,7 @@ class ControlChannel:
             self.num_models += 1
             forget = partial(_forget_model, self.models, key)  # before an address is reused by another parameter
             self.models[key] = self.num_models, [weakref.ref(parameter, forget) for parameter in parameters]
-        model = self.models[key][0] if key else 0
+        model, _ = self.models[key] if key else (0, [])
         self.calls[program, model] += 1
         return model, self.calls[program, model]
 
@@ -383,8 +383,8 @@ def _forget_model(models: dict[tuple[int, ...], Any], key: tuple[int, ...], _ref
     models.pop(key, None)
 
 
-def _read_line(message: Message) -> tuple[str, str]:
-    """Return the operation of a rank, and the user's line of a read; "" for another operation."""
+def _operation_and_line(message: Message) -> tuple[str, str]:
+    """Return the operation of a rank and, for a read, the user's line ("at FILE:3: y"); "" for other operations."""
     return str(message), message.note if message.verb == READ_VERB else ""
 
 
@@ -485,7 +485,7 @@ def gather_bodies(mine: Message, ranks: Ranks, channel: ControlChannel | None) -
     if channel is not None:
         return channel.all_gather(mine.body, mine)
     lengths = [length for (length,) in _simulate_gather([len(mine.body)], ranks, torch.int64)]
-    bodies = _simulate_gather(list(mine.body.ljust(max(lengths))), ranks, torch.uint8)
+    bodies = _simulate_gather(list(mine.body.ljust(max(lengths))), ranks, torch.uint8)  # of equal length
     return [bytes(body[:length]) for body, length in zip(bodies, lengths)]
 
 

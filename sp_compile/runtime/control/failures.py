@@ -18,7 +18,7 @@ from sp_compile.passes.graph.provenance import ExchangeSource, failed_exchange, 
 
 from .channel import ControlChannel, publish_stop
 from .message import Message, StopNotice
-from .watch import abort_groups, find_stop_notice, involved_groups
+from .watch import abort_groups, find_stop_notice, involved_channels
 
 MAX_EXCEPTION_WIDTH = 500  # characters of an exception that other ranks repeat
 _AGREED_ATTRIBUTE = "_sp_compile_known"  # attribute of exceptions that the other ranks raise as well, or have received
@@ -86,7 +86,7 @@ def abort_if_connected(channel: ControlChannel | None, messages: Sequence[Messag
         mine: The message of this rank about its operation.
     """
     raised = [message.raised for message in messages if message.raised]
-    if channel is not None and raised and len(involved_groups()) > 1:
+    if channel is not None and raised and len(involved_channels()) > 1:
         rank, text = raised[0]
         notice = StopNotice(rank, text, continues=False, exchanges={}, raised=True)
         channel.break_group(notice, str(mine))

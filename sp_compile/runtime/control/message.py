@@ -60,7 +60,7 @@ class Message:
     fields: Mapping[str, str] = field(default_factory=dict)  # values by name
     note: str = ""  # description of the operation for errors
     model: int = 0  # number of the set of weight tensors, from `ControlChannel.count_call`; 0 without weights
-    mode: str = ""  # state of torch, from `mode_fields`
+    mode: str = ""  # state of torch, from `mode_text`
     program: ProgramRecord = field(default_factory=ProgramRecord)  # the program of a call
     inputs: Mapping[str, InputRecord] = field(default_factory=dict)  # inputs of a call
     earlier: Mapping[str, str] = field(default_factory=dict)  # checksums of values of earlier calls
@@ -111,9 +111,9 @@ LIKELY_CAUSE = (
     "started another collective of the group (a barrier or all_reduce under `if rank == 0`)."
 )
 GROUP_ENDED = "The process group cannot be used any more, since some of its collectives did not end."
-BACKWARD = "runs the backward of"  # in the device's autograd thread, if it has one
-STOP_MESSAGE = Message("stops")
-MEASURE_VERB = Message("measures", "how fast the ranks are")
+BACKWARD_VERB = "runs the backward of"  # in the device's autograd thread, if it has one
+STOP_MESSAGE = Message("stops")  # in place of the message of an operation that this rank does not run
+MEASURE_MESSAGE = Message("measures", "how fast the ranks are")
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class StopNotice:
     raised: bool = False  # raised while its program ran, so that others may wait inside of theirs
 
 
-NO_RANK = StopNotice(-1, "", True, {})
+NO_RANK = StopNotice(rank=-1, text="", continues=True, exchanges={})  # in place of a notice if no rank has stopped
 
 
 def hash_text(text: str) -> int:
@@ -180,7 +180,7 @@ def _encode_value(value: Any) -> Any:
 
 
 def _decode_value(value: Any) -> Any:
-    """Return the value that `_encode_value` has encoded."""
+    """Return the value that `_encode_value` has encoded: (1, 2) for {"of": "tuple", "is": [1, 2]}."""
     if isinstance(value, list):
         return [_decode_value(item) for item in value]
     if not isinstance(value, dict):

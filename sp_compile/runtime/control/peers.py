@@ -52,12 +52,12 @@ class PeerLinks:
 
         Args:
             value: A signed integer of 64 bits.
-            differs: True if this rank knows of a difference already; the result is then False.
+            differs: True if this rank has found a difference already; the result is then False on every rank.
             on_wait: Called while the rank waits.
         """
         self.number += 1
         # After round k, `differs` is True if one of the last 2**(k+1) ranks, up to this one, has passed True or another
-        # value. Else the values of all these ranks are `value`, so the next round sends no other one.
+        # value. Otherwise all of them have passed `value`, so the next round sends `value` and `differs` for all.
         for k, after in enumerate(self.sending):
             _send(after, VOTE.pack(self.number, value, differs), on_wait)
             number, other, others_differ = VOTE.unpack(self._receive(k, VOTE.size, on_wait))
@@ -81,7 +81,7 @@ class PeerLinks:
         return [blocks[(self.rank - rank) % self.size] for rank in range(self.size)]
 
     def _swap(self, k: int, payload: bytes, on_wait: Wait) -> bytes:
-        """Send a payload in a round, and return the one that this rank receives."""
+        """Send a payload to the rank after this one in round k, and return that of the rank before this one."""
         after = self.sending[k]
         _send(after, LENGTH.pack(self.number, len(payload)), on_wait)
         number, length = LENGTH.unpack(self._receive(k, LENGTH.size, on_wait))
@@ -121,7 +121,7 @@ def _split_blocks(payload: bytes) -> Iterator[bytes]:
 
 
 def _send(sock: socket.socket, data: bytes, on_wait: Wait) -> None:
-    """Send all bytes."""
+    """Send all bytes; call `on_wait` about once a second while the socket accepts none."""
     view = memoryview(data)
     while view:
         try:
@@ -218,7 +218,7 @@ class PeerListener:
 
 
 def _stop_waiting() -> None:
-    """End a wait for bytes."""
+    """Raise EOFError: passed as `on_wait`, it ends a wait for bytes at its first timeout."""
     raise EOFError
 
 

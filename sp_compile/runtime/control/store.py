@@ -18,7 +18,7 @@ STORE_TIMEOUT = 2.0  # seconds; the store may be hosted by a rank that has stopp
 T = TypeVar("T")
 
 
-def query_store(ask: Callable[[], T], otherwise: T) -> T:
+def query_store(query: Callable[[], T], otherwise: T) -> T:
     """Return the result of a store query, or `otherwise` if the store does not answer within `STORE_TIMEOUT`.
 
     It does not answer if the rank that hosts it was stopped. A query cannot be interrupted, so it runs in a thread.
@@ -33,13 +33,13 @@ def query_store(ask: Callable[[], T], otherwise: T) -> T:
     def run() -> None:
         """Run the query and store its result or its error."""
         try:
-            answer.set_result(ask())
+            answer.set_result(query())
         except BaseException as error:
             answer.set_exception(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()  # before it is stored, since other calls join stored threads, which must have started
-    _pending_queries[:] = [*(query for query in _pending_queries if query.is_alive()), thread]
+    _pending_queries[:] = [*(pending for pending in _pending_queries if pending.is_alive()), thread]
     try:
         return answer.result(STORE_TIMEOUT)
     except TimeoutError:
@@ -61,7 +61,7 @@ atexit.register(_join_threads)
 
 
 class Arrival:
-    """This rank in the count of the ranks of a group that have arrived, which is in the group's store."""
+    """Entry of one rank in the number of arrived ranks of a group, which the group's store holds."""
 
     def __init__(self, store: Any, key: str, address: str) -> None:
         """Describe a rank that is not counted yet.
@@ -78,12 +78,12 @@ class Arrival:
     def count(self) -> int:
         """Return the number of arrived ranks; the first call publishes the address of this rank and counts it."""
         if self.counted:
-            arrived = int(self.store.add("here", 0))
+            arrived = int(self.store.add("here", 0))  # reads the number
         else:
             self.store.set(self.key, self.address)
             arrived = int(self.store.add("here", 1))
             self.counted.append(self.key)
-        if self.has_left:  # while the store did not answer: `leave` may have found no count to leave
+        if self.has_left:  # `leave` ran while the store did not answer, maybe before `counted` was set
             self._remove()
         return arrived
 

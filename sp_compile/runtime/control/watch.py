@@ -72,7 +72,7 @@ def abort_groups(notice: StopNotice, everywhere: bool = False) -> None:
         everywhere: If True, abort all groups that this rank shares with that rank, as is required if the program still
             waits after its own groups were aborted.
     """
-    names, progress = {channel.name for channel in involved_groups()}, _progress_state()
+    names, progress = {channel.name for channel in involved_channels()}, _progress_state()
     for group in all_groups():
         if everywhere and _progress_state() != progress:  # the program has continued, so it waits in no further group
             return
@@ -86,14 +86,14 @@ def abort_groups(notice: StopNotice, everywhere: bool = False) -> None:
             abort_waits(group)
 
 
-def involved_groups() -> list[ControlChannel]:
+def involved_channels() -> list[ControlChannel]:
     """Return the channels of the groups of the program that runs or ran last, which wait if a rank raises."""
     return [channel for channel in map(channel_of, _recent_groups) if channel is not None]
 
 
 def find_stop_notice() -> StopNotice | None:
     """Return the notice of a rank that has raised in the running program, from the store, or None."""
-    for channel in involved_groups():
+    for channel in involved_channels():
         notice = channel.ended or channel.find_raised()
         if notice is not None:
             return notice
@@ -139,7 +139,7 @@ class _Watcher:
         threads = {*_active_runs, *backward_threads()}
         cpu_seconds, progress = {thread: _cpu_seconds(thread) for thread in threads}, _progress_state()
         before = self.cpu_seconds
-        # The default, as if a new thread had used the time since the last check, makes it count as progress.
+        # A new thread counts as progress: the default is as if it had used all the time since the last check.
         used = [seconds - before.get(thread, -WATCH_INTERVAL) for thread, seconds in cpu_seconds.items()]
         are_idle = all(seconds < IDLE_SHARE * WATCH_INTERVAL for seconds in used)
         is_same = progress == self.progress
@@ -149,7 +149,7 @@ class _Watcher:
 
 def _progress_state() -> list[tuple[int | str, int]]:
     """Return the runs of this process and the number of exchanges of each group; progress changes them."""
-    return [*_active_runs.items(), *((channel.name, channel.exchanges) for channel in involved_groups())]
+    return [*_active_runs.items(), *((channel.name, channel.exchanges) for channel in involved_channels())]
 
 
 def _cpu_seconds(thread: int) -> float:

@@ -147,11 +147,14 @@ def test_rewritten_op(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
 @pytest.mark.parametrize(("factor", "fills"), [(1000, True), (2, False)])
-def test_products_of_constants_may_be_fills(factor: int, fills: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("tensors", [False, True])
+def test_products_of_constants_may_be_fills(factor: int, fills: bool, dtype: torch.dtype, tensors: bool) -> None:
     keep = torch.zeros(2, LENGTH, dtype=torch.long)
 
     def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return s + (((keep.to(dtype) - 1) * factor * factor)[b, k])
+        hidden = keep.to(dtype) - 1
+        product = (hidden * factor) * (hidden * -factor) if tensors else hidden * factor * factor
+        return s + product[b, k]
 
     graph, _ = canonical(lambda x: flex_attention(*x, score_mod=score_mod), qkv())
     (node,) = attention_nodes(graph)

@@ -173,6 +173,14 @@ def test_blocks_cover_each_pair_once(data: st.DataObject) -> None:
         assert all(a + heights[a] <= b for a, b in pairwise(sorted(heights)))
 
 
+def test_pieces_without_conditions() -> None:
+    """Without a predicate, every valid key of many separate runs is in one block."""
+    queries, keys = (Segment(0, 0, 4),), tuple(Segment(2 * i, 3 * i, 2) for i in range(6))
+    blocks = plan_blocks("", queries, keys).blocks
+    assert (covered(blocks, queries, keys, 4, 12) == 1).all()
+    assert work(blocks) == 4 * 12
+
+
 @pytest.mark.parametrize("n", [2, 4, 8])
 @pytest.mark.parametrize("missing", [1, 3])
 def test_padding_between_keys_is_no_call_more(n: int, missing: int) -> None:

@@ -229,6 +229,15 @@ def test_half_types_lose_nothing(name: str, dtype: torch.dtype) -> None:
         assert (fused - wanted).abs().max() <= limit
 
 
+def test_a_sum_of_all_elements_is_no_softmax() -> None:
+    def normalize(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.mT
+        weights = torch.exp(scores - scores.amax(-1, keepdim=True))
+        return weights / weights.sum(None, keepdim=True) @ v
+
+    assert not any(n.target in ATTENTION for n in canonical(normalize, torch.float32).graph.nodes)
+
+
 def distance() -> Tensor:
     return torch.arange(S) - torch.arange(S)[:, None]
 

@@ -163,6 +163,30 @@ def test_changes_of_the_batch_and_crops(window: int | None) -> None:
     assert keys[:, :, positions.argsort()].equal(plain.keys)
 
 
+@pytest.mark.parametrize("crops", [False, True])
+def test_steps_that_record_the_past(crops: bool) -> None:
+    """Several steps before a crop, or none, attend to the window only."""
+    q, k, v = draw(9, HEADS), draw(9, seed=1), draw(9, seed=2)
+    allowed = torch.ones(9, 9, dtype=torch.bool).tril().triu(-3)
+
+    def run(_: int) -> list[Tensor]:
+        layer, found = layer_of(2, window=4), []
+        layer.update(k[:, :, :6], v[:, :, :6])
+        layer.activate_past_recording()
+        for i in range(6, 9):
+            width, start = layer.get_mask_sizes(1)
+            rows = layer.update(k[:, :, i : i + 1], v[:, :, i : i + 1])
+            mask = allowed[i, start : start + width].expand(1, 1, 1, width)
+            found.append(attend_to_rows(torch.nn.Identity(), q[:, :, i : i + 1], *rows, mask, scaling=0.3)[0])
+            if crops:
+                layer.crop(0)
+        return found
+
+    for results in run_ranks(2, run):
+        wanted = attend(q, k, v, allowed, None, None)[:, 6:]
+        torch.testing.assert_close(torch.cat(results, 1), wanted)
+
+
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     """Run the test as one of one simulated rank."""

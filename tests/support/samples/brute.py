@@ -296,7 +296,7 @@ def _moved(
     whole: list[Tensor],
     n: int,
 ) -> str | None:
-    if shard.dim == rule.window:
+    if shard.dim == rule.window_dim:
         frames = [(m.frame.start, m.frame.length) for m in moved]
         pieces = [operands[0].narrow(shard.dim, start, length) for start, length in frames]
         same = all(torch.equal(p, w) for p, w in zip(pieces, whole, strict=True))

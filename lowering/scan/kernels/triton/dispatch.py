@@ -28,7 +28,7 @@ class TileSizes:
 # Bytes of states per warp of a tile, for 64-bit states without flags; with half the warps some spill on sm_90.
 WARP_BYTES = 1024
 # Tile sizes in Triton's interpreter: small, so that small tensors have several tiles.
-INTERPRETER_SIZES = TileSizes((128, 1), programs=2, min_tiles=2)
+INTERPRETER_SIZES = TileSizes(walk=(128, 1), programs=2, min_tiles=2)
 
 
 def choose_schedule(across: int, along: int, multiprocessors: int, sizes: TileSizes) -> str:
@@ -44,7 +44,8 @@ def choose_schedule(across: int, along: int, multiprocessors: int, sizes: TileSi
         sizes: The thresholds.
     """
     is_busy = across >= sizes.min_tiles * multiprocessors
-    return "one" if is_busy or along <= 2 else "parts"
+    is_short = along <= 2  # too few tiles along a line to be divided
+    return "one" if is_busy or is_short else "parts"
 
 
 def tile_sizes() -> TileSizes:
@@ -83,7 +84,7 @@ def run_sweep(sweep: Sweep, initial: State | None, out: State | None, total: boo
 
 def _floor_power_of_2(number: int) -> int:
     """Return the largest power of 2 up to the number, and at least 1: sizes of tiles are powers of 2."""
-    return 1 << max(number, 1).bit_length() - 1
+    return 1 << (max(number, 1).bit_length() - 1)
 
 
 @cache

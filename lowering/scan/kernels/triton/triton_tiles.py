@@ -160,7 +160,7 @@ def append_last_state(  # type: ignore[no-untyped-def]
     is shifted.
     """
     address = base + _time_at(end - 1, length, REVERSE) * inner
-    nowhere = address < 0
+    nowhere = address < 0  # False for all lines
     last_p, last_q = _leaf_states(
         x, second, source=address, address=address, source_mask=exists, state_mask=exists, inside=nowhere,
         time=address, LEAF=LEAF, NEUTRAL=NEUTRAL, ACC=ACC, INDEX=INDEX, GIVEN=GIVEN,
@@ -256,7 +256,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Sweep:
-    """An inclusive scan of x (outer, length, inner) along its length, with shift of the elements one place earlier."""
+    """An inclusive scan of x (outer, length, inner) along its length; with shift, of the elements one place earlier."""
 
     x: Tensor  # (outer, length, inner): the values, or the factors of a recurrence
     op: str  # "sum", "prod", "max", "min", or one of LEAF_KINDS
@@ -300,10 +300,10 @@ class Sweep:
         """
         return replace(self, shift=self.shift and self.op == "linear")
 
-    def over(self, totals: State) -> Sweep:
-        """Return the scan of the totals of all parts of the lines, (parts, lines), which are in scan order.
+    def sweep_over_parts(self, totals: State) -> Sweep:
+        """Return the sweep that scans the totals of the parts of every line, (parts, lines), which are in scan order.
 
-        The parts are the rows of its x, (1, parts, lines).
+        Its x is (1, parts, lines): a part has one row.
         """
         x, second = totals.value, totals.second
         if self.op == "linear":
@@ -316,7 +316,8 @@ class Sweep:
 
         Of a state of logsumexp only the result is stored, one tensor (see `value_of`).
         """
-        shape, second_dtype = (places, self.lines), {"linear": self.compute, "indexed": self.index}.get(self.leaf)
+        shape = places, self.lines
+        second_dtype = {"linear": self.compute, "indexed": self.index}.get(self.leaf)  # None: one tensor per state
         return State(
             self.x.new_empty(shape, dtype=self.compute),
             None if second_dtype is None else self.x.new_empty(shape, dtype=second_dtype),
@@ -326,18 +327,19 @@ class Sweep:
     @property
     def value_bytes(self) -> int:
         """Return the bytes of the state of one element in registers, without its flag."""
-        second = {"value": 0, "indexed": self.index.itemsize}.get(self.leaf, self.compute.itemsize)
-        return self.compute.itemsize + second
+        second_bytes = {"value": 0, "indexed": self.index.itemsize}.get(self.leaf, self.compute.itemsize)
+        return self.compute.itemsize + second_bytes
 
     @property
     def state_bytes(self) -> int:
         """Return the bytes of the state of one element in registers, with its flag."""
-        return self.value_bytes + (4 if self.starts is not None else 0)
+        return self.value_bytes + (4 if self.starts is not None else 0)  # a flag is an int32 in registers
 
     def tile(self, elements: int, warps: int) -> Tile:
-        """Return a tile of at most this number of elements: the lines of a contiguous run of memory, then places.
+        """Return a tile of at most this number of elements, with the given number of warps.
 
-        Elements that are left, as for short lengths, are used for more lines.
+        It has as few lines as a contiguous run of memory needs; the other elements are more places of these lines. If
+        the lines are too short for that, it has more lines.
         """
         run_elements = RUN_BYTES // self.x.element_size()
         # Lines that are neighbors in memory, enough for one run but at least 16; all sizes are powers of 2, for Triton.

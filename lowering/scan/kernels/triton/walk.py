@@ -50,7 +50,7 @@ def _walk(  # type: ignore[no-untyped-def]
     for segments), (parts, lines). The docstring of the module describes the other arguments.
     """
     k = tl.program_id(1).to(tl.int64)
-    inner = inner // UNIT * UNIT  # the same number, of which Triton knows that UNIT divides it
+    inner = inner // UNIT * UNIT  # the same number, but Triton can derive that UNIT divides it
     line, exists, base = tile_lines(tl.program_id(0), lines, length, inner, FLAT, EVEN, LINES)
     row = tl.arange(0, STEPS)[:, None]
     p, q = neutral(LEAF, NEUTRAL, ACC, INDEX, LINES)
@@ -131,7 +131,8 @@ def scan_single_pass(sweep: Sweep, tile: Tile, initial: State | None, out: State
     Without out, only the total is computed. Returns the total, (1, lines), or None if it is not requested.
     """
     padded_length = triton.cdiv(sweep.length, tile.steps) * tile.steps  # one part of whole tiles
-    return _run_parts(sweep if out else sweep.totals(), tile, padded_length, initial, out, total)
+    scanned = sweep.totals() if out is None else sweep
+    return _run_parts(scanned, tile, padded_length, initial, out, total)
 
 
 def scan_in_parts(sweep: Sweep, tile: Tile, part: int, initial: State | None, out: State | None) -> State | None:
@@ -142,7 +143,7 @@ def scan_in_parts(sweep: Sweep, tile: Tile, part: int, initial: State | None, ou
     """
     part_totals = _run_parts(sweep.totals(), tile, part, carry=None, out=None, total=True)
     assert part_totals is not None
-    totals_sweep = sweep.over(part_totals)  # a scan of the totals
+    totals_sweep = sweep.sweep_over_parts(part_totals)
     totals_tile = totals_sweep.tile(tile.steps * tile.lines, tile.warps)  # with the number of elements of `tile`
     if out is None:
         return scan_single_pass(totals_sweep, totals_tile, initial, out=None, total=True)
