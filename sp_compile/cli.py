@@ -179,7 +179,8 @@ def _call_target(target: str) -> tuple[Any, Sequence[Any], dict[str, Any]]:
     try:
         inspect.signature(function).bind()  # raises unless the function can be called without arguments
     except (TypeError, ValueError) as error:
-        raise SpError("SP734", f"{expected}: {error}.") from None
+        cause = f"target: expected a function without required arguments, got {target!r}: {error}."
+        raise SpError("SP734", cause) from None
     result = function()
     match result:
         case (model, tuple() | list() as inputs):

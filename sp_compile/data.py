@@ -86,7 +86,8 @@ def _replica_on_axes(mesh: DeviceMesh, mesh_dim: str | None, data_dims: str | Se
     requested = [data_dims] if isinstance(data_dims, str) else data_dims
     for name in [*(requested or ()), *([mesh_dim] if mesh_dim is not None else ())]:
         if name not in names:
-            raise SpError("SP114", f"mesh: expected an axis {name!r}, got {names}.")
+            argument = "mesh_dim" if name == mesh_dim else "data_dims"
+            raise SpError("SP114", f"{argument}: expected an axis of the mesh, {names}, got {name!r}.")
     if requested is not None and mesh_dim in requested:
         raise SpError("SP813", f"data_dims: expected axes with different batches, got the sequence axis {mesh_dim!r}.")
     same_batch = SAME_BATCH.union({mesh_dim}, *(strategy.axes for strategy in STRATEGIES.values()))

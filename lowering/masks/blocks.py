@@ -280,7 +280,8 @@ def part_runs(tile: CellPair) -> list[AttendedRun] | None:
 def need_no_windows(runs: Sequence[AttendedRun]) -> bool:
     """Return True if FULL and CAUSAL blocks, which all kernels support, can compute the runs.
 
-    Each run must be full or causal, and two runs must have the same queries or share none.
+    Each run must be full or causal. Two runs must have the same queries or share none, since the partial results of
+    blocks with different numbers of queries are not merged (`BlockPlan`). Runs are in ascending order of their queries.
     """
     query_ranges = list(dict.fromkeys(run.q for run in runs))
     is_plain = all(run.window in (FULL_WINDOW, CAUSAL_WINDOW) for run in runs)

@@ -45,7 +45,7 @@ def affine_scan(
     """Compute h_i = m_i @ h_(i-1) + b_i from h_(-1) = initial, or zeros; return h_(i-1) of each row if exclusive.
 
     Placement: Shard(dim), Shard(dim), invariant -> Shard(dim).
-    Shapes: m (..., S, K, K) and b (..., S, K, V), with equal other dims; dim is that of S. initial, replicated,
+    Shapes: m (..., S, K, K) and b (..., S, K, V), with equal other dims; dim is that of S. initial, a full tensor,
     (..., K, V). accumulate: the dtype of the states; float32 for shorter floats if None. ``across``: fields of
     `ScanShards`. Bytes: (n - 1) * C, where C is the number of elements of b without dim times (K + V) / V; the same
     backward. Backward: the scan in the other direction; differentiable once.

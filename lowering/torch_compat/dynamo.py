@@ -60,7 +60,7 @@ def keep_state_sources(new: GraphModule, old: GraphModule) -> None:
 def unmark_static(placeholder: Node) -> None:
     """Remove Dynamo's mark of a static input, a parameter or buffer, from a placeholder that the program writes to.
 
-    From static inputs a partitioner may recompute values in the backward, after the program has written to them.
+    A partitioner may recompute values from a static input in the backward, when the program has already overwritten it.
     """
     attributes = placeholder.meta.get("tensor_dict")
     if attributes:
@@ -214,7 +214,8 @@ def on_eager(
             If it returns True, this call and the calls inside of it run uncompiled.
         warn: Called with the fallback. Only for the object that was passed to torch.compile, not for code after a graph
             break, and not for code without tensors.
-        warn_of_piece: Called with the module in whose call code after a graph break is compiled.
+        warn_of_piece: Called with a module whose forward has a graph break, after which Dynamo has compiled the next
+            piece of its code. FSDP's hooks of submodules, for example, split a forward in this way.
     """
     convert = CatchErrorsWrapper.__call__
 
@@ -229,13 +230,13 @@ def on_eager(
             return convert(self, frame, *args)
         counts_before = dict(counters["unimplemented"])  # number of graph breaks by reason
         result = convert(self, frame, *args)
-        is_compiled_code, caller = result.guarded_code is not None, sys._getframe(1)
+        was_compiled, caller = result.guarded_code is not None, sys._getframe(1)
         entered = _entered_model(frame.f_code, caller)  # module or name; None for code inside of it
-        if entered is None and is_compiled_code:  # code after a graph break
+        if entered is None and was_compiled:  # code after a graph break
             module = _compiled_module(caller)
             if module is not None:
                 warn_of_piece(module)
-        elif entered is not None and not is_compiled_code:  # eager
+        elif entered is not None and not was_compiled:  # eager
             new_reasons = [text for text, n in counters["unimplemented"].items() if n > counts_before.get(text, 0)]
             if new_reasons:
                 text = _shorten_reason(new_reasons[-1])

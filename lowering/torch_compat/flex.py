@@ -179,7 +179,10 @@ class FlexProgram:
 
 
 def _compile_fx(graph: torch.fx.GraphModule, fakes: Sequence[Tensor]) -> Any:
-    """Compile a decomposed graph with Inductor; strides are not padded, as in `compile_with_inductor`."""
+    """Compile a decomposed graph with Inductor.
+
+    Strides are not padded, since padded ones may give wrong results (see `compile_with_inductor`).
+    """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 

@@ -93,13 +93,14 @@ def has_autocast_kernel(op: OpOverload, device_type: str) -> bool:
 
 @contextmanager
 def enable_losses_on_meta() -> Iterator[None]:
-    """Register gradients of nll_loss and nll_loss2d on the meta device inside the block, for dry runs.
+    """Compute nll_loss by nll_loss_forward on the meta device inside the block, and nll_loss2d likewise, for dry runs.
 
-    Without them, tested on 2.13, AOTAutograd traces gradients of zeros there, and the joint graph lacks the backward.
+    Autograd has the derivative of nll_loss_forward. Without it, tested on 2.13, AOTAutograd records zeros as the
+    gradient of the loss on this device, so that the joint graph has no backward.
     """
     key = torch._C.DispatchKey.AutogradMeta
     aten: Any = torch.ops.aten
-    # Differentiable losses, and the ops that compute them together with the total weight.
+    # loss -> the op with a derivative that computes (loss, total weight)
     forwards = {aten.nll_loss.default: aten.nll_loss_forward, aten.nll_loss2d.default: aten.nll_loss2d_forward}
     added_ops = [op for op in forwards if key not in op.py_kernels]
     for op in added_ops:

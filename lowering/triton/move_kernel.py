@@ -166,7 +166,9 @@ def _move_kernel(  # type: ignore[no-untyped-def]
 
     ``source`` and ``target`` are addresses, as integers. Lengths and strides are in units of VECTOR words. ``loop_i``
     is the size of a dim that is looped over, with the strides ``read_i`` in the source and ``written_i`` in the target.
-    ALIGNED is the number of bytes that divides all addresses; FULL_RUNS is True if RUN divides the run.
+    WORD is the number of bytes of a word, and VECTOR the number of words that are always adjacent. ALIGNED is the
+    number of bytes that divides all addresses; FULL_RUNS is True if RUN divides the run. ``loop_0``, the size of the
+    outermost loop, is not needed.
 
     The index of the program is a mixed-radix number. Its digits, from the last one on: the tile in the run, in the
     columns and in the rows, and the position in each loop.

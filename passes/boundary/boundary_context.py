@@ -62,9 +62,9 @@ def set_outputs(gm: GraphModule, leaves: Sequence[Any]) -> None:
 def insert_tap(node: Node) -> Node:
     """Insert ``value, token = sp::tap(node)`` and return the token, which a pass appends to the outputs.
 
-    The value equals the node, and all users except the outputs read it in place of the node. The gradient of the node
-    is the gradient of the value, plus the gradient that the runtime stores for the token if the caller's backward
-    computes one.
+    The value equals the node, and all users except the outputs read it in place of the node. The caller detaches the
+    node in the outputs (`insert_detach`). The gradient of the node is then the gradient of the value, plus the gradient
+    that the runtime stores for the token if the backward of the user's program computes one.
     """
     graph, output = node.graph, node.graph.output_node()
     with graph.inserting_after(node):

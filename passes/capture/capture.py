@@ -288,7 +288,7 @@ def _single_fake_mode(gm: GraphModule) -> FakeTensorMode | None:
     """Return the fake mode of all values of a graph, None without fake values; raise if several."""
     values = [n.meta.get("val") for n in gm.graph.nodes]
     if len({id(value.fake_mode) for value in values if isinstance(value, FakeTensor)}) > 1:
-        raise SpError("SP205", "capture_export: expected values of one fake mode, got several.")
+        raise SpError("SP205", "capture_export: expected values of one FakeTensorMode, got several.")
     return torch_compat.detect_fake_mode(values)
 
 

@@ -136,7 +136,7 @@ class _TracingInterpreter(Interpreter):
             ) from error
 
     def run_without_grad(self, n: Node) -> Any:
-        """Run a node under no_grad, such that it does not detach its operands.
+        """Run a node whose mode is no_grad, such that it does not detach its operands.
 
         If an op returns its operand unchanged (`h.to(h.dtype)`), the trace associates the operand with this node, so
         that later nodes would read the node's result, which has no gradient. Therefore restore the proxies (the nodes

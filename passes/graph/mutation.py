@@ -164,7 +164,7 @@ def _new_value_function(target: OpOverload) -> NewValue | None:
 
 
 def _copy_value(args: Any, kwargs: Any, emit: Callable[..., Node]) -> Node:
-    """Return the source of a copy_, on the device of its target; the caller broadcasts it and converts other dtypes."""
+    """Return the source of a copy_ on the device of its target; the caller broadcasts it, and casts it if it must."""
     source, target = args[1], args[0].meta["val"]
     if source.meta["val"].device != target.device:
         source = emit(aten.to.device, source, target.device, target.dtype)

@@ -123,26 +123,35 @@ class BalanceLayout(Pass):
         self.vectors = list(dict.fromkeys(self.representatives.values()))
         move_before(first, self.vectors)
         device = next(x.device for node in inputs for x in node_tensors(node))
-        orders = self._add_order_inputs(inputs, length, n, device) if shards else []
+        # An order has three tensors: the order itself, its inverse, and the chunks, from which tables are computed.
+        given_order = self._add_order_inputs(inputs, length, n, device) if shards else []
         with self.graph.inserting_before(first):
-            if shards:
-                outputs = self.compute(sp.balance_tables.default, (self.vectors, orders[-1], self.sizes(length)), first)
+            if given_order:
+                arguments: tuple[Any, ...] = self.vectors, given_order[-1], self.sizes(length)
+                results = self._emit_results(sp.balance_tables.default, arguments, first)
+                self.order, self.inverse, _ = given_order
+                tables = results
             else:
                 arguments = self._balance_arguments(attentions, all_frames, length, n, device)
-                outputs = self.compute(sp.balance_rows.default, arguments, first)
-            results = [self.emit(operator.getitem, (outputs, i), x, first) for i, x in enumerate(outputs.meta["val"])]
-            # Order, inverse and chunks (which only other graphs read) are inputs or results of the op; then follow the
-            # tables of the positions, of the vectors, and of the reordered vectors.
-            self.order, self.inverse, _, positions_table, *tables = *orders, *results
-            self.tables = dict(zip(self.vectors, tables))
+                results = self._emit_results(sp.balance_rows.default, arguments, first)
+                self.order, self.inverse, _, *tables = results  # other graphs read the chunks
+            # tables of the positions, of each vector, and of each reordered vector
+            positions_table, *tables = tables
+            vector_tables, reordered_tables = tables[: len(self.vectors)], tables[len(self.vectors) :]
+            self.tables = dict(zip(self.vectors, vector_tables, strict=True))
             # the position of each row as a vector (1, length), and its table
             self.positions = self.compute(aten.unsqueeze.default, (self.order, 0), first), positions_table
             all_rows = FrameArgument(1, length, 0, length, BALANCED.folds)
             self.reordered = {  # each vector -> the reordered vector and its table
                 v: (self._emit_reorder(v, 1, all_rows, first), table)
-                for v, table in zip(self.vectors, tables[len(self.vectors) :], strict=True)
+                for v, table in zip(self.vectors, reordered_tables, strict=True)
             }
             self.optional_nodes = [*results, self.positions[0], *(vector for vector, _ in self.reordered.values())]
+
+    def _emit_results(self, op: Any, arguments: tuple[Any, ...], anchor: Node) -> list[Node]:
+        """Emit an op and return the nodes of its results, with the metadata of `anchor`."""
+        outputs = self.compute(op, arguments, anchor)
+        return [self.emit(operator.getitem, (outputs, i), x, anchor) for i, x in enumerate(outputs.meta["val"])]
 
     def _balance_arguments(
         self, attentions: Sequence[OpCall], frames: Iterable[FrameArgument], length: Size, n: int, device: torch.device

@@ -460,7 +460,7 @@ def _scanned_dims(gm: GraphModule, axes: Axes) -> Evidence:
     """Yield (scan, scanned dim); for a sequence that is flattened with the batch, only the longest factor."""
     for call, rule in _ruled_calls(gm):
         for dim, kind in _classify_factors(axes, call, rule):
-            if kind == "scan" and dim and not node_info(call.node).is_aside:  # is_aside: not along the sequence
+            if kind == "scan" and dim and not node_info(call.node).is_aside:  # is_aside: along batch or choices
                 longest = max(reversed(dim), key=lambda a: assume_large(a.size))  # of equals, the last
                 yield call.node, (longest,)
 

@@ -60,7 +60,7 @@ class JoinSequences(Pass):
     provides = frozenset({"joined sequences"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Replace concatenations until none is left, then the splits of their results; return their number.
+        """Replace concatenations, in at most MAX_JOIN_ROUNDS rounds, and splits of their results; return their number.
 
         First, concatenations of all pieces of one value, cat(split(x)), are replaced by the value (`_cancel_split`).
         Each round finds all concatenations along the sequence, and chooses for each the parts with frames of their own

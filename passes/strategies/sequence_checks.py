@@ -153,9 +153,9 @@ def _check_local_inputs(sequence_dims: dict[Node, list[int]], job: PassContext) 
         names = [argument_name(node) for node in sequence_dims if is_tensor(node)]
         raise SpError(
             "SP307",
-            f"inputs='local': no dim of the inputs {names} is known to be the sequence. A dim of an input may have "
-            "other positions than the sequence: batch and sequence flattened, or parts that are concatenated, padded "
-            "or split into patches later.",
+            f"inputs='local': no dim of the inputs {names} is known to be the sequence. The sequence may be no dim "
+            "of its own there: batch and sequence are flattened, or parts are concatenated, padded or split into "
+            "patches later.",
         )
 
 

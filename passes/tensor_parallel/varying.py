@@ -159,7 +159,8 @@ def mark_collectives(gm: GraphModule, group: str, grid: GroupGrid | None = None)
     Args:
         gm: The graph; edited in place.
         group: The group's name.
-        grid: The arrangement of the other groups; None if they are the axes of a mesh.
+        grid: The arrangement of the other groups. If it is None, it is unknown: the collectives of other groups are not
+            marked, and every number of a rank is varying.
     """
     for node in gm.graph.nodes:
         node.meta.setdefault("val", None)  # AOTAutograd's assertions have none

@@ -40,7 +40,7 @@ class AffineCall(ShardCall):
         m, b, initial = self.m, self.b, self.initial
         if initial is not None:
             initial = initial.expand(*b.shape[:ROWS_FROM_END], *b.shape[-2:])
-        # torch.func cannot transform the operator: with its tensors as operands, its Python implementation is called.
+        # torch.func cannot transform the operator: for tensors that it wraps, the Python function is called instead.
         affine_scan = op_or_body(sp.affine_scan, ops.affine_scan, m, b, initial)
         options = self.dim, self.reverse, self.accumulate, self.exclusive
         shards = self.arguments(b, element_bytes=1)  # the bytes are not needed: the exchange is always "gather"

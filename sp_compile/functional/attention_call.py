@@ -268,14 +268,17 @@ class AttentionCall(RankCall):
             yield SpError("SP502", f"seed: expected an int or an int64 tensor of shape (), got {got}.")
 
     def _wrong_sinks(self) -> Iterator[SpError]:
-        """Yield an error unless there is one floating-point sink per query head on the device of q."""
+        """Yield errors unless there is one floating-point sink per query head on the device of q."""
         sinks, heads, device = self.options.sinks, self.q.shape[1], self.q.device
         if sinks is None:
             return
-        if sinks.shape != (heads,) or not sinks.is_floating_point() or sinks.device != device:
-            expected = f"one floating-point number for each of the {heads} query heads, on {device}"
-            got = f"{sinks.dtype} {list(sinks.shape)} on {sinks.device}"
-            yield SpError("SP504", f"sinks: expected {expected}, got {got}.")
+        if sinks.shape != (heads,):
+            yield SpError("SP504", f"sinks: expected shape [{heads}], one per query head, got {list(sinks.shape)}.")
+        if not sinks.is_floating_point():
+            fix = "Convert the sinks with sinks.to(q.dtype)."
+            yield SpError("SP505", f"sinks: expected a floating-point dtype, got {sinks.dtype}.", fix)
+        if sinks.device != device:
+            yield SpError("SP506", f"sinks: expected the device of q, {device}, got {sinks.device}.")
 
     def _shapes(self) -> str:
         """Return the shapes of q, k and v as text, for errors and `description`."""

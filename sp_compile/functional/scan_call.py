@@ -219,9 +219,10 @@ class ScanCall(ShardCall):
     def _wrong_dtypes(self) -> Iterator[SpError]:
         """Yield errors for dtypes of x, the result and intermediate results that are not supported together."""
         dtype_of_x, result = self.x.dtype, self.result
-        for dtype in (dtype_of_x, result):
+        for name, dtype, fix in (("x", dtype_of_x, "Cast x."), ("dtype", result, "Pass another dtype.")):
             if not is_scannable(dtype) and not dtype.is_complex:
-                yield SpError("SP522", f"x, dtype: {dtype} is not supported.")
+                expected = "bool, uint8, int8 to int64, or a floating-point dtype of 16 bits or more"
+                yield SpError("SP522", f"{name}: expected {expected}, got {dtype}.", fix)
         if dtype_of_x.is_floating_point and not result.is_floating_point and needs_gradient(self.x):
             yield SpError("SP523", f"dtype: x needs a gradient, which a result in {result} does not have.")
         if dtype_of_x.is_complex or result.is_complex:

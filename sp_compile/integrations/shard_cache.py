@@ -230,7 +230,10 @@ class CacheSharing:
         return DynamicCache(config=self.model.config)
 
     def _rows_layers(self, cache: Any) -> list[Any]:
-        """Return layers with rows of the rank in place of those of an empty cache. Layers without keys are kept."""
+        """Return layers with rows of the rank in place of those of an empty cache.
+
+        Dummy layers are kept: those of model layers that have no keys and values of their own.
+        """
         from .cached_rows import RowsLayer
 
         pairs = zip(cache.layers, cache.is_dummy)
@@ -295,15 +298,17 @@ def _find_cache_error(cache: Any, name: str) -> SpError | None:
     from transformers.cache_utils import DummyLayer, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     if type(cache) is not DynamicCache:
-        return SpError("SP842", f"cache: expected a DynamicCache, got {type(cache).__name__}.")
+        return SpError("SP842", f"past_key_values: expected a DynamicCache, got {type(cache).__name__}.")
     unknown = {type(layer) for layer in cache.layers} - {DummyLayer, DynamicLayer, DynamicSlidingWindowLayer}
     if unknown:
         kinds = ", ".join(sorted(kind.__name__ for kind in unknown))
         return SpError("SP841", f"model: expected layers with keys and values only, got {kinds} in {name}.")
     if cache.offloading:
-        return SpError("SP842", "cache: expected one that is not offloaded, got offloading=True.")
+        return SpError("SP842", "past_key_values: expected one that is not offloaded, got offloading=True.")
     if cache.get_seq_length() > 0:
-        return SpError("SP842", f"cache: expected an empty cache, got one of {cache.get_seq_length()} positions.")
+        return SpError(
+            "SP842", f"past_key_values: expected an empty cache, got one of {cache.get_seq_length()} positions."
+        )
     return None
 
 

@@ -379,9 +379,9 @@ def _update_rows(planner: StepPlanner, result: StepPlan, rows: Sequence[Variant]
         attention = next(choice for choice in planner.attention_choices(row.ranks) if choice.key == row.config.key)
         variant = planner.plan_row(step, attention, row.state, row.offload)
         result.rows.append(variant)
-        if not row.offload:  # nothing is on the host
+        if not row.offload or not planner.shares:  # nothing is on the host, or the user has fixed the share
             continue
-        if planner.shares and step.covers_any_share:  # no shares: the user has fixed the share
+        if step.covers_any_share:
             with_least_share = planner.min_offload(step, attention, row.state)
             if with_least_share and with_least_share.config != row.config:
                 result.rows.append(with_least_share)

@@ -141,6 +141,8 @@ class PlannedStep:
         elif share == 1.0:  # `hosted` is the step with all values on the host; None if there are none
             graphs = [unroll.graph.hosted or unroll.graph for unroll in unrolls]
         else:
+            # A step of which other shares are requested ran with the share 0.0, so that the first branch returns it.
+            assert self.config.offload == 0.0
             return self.peak_memory(0.0).with_offload(self.peak_memory(1.0), share)
         return StepPeaks.of(replace(self.step, graphs=graphs), n)
 

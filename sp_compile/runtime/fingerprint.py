@@ -258,6 +258,7 @@ def _target_text(node: Node) -> str:
     if node.op in ("placeholder", "get_attr", "output"):
         return ""
     target: Any = node.target
+    # The str() of a Python function has its address, which differs between ranks.
     return str(target) if namespace_of(target) else getattr(target, "__qualname__", str(target))
 
 

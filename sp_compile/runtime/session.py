@@ -155,8 +155,8 @@ class CompileSession(RankQueries):
             if ranks in self.groups:
                 raise SpError(
                     "SP619",
-                    f"mesh_dim: the program's own collectives use this axis (group {ranks.group!r}), so its {ranks.n} "
-                    "ranks cannot share the sequence.",
+                    f"mesh_dim: the program's own collectives use the {ranks.n} ranks of the sequence (group "
+                    f"{ranks.group!r}), so these cannot share the sequence.",
                 )
 
     def _place_groups(self) -> None:
@@ -291,12 +291,13 @@ class CompileSession(RankQueries):
         meets_at_call = self._protocol.opened and not stopped
         if meets_at_call or error is None:
             return error
-        if self._protocol.opened:  # ranks of groups that have not stopped wait for this rank at the call
+        # Ranks of groups that have not stopped wait for this rank at the call, if all have started to compile.
+        if self._protocol.opened:
             # They read the notice that this rank publishes. A new notice replaces the last one, so it repeats the group
             # whose exchange is broken (`within`).
             publish_stop(str(error).replace("\n", " "), subject=program_subject(gm), within=broken_context())
         sp_error = wrap_error(error)
-        assert sp_error is not None
+        assert sp_error is not None  # as `error` is not None
         raise RankMismatchError(sp_error.code, sp_error.cause, sp_error.fix) from error
 
     @contextmanager

@@ -160,7 +160,7 @@ ALONE: list[tuple[str, str, dict[str, Any]]] = [
     ("SP505", "attn_mask", {"attn_mask": torch.ones(WHOLE, dtype=torch.int64)}),
     ("SP507", "dropout_p", {"dropout_p": 1.0}),
     ("SP504", "sinks", {"sinks": torch.zeros(2)}),
-    ("SP504", "sinks", {"sinks": torch.zeros(4, dtype=torch.int64)}),
+    ("SP505", "sinks", {"sinks": torch.zeros(4, dtype=torch.int64)}),
     ("SP502", "seed", {"dropout_p": 0.1, "seed": torch.tensor([1])}),
     ("SP502", "seed", {"dropout_p": 0.1, "seed": 1.5}),
     ("SP502", "attn_mask", {"attn_mask": [[True]]}),

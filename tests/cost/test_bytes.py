@@ -73,6 +73,13 @@ def test_attention(
     assert decision.chosen.backward == sum(e.backward for e in listed) > 0
 
 
+def test_a_ring_within_the_rows_of_a_rank_sends_nothing() -> None:
+    x = torch.randn(BATCH, LENGTH, 8 * DIM, dtype=torch.bfloat16)
+    report = report_of(attending(8, 8, window=1), x, attention="ring", outputs="local")
+    (exchange,) = (e for e in report.exchanges if e.op.endswith("_attention"))
+    assert (exchange.forward, exchange.backward) == (0, 0)
+
+
 @pytest.mark.parametrize("exchange", ["gather", "steps"])
 def test_scans(monkeypatch: pytest.MonkeyPatch, exchange: str) -> None:
     made: list[CarryExchangeCost] = []

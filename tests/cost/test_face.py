@@ -447,8 +447,14 @@ def wrong() -> Any:
     ("argv", "said"),
     [
         (["explain", "nothing.here:f"], "SP734: target: expected module:function"),
-        (["explain", "os:sep"], "SP734: target: expected module:function, got 'os:sep': '/' is not a callable object."),
-        (["explain", "os.path:isfile"], "SP734: target: expected module:function, got 'os.path:isfile': missing a"),
+        (
+            ["explain", "os:sep"],
+            "SP734: target: expected a function without required arguments, got 'os:sep': '/' is not",
+        ),
+        (
+            ["explain", "os.path:isfile"],
+            "SP734: target: expected a function without required arguments, got 'os.path:isfile': missing a",
+        ),
         (["explain", ".here:f"], "SP734: target: expected module:function, got '.here:f'"),
         (["explain", "here"], "SP734: target: expected module:function, got 'here'"),
         (["explain", f"{__name__}:wrong"], "SP735: target: expected"),

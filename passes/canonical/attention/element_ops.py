@@ -142,7 +142,8 @@ def _joined_element(reader: ElementReader, parts: list[Any], coords: Coords, dim
 def _first_match(pieces: list[tuple[Any, Element]]) -> Element:
     """Return the element of the first pair (condition, element) whose condition holds, else that of the last pair.
 
-    The pieces are the operands of a cat or stack that the coordinate may be in; none for one beyond the last operand.
+    The pieces are the operands of a cat or stack that the coordinate may be in. There are none if it is beyond the last
+    operand; NotSymbolic is raised then.
     """
     if not pieces:
         raise NotSymbolic("is read after its last piece")

@@ -83,9 +83,9 @@ def parse_mask(node: Node, shape: tuple[Size, ...], absorbs_fills: bool = False)
     Raises:
         NotSymbolic: The mask has no predicate, with the reason.
     """
-    positions, coords = _mask_coordinates(node, shape)
-    allowed, has_finite_fills = _allowed_condition(positions.at(node, coords))
-    return _checked_mask(positions, allowed, has_finite_fills and not absorbs_fills)
+    reader, coords = _mask_coordinates(node, shape)
+    allowed, has_finite_fills = _allowed_condition(reader.at(node, coords))
+    return _checked_mask(reader, allowed, needs_key_per_query=has_finite_fills and not absorbs_fills)
 
 
 def parse_bias(
@@ -106,11 +106,11 @@ def parse_bias(
     if len(shape) != 4 or len(node_shape(node)) < 2 or any(s == 1 for s in node_shape(node)[-2:]):
         return None
     try:
-        positions, coords = _mask_coordinates(node, shape)
-        biases = BiasReader(positions, dtype, MAX_FILL)
+        reader, coords = _mask_coordinates(node, shape)
+        biases = BiasReader(reader, dtype, MAX_FILL)
         element = biases.at(node, coords)  # `finite`: masked scores get a large negative number, not -inf
         needs_key_per_query = element.finite and not absorbs_fills
-        mask = _checked_mask(positions, element.allowed, needs_key_per_query)
+        mask = _checked_mask(reader, element.allowed, needs_key_per_query)
         return mask, ScoreOperands(register_expression(SCORE + element.value), biases.heads)
     except (NotSymbolic, SpError):
         return None
@@ -129,16 +129,16 @@ def _mask_coordinates(node: Node, shape: tuple[Size, ...]) -> tuple[ElementReade
     return ElementReader(IndexBox(extent), extent), broadcast_coords(node, tuple(indices))
 
 
-def _checked_mask(positions: ElementReader, allowed: Boolean, needs_key_per_query: bool) -> AttentionMask:
+def _checked_mask(reader: ElementReader, allowed: Boolean, needs_key_per_query: bool) -> AttentionMask:
     """Simplify a condition, and return it as a mask. Raises NotSymbolic if a predicate cannot express it.
 
     Args:
-        positions: The reader that has derived the condition and recorded its leaves, the tensors of data in it.
+        reader: The reader that has derived the condition and recorded its leaves, the tensors of data in it.
         allowed: The condition under which a query attends to a key.
         needs_key_per_query: True if every query must provably attend to some key, since fills are finite.
     """
-    allowed = positions.box.simplify(sympy.to_nnf(allowed, simplify=False))
-    mask = AttentionMask(allowed, positions.box, positions.leaves, positions.sizes)
+    allowed = reader.box.simplify(sympy.to_nnf(allowed, simplify=False))
+    mask = AttentionMask(allowed, reader.box, reader.leaves, reader.sizes)
     if allowed == sympy.false:
         raise NotSymbolic("no query attends to any key")
     # Leaves may have a batch dim; the condition itself may not depend on b and h.
@@ -161,10 +161,10 @@ def intersect_masks(masks: Sequence[AttentionMask], shape: tuple[Size, ...]) -> 
         NotSymbolic: It allows no pair, or differs between heads or batch entries.
     """
     extent = dict(zip(INDICES, shape))
-    positions = ElementReader(IndexBox(extent), extent)  # reads nothing here, but `_checked_mask` needs its box
-    positions.leaves = {name: leaf for mask in masks for name, leaf in mask.leaves.items()}
+    reader = ElementReader(IndexBox(extent), extent)  # reads nothing here, but `_checked_mask` needs its box
+    reader.leaves = {name: leaf for mask in masks for name, leaf in mask.leaves.items()}
     # Other scores become -inf, not a finite fill, so that queries without keys are allowed.
-    return _checked_mask(positions, And(*(mask.allowed for mask in masks)), needs_key_per_query=False)
+    return _checked_mask(reader, And(*(mask.allowed for mask in masks)), needs_key_per_query=False)
 
 
 def require_all_heads(mask: AttentionMask) -> AttentionMask:
@@ -194,9 +194,9 @@ def has_unfilled_key_per_query(node: Node, shape: tuple[Size, ...]) -> bool:
     Its fills then remove weight as a mask of -inf does, because no row consists of fills only.
     """
     try:
-        positions, coords = _mask_coordinates(node, shape)
-        allowed, _ = _allowed_condition(positions.at(node, coords), max_fill=0)  # every negative number is a fill
-        _checked_mask(positions, allowed, needs_key_per_query=True)
+        reader, coords = _mask_coordinates(node, shape)
+        allowed, _ = _allowed_condition(reader.at(node, coords), max_fill=0)  # every negative number is a fill
+        _checked_mask(reader, allowed, needs_key_per_query=True)
         return True
     except NotSymbolic:
         return False

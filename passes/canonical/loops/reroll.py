@@ -78,7 +78,8 @@ class LoopBuilder:
     def _is_shared(self, x: Operand) -> bool:
         """Return True if the operand has the same value at every step."""
         if isinstance(x, ColumnRef):
-            return isinstance(self.values.get(x.column), Node)  # a node is equal at all steps
+            # A column that differs between steps has a BatchedValue, or no value yet.
+            return isinstance(self.values.get(x.column), Node)
         return not isinstance(x, IndexRead | SeededList)
 
     def run(self) -> BatchedValue:

@@ -127,8 +127,8 @@ class RewriteScanIdioms(CanonicalPass):
         if scan is None:
             return False
         with self.graph.inserting_before(node):
-            operand, value = (scan.x, scan.dim, scan.op), node.meta["val"]
-            new = emit_scan(self, *operand, value, node, exclusive=scan.exclusive, reverse=scan.reverse)
+            options = {"exclusive": scan.exclusive, "reverse": scan.reverse}
+            new = emit_scan(self, scan.x, scan.dim, scan.op, node.meta["val"], node, **options)
             self.replace(node, new)
         return True
 

@@ -146,6 +146,8 @@ def _layer_norm_backward_rule(call: OpCall) -> BoundRule | None:
 NONE, MEAN, SUM = 0, 1, 2  # at::Reduction
 # The kind of the reduced positions: of losses whose targets can be filled so that padded rows add 0, and of others.
 _REDUCTION_KIND = {MEAN: "mean", SUM: "sum"}
+# Of losses without such targets. A mean is always replaced by a masked sum over the count (`reduce_demands.py`), so
+# that it needs no kind of its own; to a plain sum, padded rows would be added.
 _UNFILLED_KIND = {MEAN: "mean", SUM: "total"}
 
 CLASS_LOSSES = parse_overloads("cross_entropy_loss nll_loss nll_loss2d nll_loss_nd")
@@ -160,7 +162,7 @@ def _elementwise_rule(call: OpCall) -> BoundRule | None:
     """Return the rule of an elementwise loss, such as mse_loss.
 
     It is "..., ... -> ..." without a reduction, and "..., ... -> " with one: all dims have the kind "mean", or "total"
-    for a sum, in which no fill of one operand removes padded rows.
+    for a sum, to which padded rows would be added (`_UNFILLED_KIND`).
     """
     operands = ", ".join("..." for _ in call.operands)
     if call["reduction"] == NONE:

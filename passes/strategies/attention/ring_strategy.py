@@ -204,10 +204,16 @@ def ring_sends(call: OpCall, n: int, ulysses: int, hops: int) -> tuple[Size, Siz
     relayout = relayout_bytes(call, heads.exchange_bytes(1), n)
     key_bytes = heads.repeat_keys(ulysses)  # keys and values, with heads repeated until `ulysses` divides their number
     forward = exchange + relayout + hops * collective_bytes("shift", key_bytes, places)
-    # Gradients of keys travel with the keys and one hop further, or are reduce-scattered: a rank then sends those of
-    # all places but its own. `widening` is the size of a gradient's element, in multiples of a key's. The backward
-    # exchanges gradients where the forward exchanges values, and sends keys around again: it sends `forward`, too.
-    grad_sends = hops + 1 if call["grads"] == "travel" and hops else places - 1
+    # As in `RingKeys.backward`, gradients of keys travel with the keys and one hop further, or are reduce-scattered: a
+    # rank then sends those of all places but its own.
+    if not hops:  # no rank needs keys of another one
+        grad_sends = 0
+    elif hops < places - 1 or call["grads"] == "travel":
+        grad_sends = hops + 1
+    else:
+        grad_sends = places - 1
+    # `widening` is the size of a gradient's element, in multiples of a key's. The backward exchanges gradients where
+    # the forward exchanges values, and sends keys around again: it sends `forward`, too.
     return forward, forward + grad_sends * heads.widening * key_bytes
 
 

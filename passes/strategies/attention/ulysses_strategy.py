@@ -98,9 +98,10 @@ class UlyssesAttention(AttentionPass):
         self.replace(node, joined)
 
     def _group_count(self, node: Node) -> int:
-        """Return the number of groups of heads that are exchanged separately: that of the option, or the chosen one.
+        """Return the number of groups of heads that are exchanged separately: `ulysses_chunks`, or the chosen number.
 
-        If the heads cannot be split into these groups, the result is 1, and the report states why.
+        If the heads cannot be split into these groups, the result is 1, and the report states why. Operands that differ
+        between heads, such as sinks, are not split into groups.
         """
         requested, choice, call = self.job.options.ulysses_chunks, node_info(node).choice, OpCall(node)
         chosen = choice.chunks if choice is not None else 1

@@ -38,7 +38,7 @@ def own_address(store_host: str) -> str:
             return source
         # The address from which this host reaches addresses outside of its network (OUTSIDE is one), if it can.
         return _source_address(OUTSIDE) or source or LOOPBACK
-    return _hostname_address() or LOOPBACK
+    return _hostname_address() or LOOPBACK  # ranks that share a file are usually on one host, whose name they resolve
 
 
 def _interface_address(name: str) -> str:

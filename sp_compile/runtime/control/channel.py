@@ -369,7 +369,7 @@ class ControlChannel:
         return now - last_time < MAX_HEARTBEAT_AGE
 
     def send_heartbeat(self, thread: int) -> None:
-        """Send a heartbeat of a thread that compiles to the other ranks, unless it waits for ranks itself."""
+        """Increase the store's count of heartbeats, for a thread that compiles, unless it waits for ranks itself."""
         if thread not in _waiting_threads:
             with suppress(RuntimeError):  # the rank that hosts the store is lost
                 self.store.add("compiles", 1)
