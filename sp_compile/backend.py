@@ -1,13 +1,15 @@
 """The torch.compile backend "sp".
 
-Every graph that Dynamo passes to the backend is captured, split by the passes along its sequence, given a boundary for
-sharded inputs and outputs, and compiled. `sp` runs these stages on all ranks of one compilation together; `lower` of
-`split.py` decides whether a graph is split. To lower is to rewrite a program to that of one rank. The guard is the
-function that Dynamo calls: it checks that all ranks make the same call, and then runs the compiled program.
+Every graph that Dynamo passes to the backend is captured, planned and split by the passes along its sequence, and
+given a boundary for sharded inputs and outputs (`lower`), compiled (`compile_rank_program`) and guarded
+(`guard_program`). To lower is to rewrite a program to that of one rank. `sp` runs these stages on all ranks of one
+compilation together. The guard is the function that Dynamo calls: it checks that all ranks make the same call, and then
+runs the compiled program.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -28,9 +30,10 @@ from sp_compile.runtime.one_rank import warn_one_rank
 from sp_compile.runtime.session import CompileSession
 
 from .rank_program import RankProgram, compile_rank_program, guard_program
-from .split import lower
-from .unsplit import explain_failure, keep_unsplit, must_split
+from .split import SplitProgram
+from .unsplit import UNSPLIT_NOTE, explain_failure, finish_unsplit, keep_unsplit, lower_unsplit, must_split
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -109,19 +112,39 @@ def lower_or_keep(
         raise
     except Exception as failure:
         reason = unsplit_reason(failure)  # "" for an error of the user, such as an invalid option
-        must_run_eagerly = isinstance(failure, WriteError)  # an in-place write that only eager code runs correctly
+        may_compile = not isinstance(failure, WriteError)  # an in-place write that only eager code runs correctly
         if not reason or must_split(program, options):
             if torch_compat.is_fallback_error(failure):  # Dynamo would run eagerly; an SpError reaches the user
                 raise CaptureError("SP212", f"{program_subject(program.graph)}: {reason}") from failure
             raise
-    # Compile the program unsplit; if that is not possible, run it eagerly.
-    unsplit = keep_unsplit(program, options, session, reason)
-    if not must_run_eagerly:
-        try:
-            with torch_compat.preserve_thread_state():
-                return unsplit, finish(unsplit)
-        except Exception as failure:
-            if not torch_compat.is_fallback_error(failure):
-                raise
-    unsplit.eager = True
-    return unsplit, finish(unsplit)
+    return finish_unsplit(keep_unsplit(program, options, session, reason), finish, may_compile)
+
+
+def lower(
+    program: UserProgram, options: AnyOptions, session: CompileSession, repeats: FewLayers | None = None
+) -> RankProgram:
+    """Lower a program to that of one rank.
+
+    A program with a sequence is split along it. A program with collectives of its own, such as those of tensor
+    parallelism, is not split if no ranks are left for a sequence, or if it has none. If no ranks are left, its
+    collectives are optimized in the joint graph.
+
+    Args:
+        program: The program.
+        options: The options of the backend.
+        session: The ranks that compile the program.
+        repeats: In a dry run, the layers of the model that a program with a few layers represents; None for all.
+
+    Raises:
+        SpError: The ranks disagree, or the program cannot be split.
+    """
+    session.exchange_facts(program.graph, program.inputs)
+    if not session.may_split:  # the program has its own collectives, and no axis of a mesh is left for a sequence
+        return lower_unsplit(program, options, session)
+    # Without a mesh or seq_dims, a program with collectives of its own is split only if it has a sequence.
+    if not session.names_sequence and program.has_only_user_exchanges():
+        log.info("%s", UNSPLIT_NOTE.text)
+        return lower_unsplit(program, options, CompileSession(), UNSPLIT_NOTE)  # without groups nothing is optimized
+    split = SplitProgram.capture(program, options, session, repeats)
+    split.run_passes()
+    return split.add_boundary()

@@ -1,4 +1,4 @@
-"""Lower a program that has a sequence: capture it, run the passes, determine its boundary.
+"""Split a program along its sequence: capture it, run the passes, determine its boundary.
 
 The captured graph has the shapes of the full sequence (the global view). The passes rewrite it to the graph of one
 rank. The boundary describes which inputs and results of that graph are sharded. A refusal is a pass's decision that the
@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import sympy
 from torch.fx import GraphModule
@@ -37,7 +37,6 @@ from sp_compile.runtime.sharded_values import has_sharded_outputs, register_shar
 
 from .pipeline import run_pipeline
 from .rank_program import RankProgram, make_joint_passes
-from .unsplit import UNSPLIT_NOTE, lower_unsplit
 
 log = logging.getLogger(__name__)
 
@@ -47,32 +46,12 @@ GRAPH_BREAK_NOTE = "torch.compile ends the graph here and continues in Python"
 Symbols = Mapping[sympy.Symbol, tuple[int, int | None]]
 
 
-def lower(
-    program: UserProgram, options: AnyOptions, session: CompileSession, repeats: FewLayers | None = None
-) -> RankProgram:
-    """Lower a program to that of one rank.
+class LocalGraph(NamedTuple):
+    """The result of the passes."""
 
-    A program with a sequence is split along it. A program with collectives of its own, such as those of tensor
-    parallelism, is not split if no ranks are left for a sequence, or if it has none. If no ranks are left, its
-    collectives are optimized in the joint graph.
-
-    Args:
-        program: The program.
-        options: The options of the backend.
-        session: The ranks that compile the program.
-        repeats: In a dry run, the layers of the model that a program with a few layers represents; None for all.
-
-    Raises:
-        SpError: The ranks disagree, or the program cannot be split.
-    """
-    session.exchange_facts(program.graph, program.inputs)
-    if not session.may_split:  # the program has its own collectives, and no axis of a mesh is left for a sequence
-        return lower_unsplit(program, options, session)
-    # Without a mesh or seq_dims, a program with collectives of its own is split only if it has a sequence.
-    if not session.names_sequence and program.has_only_user_exchanges():
-        log.info("%s", UNSPLIT_NOTE.text)
-        return lower_unsplit(program, options, CompileSession(), UNSPLIT_NOTE)  # without groups nothing is optimized
-    return SplitProgram.capture(program, options, session, repeats).lower()
+    graph: GraphModule  # of one rank
+    inputs: list[Any]  # example inputs of the graph
+    report: Report  # the decisions of the passes
 
 
 @dataclass
@@ -85,6 +64,8 @@ class SplitProgram:
     view: GlobalView  # the captured graph
     machine: Machine | None  # measured constants of the cost model
     repeats: FewLayers | None  # in a dry run, the layers that a program with a few layers represents
+    symbols: Symbols = field(default_factory=dict)  # for each symbolic length, the input and dim whose size it is
+    local: LocalGraph | None = None  # the result of the passes
     row_order_conflict: str = ""  # why the graph cannot run in the row order of its inputs; "" if it can
 
     @classmethod
@@ -93,7 +74,7 @@ class SplitProgram:
     ) -> SplitProgram:
         """Capture the global view of a program, and agree with the other ranks on the cost model's constants.
 
-        Arguments are those of `lower`.
+        Arguments are those of `sp_compile.backend.lower`.
         """
         try:
             config = SPConfig.of(options)
@@ -107,22 +88,24 @@ class SplitProgram:
             machine = session.agree_on_machine(program.device)
         return cls(program, config, session, view, machine, repeats)
 
-    def lower(self) -> RankProgram:
-        """Return the program of one rank; if a pass refuses the inputs, capture them in another way and try once more.
+    def run_passes(self) -> None:
+        """Rewrite the captured graph to that of one rank, `local`.
+
+        If a pass refuses the inputs, capture them in another way and try once more.
 
         Raises:
             SpError: A pass refuses the program.
         """
-        symbols = symbol_sources(self.view.graph)  # before the passes change the graph
+        self.symbols = symbol_sources(self.view.graph)  # before the passes change the graph
         with wrap_failures():
-            result = self._run_passes()
+            result = self._try_passes()
             if isinstance(result, Refusal) and self._change_view(result):
                 if result.kind is RefusalKind.NO_SEQUENCE:  # lengths that were symbols are constants now
-                    symbols = symbol_sources(self.view.graph)
-                result = self._run_passes()
+                    self.symbols = symbol_sources(self.view.graph)
+                result = self._try_passes()
             if isinstance(result, Refusal):
                 raise result.error()
-        return self._rank_program(symbols, *result)
+        self.local = result
 
     def _change_view(self, refusal: Refusal) -> bool:
         """Capture the program again, without the property of its inputs that a pass has refused.
@@ -144,12 +127,8 @@ class SplitProgram:
         self.view = global_view(program.graph, program.inputs, self.config, self.session.ranks, balanced)
         return True
 
-    def _run_passes(self) -> tuple[list[Any], GraphModule, Report] | Refusal:
-        """Run the passes over the captured graph.
-
-        Returns:
-            The example inputs, the graph of one rank and the report; or the refusal of a pass.
-        """
+    def _try_passes(self) -> LocalGraph | Refusal:
+        """Run the passes over the captured graph, and return the graph of one rank, or the refusal of a pass."""
         view, ranks = self.view, self.session.ranks
         inputs = local_inputs(self.program.inputs, view.layouts, view.graph)
         job = PassContext(
@@ -171,23 +150,18 @@ class SplitProgram:
         local, report = result
         # If the rows are in a load-balanced order, the passes have appended placeholders for the tensors of this order.
         added = local.graph.find_nodes(op="placeholder")[len(inputs) :]
-        return inputs + [node.meta["val"] for node in added], local, report
+        return LocalGraph(local, inputs + [node.meta["val"] for node in added], report)
 
-    def _rank_program(self, symbols: Symbols, inputs: list[Any], local: GraphModule, report: Report) -> RankProgram:
-        """Return the program of one rank, with its boundary and its report.
-
-        Args:
-            symbols: For each symbolic length, the input and dim whose size it is.
-            inputs: The example inputs of the local graph.
-            local: The graph of one rank.
-            report: The report of the passes.
-        """
+    def add_boundary(self) -> RankProgram:
+        """Return the program of one rank: its graph with the boundary, which inputs and results are sharded."""
+        assert self.local is not None  # run_passes
+        local, inputs, report = self.local
         ranks = self.session.ranks
         report.add(self._input_notes())
         report.add(graph_break_notes(self.program.graph))
         warn_lost_sequence(self.program.graph, report)
         declare_routes(local, ranks)  # register the names of groups for exchanges between some of the ranks
-        boundary = make_boundary(local, self.view, ranks, symbols)
+        boundary = make_boundary(local, self.view, ranks, self.symbols)
         if boundary.results:
             register_sharded_outputs(ranks)
             written = boundary.writes.values()  # outputs that are new values of inputs, no results of the program

@@ -6,6 +6,9 @@ full tensors. A fragment is a graph between graph breaks, a part of a model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from sp_compile.lowering import torch_compat
 from sp_compile.lowering.base.errors import SpError, node_line
 from sp_compile.lowering.base.options import AnyOptions, SPConfig
@@ -22,6 +25,8 @@ from sp_compile.runtime.fingerprint import program_subject
 from sp_compile.runtime.session import CompileSession
 
 from .rank_program import RankProgram, make_joint_passes
+
+T = TypeVar("T")
 
 SEQUENCE_OPTIONS = dict.fromkeys(
     "seq_dims attention layout inputs outputs param_grads state fallback tiles ulysses_chunks".split(),
@@ -74,6 +79,30 @@ def keep_unsplit(program: UserProgram, options: AnyOptions, session: CompileSess
     report.work = _count_unsplit_work(program)
     joint = make_joint_passes(inputs, config, CompileSession())  # a session without groups: nothing is optimized
     return RankProgram(gm, config, report, inputs, joint, unsplit_reason=why)
+
+
+def finish_unsplit(
+    unsplit: RankProgram, finish: Callable[[RankProgram], T], may_compile: bool
+) -> tuple[RankProgram, T]:
+    """Compile an unsplit program; if that is not possible, run it eagerly.
+
+    Args:
+        unsplit: The program.
+        finish: The function that compiles it, as for `sp_compile.backend.lower_or_keep`.
+        may_compile: False if only eager code runs it correctly.
+
+    Returns:
+        The program, and the value of `finish`.
+    """
+    if may_compile:
+        try:
+            with torch_compat.preserve_thread_state():
+                return unsplit, finish(unsplit)
+        except Exception as failure:
+            if not torch_compat.is_fallback_error(failure):
+                raise
+    unsplit.eager = True
+    return unsplit, finish(unsplit)
 
 
 def _count_unsplit_work(program: UserProgram) -> ShardedWork:

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from sp_compile import backend
-from sp_compile.split import lower
+from sp_compile.backend import lower
 
 SEEDS = Random(0).sample(range(10**9), 400)
 RIGHT = (Outcome.EXACT, Outcome.GATHERED)

@@ -11,13 +11,13 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
+from sp_compile.backend import lower
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
 from sp_compile.passes.capture.capture import capture
 from sp_compile.passes.capture.user_program import UserProgram
 from sp_compile.rank_program import compile_local
 from sp_compile.runtime.session import CompileSession
-from sp_compile.split import lower
 
 
 def lowered(gm: GraphModule, inputs: list[Any], n: int, **options: Any) -> GraphModule:

@@ -23,6 +23,7 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
+from sp_compile.backend import lower
 from sp_compile.lowering import torch_compat
 from sp_compile.lowering.attention import attend, attend_parts
 from sp_compile.lowering.attention import merge_blocks as merge
@@ -31,7 +32,6 @@ from sp_compile.passes.capture.user_program import UserProgram
 from sp_compile.passes.joint.save_attention import apply_checkpoint_policies
 from sp_compile.passes.tiles.run_in_tiles import programs_of
 from sp_compile.runtime.session import CompileSession
-from sp_compile.split import lower
 
 aten, sp = torch.ops.aten, torch.ops.sp
 
