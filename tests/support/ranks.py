@@ -135,12 +135,19 @@ def _work(rank: int, store: str, pipe: Connection) -> None:
     for n in range(1, WORLD):
         _groups[n] = dist.new_group(range(n))
     _groups[WORLD] = dist.group.WORLD
+    initial_count = _count_groups()
     while True:
         try:
             _running, _as_users_run, payload = pipe.recv()
         except EOFError:
             return
-        pipe.send_bytes(answer(payload))
+        found = answer(payload)
+        pipe.send((_count_groups() - initial_count, found))
+
+
+def _count_groups() -> int:
+    """Return the number of groups that this rank has created, from which torch makes the name of the next one."""
+    return int(dist.distributed_c10d._world.group_count)
 
 
 def answer(payload: bytes) -> bytes:
@@ -168,6 +175,7 @@ class Ranks:
         self.as_users_run = False
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
+        self._group_counts: dict[int, int] = {}  # groups that the calls of each rank have created
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
 
     def run(self, n: int, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
@@ -200,7 +208,9 @@ class Ranks:
         grace: seconds for the other ranks to answer after one has failed.
         """
         payload = pickle.dumps((fn, args))
-        if not self._processes or not all(process.is_alive() for process in self._processes):
+        # After an error on some ranks only, these may have created fewer groups, whose names would no longer match.
+        has_equal_names = len({self._group_counts.get(rank, 0) for rank in range(n)}) == 1
+        if not self._processes or not has_equal_names or not all(process.is_alive() for process in self._processes):
             self.close()
             self._start()
         for pipe in self._pipes[:n]:
@@ -215,7 +225,7 @@ class Ranks:
             process.join()
         for pipe in self._pipes:
             pipe.close()
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._group_counts = [], [], {}
 
     def _start(self) -> None:
         context = forkserver()
@@ -247,7 +257,8 @@ class Ranks:
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 try:
-                    answers[rank] = pickle.loads(pipe.recv_bytes())
+                    self._group_counts[rank], found = pipe.recv()
+                    answers[rank] = pickle.loads(found)
                 except (EOFError, ConnectionError):
                     deadline = min(deadline, time.monotonic() + grace)
                     continue

@@ -48,8 +48,8 @@ INLINE Vec<float, N> widen(Vec<int32_t, N> bits, Half) {
 
 template <int N>
 INLINE Vec<int32_t, N> narrow(Vec<int32_t, N> bits, BFloat) {
-  auto size = bits & 0x7fffffff, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  return size > 0x7f800000 ? (bits >> 16) | 0x40 : rounded;
+  auto value = (Vec<float, N>)bits;
+  return value != value ? (bits >> 16) | 0x40 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
 // Below 2^-14 the sum with 1/2 rounds to a multiple of the smallest half; from 2^16 on all is infinite or NaN.
 template <int N>
@@ -225,17 +225,18 @@ struct Problem {
   std::conditional_t<std::is_same_v<C, int64_t>, int64_t, double> empty;
 };
 
-// Adjacent chains from `column` on. Rows i are numbered in scan order.
+// Adjacent chains from `column` on. Rows i are numbered in scan order. No write to `out` can change the copy of p, as all
+// functions are inlined, so that it stays in registers.
 struct Walk {
-  const Problem& p;
+  const Problem p;
   int64_t outer, column;
 
-  int64_t row(int64_t i) const { return p.reverse ? p.length - 1 - i : i; }
-  int64_t place(int64_t i) const { return (outer * p.length + row(i)) * p.inner + column; }
-  const uint8_t* start(int64_t i) const {
+  INLINE int64_t row(int64_t i) const { return p.reverse ? p.length - 1 - i : i; }
+  INLINE int64_t place(int64_t i) const { return (outer * p.length + row(i)) * p.inner + column; }
+  INLINE const uint8_t* start(int64_t i) const {
     return p.starts + outer * p.starts_outer + row(i) * p.starts_row + column * p.starts_inner;
   }
-  C* state(int plane) const { return p.states + (plane * p.outer + outer) * p.inner + column; }
+  INLINE C* state(int plane) const { return p.states + (plane * p.outer + outer) * p.inner + column; }
   template <class V> INLINE void emit(int64_t offset, V value, V index) const {
     if constexpr (M::outputs > 0) store(p.out + offset, value);
     if constexpr (M::outputs > 1) store(p.indices + offset, index);
@@ -243,7 +244,7 @@ struct Walk {
 
   // Scan N * vectors adjacent chains, row after row.
   template <int N, int vectors>
-  void walk_columns(int64_t begin, int64_t end) const {
+  INLINE void walk_columns(int64_t begin, int64_t end) const {
     using V = Vec<C, N>;
     using Mask = Vec<Bits<C>, N>;
     V states[vectors][P];
@@ -272,7 +273,7 @@ struct Walk {
 
   // Scan vectors of one chain with inner 1: log2(L) joins scan a vector, one more joins the carry from the rows before.
   template <bool segmented>
-  void walk_line(int64_t begin, int64_t end) const {
+  INLINE void walk_line(int64_t begin, int64_t end) const {
     using V = Vec<C, L>;
     using Mask = Vec<Bits<C>, L>;
     const int64_t step = p.reverse ? -L : L;
@@ -316,7 +317,7 @@ struct Walk {
 
   // Scan `count` chains, fewer than 2 * width: `width` at once if there are as many, then the others.
   template <int width = W>
-  void walk(int64_t count, int64_t begin, int64_t end) const {
+  INLINE void walk(int64_t count, int64_t begin, int64_t end) const {
     Walk remaining = *this;
     if (p.inner == 1 && width > 1) {
       int64_t vectors_end = begin + (end - begin) / L * L;
