@@ -225,8 +225,7 @@ struct Problem {
   std::conditional_t<std::is_same_v<C, int64_t>, int64_t, double> empty;
 };
 
-// Adjacent chains from `column` on. Rows i are numbered in scan order. No write to `out` can change the copy of p, as all
-// functions are inlined, so that it stays in registers.
+// Adjacent chains from `column` on, with rows i in scan order. The inlined copy of p is in registers: no write changes it.
 struct Walk {
   const Problem p;
   int64_t outer, column;
