@@ -29,7 +29,7 @@ from sp_compile.passes.base import register_pass
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape
 from sp_compile.passes.graph.edit import erase_dead
-from sp_compile.passes.sharding.matchers import PAD_OPS, match_pad, match_piece, stops_gradient, value_origin
+from sp_compile.passes.sharding.matchers import PAD_OPS, is_gradient_stop, match_pad, match_piece, value_origin
 
 from .associative_scan import CombineOp, RewriteAssociativeScans, expression_of, scan_of_leaf, unmoved_operands
 from .scan_trees import match_interleaving, nodes_before, outermost_trees
@@ -214,7 +214,7 @@ def _match_combine(
         return operand
 
     # A detached value would have the same expression, but no gradient.
-    if any(map(stops_gradient, nodes_before(value, lambda node: symbol(node) is not None))):
+    if any(map(is_gradient_stop, nodes_before(value, lambda node: symbol(node) is not None))):
         return None
     expression = expression_of(value, symbol)
     # A scan of the leaf alone combines its left and right rows by one op, such as a sum.

@@ -25,7 +25,7 @@ from sp_compile.passes.cost.attention_cost import AttentionShape, Candidate, Str
 from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.node_info import node_info
-from sp_compile.passes.graph.sizes import divides
+from sp_compile.passes.graph.sizes import is_divisor
 
 from .base import ShardedAttention, head_counts, register_strategy
 from .ring_strategy import ring_candidate, ring_grads, ring_sends
@@ -42,7 +42,7 @@ class HybridAttention(ShardedAttention):
     op = torch.ops.sp.hybrid_attention.default
 
     @classmethod
-    def on_mesh(cls, ranks: Ranks) -> bool:
+    def is_used_on_mesh(cls, ranks: Ranks) -> bool:
         """Return True if the mesh has a "ulysses" axis of some, but not all ranks, which selects the strategy."""
         return ranks.ulysses not in (None, 1, ranks.n)
 
@@ -85,7 +85,7 @@ class HybridAttention(ShardedAttention):
         n, (heads, *_) = self.job.ranks.n, head_counts(call)
         of_mesh = self.job.ranks.ulysses
         for u in [of_mesh] if of_mesh else range(n - 1, 1, -1):
-            if n % u == 0 and divides(u, heads):
+            if n % u == 0 and is_divisor(u, heads):
                 return u
         return None
 

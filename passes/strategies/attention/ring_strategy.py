@@ -66,7 +66,7 @@ class RingAttention(ShardedAttention):
         query, key = (sequence_shard(self.plan, call, i) for i in range(2))
         predicate = mask_predicate(call)
         # In zigzag order, each rank has early and late rows; `max_hops` is for rows in order.
-        if not predicate or query is None or key is None or self._exchanges_to_zigzag(node):
+        if not predicate or query is None or key is None or self._needs_zigzag_exchange(node):
             return n
         rows = query.frame.local_length(n)
         is_in_order = query.frame.order.is_in_order and query.frame.start == 0
