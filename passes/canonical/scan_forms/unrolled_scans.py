@@ -65,7 +65,7 @@ class _Level(NamedTuple):
 
 
 @register_pass
-class UnrolledScans(RewriteAssociativeScans):
+class RewriteUnrolledScans(RewriteAssociativeScans):
     """Replacement of the trees of one graph with a known combine function."""
 
     requires = frozenset({"rolled loops"})

@@ -1,4 +1,4 @@
-"""Define the bases of a strategy's pass: `AttentionPass`, and `ShardedAttention`, which emits one op.
+"""Define the bases of a strategy's pass: `AttentionPass`, and `ShardAttention`, which emits one op.
 
     q: f32[B, H, S, D]  k, v: f32[B, Hkv, T, D]
     scaled_dot_product_attention(q, k, v, mask, ...)      or sp::masked_attention, whose mask is a predicate
@@ -94,7 +94,7 @@ def attention_passes() -> list[type[AttentionPass]]:
     return sorted(passes, key=lambda entry: entry.is_default)  # the default one last
 
 
-class ShardedAttention(AttentionPass):
+class ShardAttention(AttentionPass):
     """Pass for attention with sharded queries; subclasses define the op and its arguments."""
 
     moves_keys = True  # keys are exchanged in blocks, so they must be sharded

@@ -27,15 +27,15 @@ from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.node_info import node_info
 from sp_compile.passes.graph.sizes import is_divisor
 
-from .base import ShardedAttention, head_counts, register_strategy
+from .base import ShardAttention, head_counts, register_strategy
 from .ring_strategy import ring_candidate, ring_grads, ring_sends
 from .ulysses_strategy import exchange_seconds, exchanged_memory
 
 
-class HybridAttention(ShardedAttention):
+class AttendWithHybrid(ShardAttention):
     """Pass for attention that was chosen to run as a hybrid.
 
-    Direct use: `HybridAttention(4)(graph_module)` rewrites any attention.
+    Direct use: `AttendWithHybrid(4)(graph_module)` rewrites any attention.
     """
 
     name = "hybrid"
@@ -121,7 +121,7 @@ register_strategy(
     Strategy(
         name="hybrid",
         preference=3,
-        rewrite=HybridAttention,
+        rewrite=AttendWithHybrid,
         candidates=_hybrid_candidates,
         sends=lambda call, n: ring_sends(call, n, call["ulysses"], hops=n // call["ulysses"] - 1),
         declare=lambda call, ranks: routes.declare_attention_routes(

@@ -43,7 +43,7 @@ HEADS_FROM_END = -3
 DimFrame = tuple[int, tuple[Size, ...]]  # a dim counted from the last, and the frame that splits it
 
 
-class UlyssesAttention(AttentionPass):
+class AttendWithUlysses(AttentionPass):
     """Pass for the demands of attention whose query heads the ranks divide."""
 
     name = "ulysses"
@@ -330,7 +330,7 @@ register_strategy(
     Strategy(
         name="ulysses",
         preference=0,
-        rewrite=UlyssesAttention,
+        rewrite=AttendWithUlysses,
         candidates=_ulysses_candidates,
         options=("ulysses_chunks",),
     )
