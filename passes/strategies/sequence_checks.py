@@ -207,7 +207,7 @@ class PlaceOutputs(Pass):
         has_shards = job.ranks.n > 1 and job.work.sharded_flops
         # Lines of the program that compute a large part of all FLOPs on every rank.
         for line, share in job.work.large_replicated_lines() if has_shards else ():
-            text = f"every rank computes all of it: {share:.0%} of the FLOPs"
+            text = f"it runs unsharded on every rank: {share:.0%} of the FLOPs"
             self.notes.append(Note(NoteKind.REPLICATED_WORK, self.name, text, where=line))
         return 0
 
