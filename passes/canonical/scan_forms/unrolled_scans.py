@@ -1,7 +1,8 @@
 """Replace an unrolled tree of combinations by the scan that its combine function defines.
 
-torch.associative_scan(combine_mode="generic") is traced into log2(S) levels. A level combines the rows of its leaf in
-pairs, scans the pairs (the next level), and interleaves this scan with combinations of it and every second row:
+torch.associative_scan(combine_mode="generic") has no op: it is Python code that Dynamo inlines, so only the graph shows
+it, as log2(S) levels. A level combines the rows of its leaf in pairs, scans the pairs (the next level), and interleaves
+this scan with combinations of it and every second row:
 
     pairs = combine(x[0:-1:2], x[1::2])                             half of the rows
     odd   = scan(pairs)                                             results at rows 1, 3, ...
