@@ -71,7 +71,7 @@ def ways() -> dict[str, Callable[[], object]]:
     return {
         "call alone": lambda: program.run(*args),
         "all-gather of Gloo": lambda: dist.all_gather(out, mine),
-        "exchange": lambda: links.all_equal(1, False, lambda: None),
+        "exchange": lambda: links.are_all_equal(1, False, lambda: None),
         "agreed call": lambda: program(*args),
     }
 

@@ -42,14 +42,14 @@ class Here:
 Pairs = list[tuple[str, Tensor, Tensor]]
 
 
-def launched() -> bool:
+def is_launched() -> bool:
     """Return True if torchrun started this process."""
     return "RANK" in os.environ
 
 
 def begin() -> None:
     """Initialize the process group under torchrun."""
-    if launched() and not dist.is_initialized():
+    if is_launched() and not dist.is_initialized():
         dist.init_process_group("gloo")
 
 
@@ -59,7 +59,7 @@ def everywhere(work: Callable[[Here], Pairs]) -> None:
     `work` returns tuples: a name, this rank's value, and its shard of the expected value.
     """
     begin()
-    if launched():
+    if is_launched():
         n = dist.get_world_size()
         each = [work(Here(dist.get_rank(), n, dist.group.WORLD))]
     else:
@@ -72,7 +72,7 @@ def everywhere(work: Callable[[Here], Pairs]) -> None:
 def compiled(model: nn.Module, *args: Tensor, **config: object) -> sp_compile.Report | None:
     """Compare a compiled model with eager. Returns the report on simulated ranks, None under torchrun."""
     begin()
-    if not launched():
+    if not is_launched():
         report = sp_compile.verify(model, *args, sp=SIMULATED, **config)
         _compare(f"compiled, {SIMULATED} ranks", [report.worst])
         return report
@@ -106,7 +106,7 @@ def _error(found: Tensor, right: Tensor) -> float:
 
 def _compare(what: str, errors: list[float]) -> None:
     worst = torch.tensor(max(errors))
-    if launched():
+    if is_launched():
         dist.all_reduce(worst, dist.ReduceOp.MAX)
     _worst.append(worst.item())
     print_once(f"{what:<48} largest relative error against one device: {worst.item():.1e}")
@@ -115,7 +115,7 @@ def _compare(what: str, errors: list[float]) -> None:
 def print_once(text: str) -> None:
     """Print on rank 0."""
     begin()
-    if not launched() or dist.get_rank() == 0:
+    if not is_launched() or dist.get_rank() == 0:
         print(text)
 
 

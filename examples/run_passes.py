@@ -17,7 +17,7 @@ from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.localize.localize import Localize
 from sp_compile.passes.localize.validate_shapes import validate
-from sp_compile.passes.strategies.attention.ulysses_strategy import UlyssesAttention
+from sp_compile.passes.strategies.attention.ulysses_strategy import AttendWithUlysses
 from sp_compile.passes.strategies.gather_demands import GatherOperands
 from sp_compile.passes.strategies.reduce_demands import DecomposeMeans, ReducePartials
 from sp_compile.passes.strategies.scan_demands import ShardScans
@@ -51,7 +51,7 @@ def main() -> None:
     for rewrite in (
         Canonicalize(),
         DecomposeMeans(ranks),
-        UlyssesAttention(ranks),
+        AttendWithUlysses(ranks),
         ShardScans(ranks),
         ReducePartials(ranks),
         GatherOperands(ranks),

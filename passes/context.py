@@ -149,7 +149,9 @@ class PassContext:
 
     ranks: Ranks  # the ranks that shard the sequence
     options: SPConfig = field(default_factory=SPConfig)  # as the user passed them
-    # The options of the same names, resolved for the graph.
+    # The options of the same names, resolved for the graph. They are fields in addition to `options`, since those have
+    # names of the user's arguments, "auto" or "local", while passes need inputs of this graph, their placements, and a
+    # decision for each output.
     seq_dims: Mapping[str, int] | None = None  # by the names of the graph's inputs; None if the user names none
     inputs: Mapping[str, Placement] = field(default_factory=dict)  # the placements of sharded inputs
     outputs: str | Sequence[str] = "gather"  # for all outputs, or one for each

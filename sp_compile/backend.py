@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from torch.fx import GraphModule
 
-from sp_compile.generation import runs_eagerly
+from sp_compile.generation import must_run_eagerly
 from sp_compile.lowering import torch_compat
 from sp_compile.lowering.base.errors import CaptureError, WriteError
 from sp_compile.lowering.base.options import AnyOptions
@@ -77,7 +77,7 @@ def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = 
     return guard_program(program, session, lowered, run, error)
 
 
-torch_compat.on_eager(sp, runs_eagerly, warn_eager_fallback, warn_fsdp_submodules)
+torch_compat.on_eager(sp, must_run_eagerly, warn_eager_fallback, warn_fsdp_submodules)
 torch_compat.trace_tensor_checks()
 
 

@@ -2,7 +2,7 @@
 
 A compiled program splits a sequence over ranks. A decoding step has one query row, and a cache that is longer in each
 step, so that it would be compiled again and again, and nothing of it would be split. Ranks also generate independently
-of each other, such as rank 0 alone. `runs_eagerly` therefore decides for each call that Dynamo would compile, and
+of each other, such as rank 0 alone. `must_run_eagerly` therefore decides for each call that Dynamo would compile, and
 `generate()` is replaced by a function that disables torch.compile while it runs a model of this backend.
 """
 
@@ -32,7 +32,7 @@ _generate_codes: dict[int, CodeType] = {}
 _compiles_prompt: list[bool] = []  # one element for each `compile_prompt` around the current call
 
 
-def runs_eagerly(code: CodeType, arguments: Mapping[str, Any], caller: FrameType | None) -> bool:
+def must_run_eagerly(code: CodeType, arguments: Mapping[str, Any], caller: FrameType | None) -> bool:
     """Return True if a call that is compiled with this backend is to run eagerly: in generation.
 
     Args:
@@ -139,9 +139,9 @@ def _wrap_own_generation(model_class: type[torch.nn.Module]) -> None:
 def _wrap_generate(owner: type, name: str) -> None:
     """Replace a method of a class, which it may inherit, such that it runs models of this backend eagerly."""
     generate: Callable[..., Any] | None = getattr(owner, name, None)
-    if generate is None or hasattr(generate, "runs_eagerly"):  # missing in this version, or replaced already
+    if generate is None or hasattr(generate, "must_run_eagerly"):  # missing in this version, or replaced already
         return
-    # `runs_eagerly` finds this code on the stack if a caller holds the method from before its replacement.
+    # `must_run_eagerly` finds this code on the stack if a caller holds the method from before its replacement.
     code = inspect.unwrap(generate).__code__
     _generate_codes[id(code)] = code
 
@@ -152,18 +152,18 @@ def _wrap_generate(owner: type, name: str) -> None:
         modules = list(self.modules()) if isinstance(self, torch.nn.Module) else []
         if torch.compiler.is_compiling() or not any(module in _models for module in modules):
             return generate(self, *args, **kwargs)
-        if name == "generate" and not kwargs.get("synced_gpus") and gathers_weights(modules):
+        if name == "generate" and not kwargs.get("synced_gpus") and must_gather_weights(modules):
             # All ranks gather weights in each step, so none may stop before the others. This also replaces an explicit
             # False, which trainers of transformers pass.
             kwargs["synced_gpus"] = True
         with torch.compiler.set_stance("force_eager"):
             return generate(self, *args, **kwargs)
 
-    generate_eagerly.runs_eagerly = True  # type: ignore[attr-defined]
+    generate_eagerly.must_run_eagerly = True  # type: ignore[attr-defined]
     setattr(owner, name, generate_eagerly)
 
 
-def gathers_weights(modules: Sequence[torch.nn.Module]) -> bool:
+def must_gather_weights(modules: Sequence[torch.nn.Module]) -> bool:
     """Return True if a rank gathers weights from others when it calls one of the modules: with `fully_shard`.
 
     Args:

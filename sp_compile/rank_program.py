@@ -45,7 +45,7 @@ from sp_compile.runtime.guard import GuardedProgram, ProgramInfo, WorldProgram
 from sp_compile.runtime.input_checks import ComparedInputs, group_inputs, local_tensors, sequence_inputs
 from sp_compile.runtime.session import CompileSession
 from sp_compile.runtime.settings_digest import settings_fields
-from sp_compile.runtime.sharded_values import GatheredProgram, ShardedProgram, any_sharded
+from sp_compile.runtime.sharded_values import GatheredProgram, ShardedProgram, has_sharded_args
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class RankProgram:
     eager: bool = False  # eager code runs the graph
 
     @property
-    def exchanges(self) -> bool:
+    def has_user_collectives(self) -> bool:
         """Return True if the user's program has collectives of its own, which passes on the joint graph may change."""
         return bool(self.joint.job.session.groups)
 
@@ -98,7 +98,7 @@ class RankProgram:
             machine=self.machine,
             boundary=self.boundary,
             trains=torch.is_grad_enabled(),
-            is_split_only=not self.exchanges,  # the program has no collectives of its own
+            is_split_only=not self.has_user_collectives,  # the program has no collectives of its own
         )
         BoundaryPasses(job)(self.graph)
         self.boundary = job.boundary
@@ -154,12 +154,14 @@ def compile_local(lowered: RankProgram, mode: str | None = None) -> Callable[...
     compiler = torch_compat.get_compiler(name, patches)
     policies: AbstractContextManager[Any] = nullcontext()  # of selective checkpointing, for the ops of this package
     partitioned = lowered.partitioned_passes()
-    needs_joint_graph = lowered.exchanges or partitioned is not None or torch_compat.has_checkpoint_regions(local)
+    needs_joint_graph = (
+        lowered.has_user_collectives or partitioned is not None or torch_compat.has_checkpoint_regions(local)
+    )
     if options.has_joint_passes and needs_joint_graph:
         # The key is None, which disables torch's cache, if the passes exchange messages: every rank must run them.
         compiler = torch_compat.joint_compiler(name, joint, joint.key(), patches, partitioned)
         policies = apply_checkpoint_policies(local)
-    elif lowered.exchanges:
+    elif lowered.has_user_collectives:
         log.warning("%s", NO_COLLECTIVE_PASSES.format(name))
     # torch caches compiled code by graph; code from another version of the operators must not be loaded.
     tag = f"{torch.compiler.config.cache_key_tag} sp_compile {sources_digest()}"
@@ -172,7 +174,7 @@ def compile_local(lowered: RankProgram, mode: str | None = None) -> Callable[...
         for program in programs_of(local):
             program.compile(tile_compiler, key, for_training=torch.is_grad_enabled())
         run = compiler(local, lowered.inputs)
-    if lowered.exchanges:
+    if lowered.has_user_collectives:
         log.info("%s", joint.report)
     draws_on_shards = lowered.ranks.n > 1 and has_random_ops(local)
     return with_rank_rng(run, lowered.ranks) if draws_on_shards else run  # each rank draws other numbers for its rows
@@ -219,7 +221,7 @@ def guard_program(
     if session.split:
         gathers_inputs = bool(info.unsplit_reason)
     else:
-        gathers_inputs = not session.groups and any_sharded(program.inputs)
+        gathers_inputs = not session.groups and has_sharded_args(program.inputs)
     if run is not None and lowered is not None and gathers_inputs:
         run = GatheredProgram(run, lowered.eager)
     # The innermost guard is that of the ranks of the sequence, around it are those of the groups.

@@ -39,13 +39,13 @@ def count(step: Callable[[], object]) -> Counts:
         if event.name.startswith("c10d::") and event.name not in ("c10d::recv_", "c10d::barrier"):
             name = event.name.removeprefix("c10d::").strip("_")
             counts.collectives[name] = counts.collectives.get(name, 0) + 1
-        if _copies(event):
+        if _is_copy(event):
             counts.copies += 1
     counts.heaviest = dict(sorted(own.items(), key=lambda item: -item[1])[:12])
     return counts
 
 
-def _copies(event: torch.autograd.profiler_util.FunctionEvent) -> bool:
+def _is_copy(event: torch.autograd.profiler_util.FunctionEvent) -> bool:
     """Return True if the event only moves data."""
     if FUSED.fullmatch(event.name):
         return True

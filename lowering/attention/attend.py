@@ -107,24 +107,24 @@ class KernelSelector:
         self._batch, heads, self._rows, _ = q.shape
         self._row_bytes = heads * self._key.head_dim * q.element_size()  # of a row in all heads
 
-    def select(self, kind: Kind, rows: int, window: Window = FULL_WINDOW, square: bool = False) -> Kernel:
+    def select(self, kind: Kind, rows: int, window: Window = FULL_WINDOW, is_square: bool = False) -> Kernel:
         """Return the kernel of a block of this kind.
 
         Args:
             kind: The kind of the block by the predicate, without the tensor mask.
             rows: The number of queries or of keys, the smaller one.
             window: The window of a BAND or PACKED call.
-            square: Whether the block, or each of its sequences, has the same number of queries and keys.
+            is_square: Whether the block, or each of its sequences, has the same number of queries and keys.
         """
         if self._key.kind is Kind.MASKED:  # a bool tensor mask applies to every block
             kind = Kind.MASKED
-        return kernel_for(self._key._replace(kind=kind, rows=rows, window=window, square=square))
+        return kernel_for(self._key._replace(kind=kind, rows=rows, window=window, is_square=is_square))
 
     def _select_for(self, call: Block | PackedCall) -> Kernel:
         """Return the kernel of a block or of a packed call, from its sizes and window."""
         queries, keys = call.query_rows[1], call.key_rows[1]
-        if isinstance(call, PackedCall):  # `square`, which visits all sequences, matters only with a left limit
-            return self.select(call.kind, queries, call.window, call.window.left is not None and call.square)
+        if isinstance(call, PackedCall):  # `is_square`, which visits all sequences, matters only with a left limit
+            return self.select(call.kind, queries, call.window, call.window.left is not None and call.is_square)
         return self.select(call.kind, min(queries, keys), call.window, queries == keys)
 
     def select_all(self) -> tuple[list[PackedKernelCall], list[BlockCall]]:

@@ -79,7 +79,7 @@ class KernelKey(NamedTuple):
     bias: torch.dtype | None = None  # dtype of an additive mask; None without one
     bias_grad: bool = False  # whether the bias needs a gradient, which has one element per score
     window: Window = FULL_WINDOW  # window of a BAND or PACKED call
-    square: bool = False  # whether the block, or each of its sequences, has the same number of queries and keys
+    is_square: bool = False  # whether the block, or each of its sequences, has the same number of queries and keys
     elements: int = 0  # of the largest operand of the call, of which the block may be a part; 0 if unknown
     repeated_elements: int = 0  # the same if key heads are repeated to the number of query heads
 
@@ -125,8 +125,8 @@ class Kernel:
     kinds: frozenset[Kind] | None = None  # kinds of blocks
     biases: BiasSupport = NO_BIAS  # additive masks
     aligned_at_end: bool = False  # whether a causal block may have fewer queries than keys
-    # returns True if it supports a window, for `KernelKey.window` and `KernelKey.square`
-    windows: Callable[[Window, bool], bool] = lambda window, square: True
+    # returns True if it supports a window, for `KernelKey.window` and `KernelKey.is_square`
+    windows: Callable[[Window, bool], bool] = lambda window, is_square: True
     # whether it allocates memory for each sequence of a PACKED call as for the longest, and accepts no empty sequence
     pads: bool = False
     head_dim: int | None = None  # maximum head dim
@@ -179,7 +179,7 @@ class Kernel:
         return (
             (self.dtypes is None or key.dtype in self.dtypes)
             and (self.kinds is None or key.kind in self.kinds)
-            and self.windows(key.window, key.square)
+            and self.windows(key.window, key.is_square)
             and self.biases.supports(key)
             and _is_within(key.head_dim, self.head_dim)
             and _is_within(key.repeated_elements if self.repeats_heads else key.elements, self.elements)

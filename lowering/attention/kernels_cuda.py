@@ -168,13 +168,13 @@ _ALIGNED_ELEMENTS = 16  # torch pads rows of a bias to a multiple of this; it re
 _MIN_SCORE = -torch.finfo(torch.float32).max * math.log(2)
 
 
-def supports_efficient_window(window: Window, square: bool) -> bool:
+def supports_efficient_window(window: Window, is_square: bool) -> bool:
     """Return True if memory-efficient attention supports the window in forward and backward.
 
-    A window that is not simply causal needs equal numbers of queries and keys (``square``): up to torch 2.13, the
+    A window that is not simply causal needs equal numbers of queries and keys (``is_square``): up to torch 2.13, the
     backward aligns a window with the first query and key, but the forward aligns it with the last ones.
     """
-    return window in (FULL_WINDOW, CAUSAL_WINDOW) or (window.right == 0 and square)
+    return window in (FULL_WINDOW, CAUSAL_WINDOW) or (window.right == 0 and is_square)
 
 
 def _efficient_mask(args: KernelArgs) -> tuple[int, dict[str, int]]:

@@ -250,12 +250,12 @@ def _has_one_call_per_row(
         # The calls of kernels without windows, and of those with windows.
         alternatives: list[list[Block | PackedCall]] = [[*plan.blocks], [*plan.packed, *plan.others]]
         for calls in alternatives:
-            if _share_rows([x.query_rows for x in calls]) or _share_rows([x.key_rows for x in calls]):
+            if _has_overlap([x.query_rows for x in calls]) or _has_overlap([x.key_rows for x in calls]):
                 return False
     return True
 
 
-def _share_rows(ranges: Sequence[tuple[int, int]]) -> bool:
+def _has_overlap(ranges: Sequence[tuple[int, int]]) -> bool:
     """Return True if two of the ranges (offset, length) overlap."""
     return any(a[0] + a[1] > b[0] for a, b in pairwise(sorted(ranges)))
 

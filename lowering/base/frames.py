@@ -50,7 +50,7 @@ class RowOrder:
         """Return True if a rank stores one contiguous run of the sequence."""
         return self.folds == 1
 
-    def balances_causal(self, documents: bool) -> bool:
+    def has_equal_causal_work(self, documents: bool) -> bool:
         """Return True if all ranks have about equal work in causal attention, for the cost model.
 
         Zigzag order balances one triangle of pairs over the full sequence, but not one triangle per document.

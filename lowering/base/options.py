@@ -34,7 +34,7 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 1
 
 
-def _maps_to(is_valid: Callable[[Any], bool], value: Any) -> bool:
+def _is_mapping_of(is_valid: Callable[[Any], bool], value: Any) -> bool:
     """Return True if the value is a mapping whose values are all valid."""
     return isinstance(value, Mapping) and all(map(is_valid, value.values()))
 
@@ -80,7 +80,9 @@ class OptionRule:
 # The valid values of each option. `resolve` validates `mesh` and `mesh_dim`.
 OPTION_RULES = {
     "seq_dims": OptionRule(
-        ("auto",), "'auto' or a mapping from names of inputs to ints", partial(_maps_to, lambda dim: type(dim) is int)
+        ("auto",),
+        "'auto' or a mapping from names of inputs to ints",
+        partial(_is_mapping_of, lambda dim: type(dim) is int),
     ),
     "attention": OptionRule(("auto",), registered=partial(sorted, STRATEGIES)),
     "layout": OptionRule(("auto", *LAYOUTS)),
@@ -93,7 +95,7 @@ OPTION_RULES = {
     "outputs": OptionRule(
         OUTPUTS,
         f"one of {', '.join(map(repr, OUTPUTS))}, or a mapping from results to these",
-        partial(_maps_to, OUTPUTS.__contains__),
+        partial(_is_mapping_of, OUTPUTS.__contains__),
     ),
     "param_grads": OptionRule(("reduce", "partial")),
     "state": OptionRule(("replicated", "sharded")),

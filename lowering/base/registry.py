@@ -1,7 +1,8 @@
 """Provide registries of rows by name.
 
 `Table` is for implementations: `table[table.choose(problem)]` is the first that fits a problem, and tests can
-force one. A problem describes one call (its shapes, dtypes and device); a row fits it if `row.fits(problem)` is True.
+force one. A problem describes one call (its shapes, dtypes and device); a row fits it if
+`row.can_run(problem)` is True.
 `ProgramTable` is for generated programs that a graph calls by name.
 """
 
@@ -62,7 +63,7 @@ class Table(dict[Any, TableRow]):
         Args:
             name: Key of the row.
             row: The row.
-            priority: Function of the problem, for rows with `fits(problem)`: `choose` tries rows with low numbers
+            priority: Function of the problem, for rows with `can_run(problem)`: `choose` tries rows with low numbers
                 first, and equal ones in the order of registration.
 
         Returns:
@@ -118,8 +119,8 @@ class Table(dict[Any, TableRow]):
         forced = self._forced.value
         if forced is None:
             ordered = sorted(rows, key=lambda name: self._priorities[name](problem))  # stable: then by registration
-            return next(name for name in ordered if rows[name].fits(problem))
-        if not rows[forced].fits(problem):
+            return next(name for name in ordered if rows[name].can_run(problem))
+        if not rows[forced].can_run(problem):
             raise SpError("SP903", f"{self.title}: {forced!r} does not support {problem}.")
         return forced
 

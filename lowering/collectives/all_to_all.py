@@ -99,12 +99,12 @@ def _common_rows(xs: Sequence[Tensor], gather_dim: int) -> int | None:
     The tensors can share an exchange whose blocks have this number of rows.
     """
 
-    def divides(rows: int, length: int) -> bool:
+    def is_divisor(rows: int, length: int) -> bool:
         """Return True if `rows` is known to divide `length`."""
         return frames.is_known(rows == length) or (frames.is_known(rows > 0) and frames.is_known(length % rows == 0))
 
     lengths = [x.shape[gather_dim] for x in xs]
-    return next((rows for rows in lengths if all(divides(rows, length) for length in lengths)), None)
+    return next((rows for rows in lengths if all(is_divisor(rows, length) for length in lengths)), None)
 
 
 def exchange(xs: list[Tensor], reshard: Reshard) -> list[Tensor]:

@@ -81,7 +81,7 @@ class PermuteProblem(NamedTuple):
         return buffer if fits else None
 
 
-def _fits_torch(problem: PermuteProblem) -> bool:
+def _can_run_torch(problem: PermuteProblem) -> bool:
     """Return True if torch's exchange of matrices in symmetric memory supports the problem."""
     return problem.x.ndim == 2 and symmetric_all_to_all() is not None and problem.buffer is not None
 
@@ -89,7 +89,7 @@ def _fits_torch(problem: PermuteProblem) -> bool:
 def _torch_exchange(problem: PermuteProblem) -> Tensor:
     """Copy x to symmetric memory and run torch's exchange, between two barriers of all ranks."""
     buffer, all_to_all, x = problem.buffer, symmetric_all_to_all(), problem.x
-    assert buffer is not None and all_to_all is not None  # noqa: PT018 (see `_fits_torch`)
+    assert buffer is not None and all_to_all is not None  # noqa: PT018 (see `_can_run_torch`)
     shared, out = buffer.view(x.shape, x.dtype), x.new_empty(problem.shape)
     triton.copy_tensor(shared, x)
     buffer.barrier()  # every rank has written its operand
@@ -121,12 +121,12 @@ def _packed_exchange(problem: PermuteProblem) -> Tensor:
 class PermuteKernel(NamedTuple):
     """An implementation of the exchange."""
 
-    fits: Callable[[PermuteProblem], bool]  # returns True if it supports the problem
+    can_run: Callable[[PermuteProblem], bool]  # returns True if it supports the problem
     run: Callable[[PermuteProblem], Tensor]  # runs the exchange
 
 
 PERMUTE_KERNELS: Table[PermuteKernel] = Table("all_to_all_permute")
-PERMUTE_KERNELS.register("torch", PermuteKernel(_fits_torch, _torch_exchange))
+PERMUTE_KERNELS.register("torch", PermuteKernel(_can_run_torch, _torch_exchange))
 PERMUTE_KERNELS.register("packed", PermuteKernel(lambda problem: True, _packed_exchange))
 
 

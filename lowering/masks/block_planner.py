@@ -24,8 +24,8 @@ from .blocks import (
     Kind,
     as_band,
     block_of,
+    can_run_without_windows,
     has_masked,
-    need_no_windows,
     packed_calls,
     part_runs,
     run_blocks,
@@ -473,7 +473,7 @@ def _known_runs(tile: CellPair) -> list[AttendedRun] | None:
     runs = tile_runs(tile)
     if runs is None and tile.parts:
         runs_of_parts = part_runs(tile)
-        return runs_of_parts if runs_of_parts is not None and need_no_windows(runs_of_parts) else None
+        return runs_of_parts if runs_of_parts is not None and can_run_without_windows(runs_of_parts) else None
     return runs
 
 

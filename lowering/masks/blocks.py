@@ -115,7 +115,7 @@ class PackedCall(NamedTuple):
         return [AttendedRun(q, k, self.window) for q, k in sides if q[0] < q[1] and k[0] < k[1]]
 
     @property
-    def square(self) -> bool:
+    def is_square(self) -> bool:
         """Return True if each sequence has equal numbers of queries and keys, as some kernels require."""
         return all(run.num_queries == run.num_keys for run in self.runs())
 
@@ -277,7 +277,7 @@ def part_runs(tile: CellPair) -> list[AttendedRun] | None:
     return runs
 
 
-def need_no_windows(runs: Sequence[AttendedRun]) -> bool:
+def can_run_without_windows(runs: Sequence[AttendedRun]) -> bool:
     """Return True if FULL and CAUSAL blocks, which all kernels support, can compute the runs.
 
     Each run must be full or causal. Two runs must have the same queries or share none, since the partial results of

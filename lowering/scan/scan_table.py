@@ -5,11 +5,11 @@ is bool (outer|1, length, inner|1), True for rows at which a segment begins, so 
 of size 1 has the same starts for all of x. The kinds "linear" and "linear_total" are recurrences.
 
 An implementation registers itself, under a name and with a priority; of those that fit a problem, the one with the
-lowest number runs it. It is a `ScanLowering` (or another object) with `fits(problem) -> bool` and the functions scan,
-extremes, linear and linear_total of a problem and its tensors, as `kernels.generic.GenericKernels` describes them. It
-needs only those for which it fits. The implementations in `kernels` have the priorities 0 (torch, for small problems),
-10 (C++), 20 (Triton), 30 (torch) and 40 (blocks of torch operations, which always fit). One that only calls an operator
-of torch has is_torch=True.
+lowest number runs it. It is a `ScanLowering` (or another object) with `can_run(problem) -> bool` and the functions
+scan, extremes, linear and linear_total of a problem and its tensors, as `kernels.generic.GenericKernels` describes
+them. It needs only those for which it fits. The implementations in `kernels` have the priorities 0 (torch, for small
+problems), 10 (C++), 20 (Triton), 30 (torch) and 40 (blocks of torch operations, which always fit). One that only calls
+an operator of torch has is_torch=True.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ScanProblem(NamedTuple):
 class ScanLowering(NamedTuple):
     """A row of the table: functions of a problem and its tensors, None for kinds that never fit."""
 
-    fits: Callable[[ScanProblem], bool]  # whether the functions support a problem
+    can_run: Callable[[ScanProblem], bool]  # whether the functions support a problem
     # functions by the kind of problem, as methods of `GenericKernels`
     scan: Callable[..., Any] | None = None
     extremes: Callable[..., Any] | None = None  # running max or min, and its index

@@ -23,7 +23,7 @@ from torch.fx import GraphModule
 
 from sp_compile.lowering.base.dtypes import accumulation_dtype
 from sp_compile.lowering.base.registry import ProgramTable
-from sp_compile.lowering.torch_compat import check_guards, evaluate_expr, is_symbolic
+from sp_compile.lowering.torch_compat import are_guards_met, evaluate_expr, is_symbolic
 
 from .tile_sums import TILE_SUMS
 
@@ -74,7 +74,7 @@ class TilePart:
         symbolic_operands = [x for x, strides in zip(operands, self.strides) if strides is None]
         sizes = tuple(chain(*(x.shape for x in symbolic_operands)))
         if sizes not in self.supported_sizes:
-            self.supported_sizes[sizes] = check_guards(self.inputs, operands)
+            self.supported_sizes[sizes] = are_guards_met(self.inputs, operands)
         return self.supported_sizes[sizes]
 
     def compile(self, compiler: Compiler, key: Any) -> None:

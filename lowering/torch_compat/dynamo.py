@@ -200,7 +200,7 @@ class EagerFallback(NamedTuple):
 
 def on_eager(
     backend: Callable[..., Any],
-    runs_eagerly: Callable[[CodeType, Mapping[str, Any], FrameType | None], bool],
+    must_run_eagerly: Callable[[CodeType, Mapping[str, Any], FrameType | None], bool],
     warn: Callable[[EagerFallback], None],
     warn_of_piece: Callable[[torch.nn.Module], None],
 ) -> None:
@@ -210,8 +210,8 @@ def on_eager(
 
     Args:
         backend: The backend.
-        runs_eagerly: Called with the code, the arguments and the caller of a call for which there is no compiled code.
-            If it returns True, this call and the calls inside of it run uncompiled.
+        must_run_eagerly: Called with the code, the arguments and the caller of a call for which there is no compiled
+            code. If it returns True, this call and the calls inside of it run uncompiled.
         warn: Called with the fallback. Only for the object that was passed to torch.compile, not for code after a graph
             break, and not for code without tensors.
         warn_of_piece: Called with a module whose forward has a graph break, after which Dynamo has compiled the next
@@ -224,7 +224,7 @@ def on_eager(
         """Convert a frame, and report code of this backend that stays eager."""
         is_own = _backend_of(self) is backend
         # Run this call uncompiled, but not later calls of the same code.
-        if is_own and runs_eagerly(frame.f_code, frame.f_locals, sys._getframe(1)):
+        if is_own and must_run_eagerly(frame.f_code, frame.f_locals, sys._getframe(1)):
             return ConvertFrameReturn(FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP), apply_to_code=False)
         if not is_own:
             return convert(self, frame, *args)

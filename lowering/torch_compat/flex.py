@@ -144,7 +144,7 @@ def _kernel_options(options: Mapping[str, int]) -> dict[str, Any]:
 class FlexProgram:
     """Compiled program of a function of tensors, with static or dynamic lengths.
 
-    A caller stores several programs of a function, and runs the first one that `fits` the tensors of a call.
+    A caller stores several programs of a function, and runs the first one whose `can_run` accepts the tensors.
 
     Args:
         fn: The function.
@@ -169,12 +169,12 @@ class FlexProgram:
                 compiler = compile_graph or _compile_fx
                 self._run: Callable[[list[Tensor]], Sequence[Tensor]] = compiler(graph, self._fakes)
 
-    def fits(self, xs: Sequence[Tensor]) -> bool:
+    def can_run(self, xs: Sequence[Tensor]) -> bool:
         """Return True if the guards on lengths hold for these tensors, so that the program may run on them."""
         return not self._has_dynamic_dims or bool(self._shape_env.evaluate_guards_for_args(self._fakes, list(xs)))
 
     def __call__(self, xs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Run the program on tensors of sizes that `fits` accepts."""
+        """Run the program on tensors of sizes that `can_run` accepts."""
         return self._run(list(xs))
 
 

@@ -67,10 +67,10 @@ def pause_gc() -> Iterator[None]:
 def backward_threads() -> list[int]:
     """Return the identifiers of the Python threads that have called a backward and wait for its end."""
     with pause_gc():
-        return [thread for thread, frame in sys._current_frames().items() if _calls_backward(frame)]
+        return [thread for thread, frame in sys._current_frames().items() if _is_in_backward(frame)]
 
 
-def _calls_backward(frame: FrameType | None) -> bool:
+def _is_in_backward(frame: FrameType | None) -> bool:
     """Return True if the frame or one of its callers has called autograd's engine."""
     while frame is not None and frame.f_code is not torch.autograd.graph._engine_run_backward.__code__:
         frame = frame.f_back
@@ -294,7 +294,7 @@ def is_symbolic(x: torch.Tensor) -> bool:
 SYMBOLIC_GRAPHS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
-def check_guards(fakes: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> bool:
+def are_guards_met(fakes: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> bool:
     """Return True if the guards of fake tensors, in their own shape environment, hold for real tensors.
 
     At least one size of the fake tensors is symbolic.

@@ -14,7 +14,7 @@ from sp_compile.lowering.torch_compat import register_hook_op
 from sp_compile.passes.graph.call import is_tensor
 from sp_compile.passes.graph.edit import GraphEditor
 from sp_compile.passes.graph.modes import no_grad_nodes
-from sp_compile.passes.sharding.matchers import carries_gradient
+from sp_compile.passes.sharding.matchers import may_carry_gradient
 
 aten = torch.ops.aten
 
@@ -27,13 +27,13 @@ def detach_no_grad_regions(graph: Graph) -> None:
     no_grad, editor = no_grad_nodes(graph), GraphEditor().edit(graph)
     for node in [n for n in graph.nodes if n in no_grad and n.op == "call_function" and is_tensor(n)]:
         users_with_grad = [user for user in node.users if user not in no_grad or user.op == "output"]
-        if users_with_grad and carries_gradient(node):
+        if users_with_grad and may_carry_gradient(node):
             with graph.inserting_after(node):
                 detached = editor.emit(aten.detach.default, (node,), node.meta["val"], node)
             for user in users_with_grad:
                 user.replace_input_with(node, detached)
     hooks = graph.find_nodes(op="call_function", target=register_hook_op) if register_hook_op else ()
     for hook in hooks:  # the node hook(tensor, ...) returns its tensor
-        if hook in no_grad or not carries_gradient(hook.args[0]):
+        if hook in no_grad or not may_carry_gradient(hook.args[0]):
             hook.replace_all_uses_with(hook.args[0])
             graph.erase_node(hook)

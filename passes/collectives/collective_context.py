@@ -32,7 +32,7 @@ class RankQueries:
         """
         return True
 
-    def compares_gradients(self, ranks: Ranks) -> bool:
+    def can_compare_gradients(self, ranks: Ranks) -> bool:
         """Return True if the ranks can compare gradients at run time, as rewrites that assume equal ones need.
 
         Args:

@@ -175,7 +175,7 @@ class AttentionShape:
         """
         chunks = LAYOUTS[layout].chunks
         # Balanced order, zigzag order without documents, or nothing to compute.
-        if LAYOUTS[layout].balances_causal(self.documents) or not self.q_len * self.kv_len:
+        if LAYOUTS[layout].has_equal_causal_work(self.documents) or not self.q_len * self.kv_len:
             return 1.0
         rows = self.q_len / parts / chunks
         work = [self.pairs(i * rows, (i + 1) * rows) for i in range(chunks * parts)]

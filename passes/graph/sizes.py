@@ -129,7 +129,7 @@ def ceil_div(a: Size, n: int) -> Size:
     return exact if exact is not None else FloorDiv(a + (n - 1), sympy.Integer(n))
 
 
-def divides(n: int, a: Size) -> bool:
+def is_divisor(n: int, a: Size) -> bool:
     """Return True if n provably divides a."""
     return exact_quotient(a, n) is not None
 

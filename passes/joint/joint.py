@@ -152,7 +152,7 @@ class AddGradientChecks(Pass):
         """Insert one check for each group whose ranks can compare gradients; return the number of checked tangents."""
         num_checked = 0
         for ranks, lines in context.equal_tangents:  # source lines by tangent
-            if context.session.compares_gradients(ranks):  # False in a dry run, which has no other ranks
+            if context.session.can_compare_gradients(ranks):  # False in a dry run, which has no other ranks
                 num_checked += self._add_check(ranks, lines)
         return num_checked
 

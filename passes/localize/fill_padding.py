@@ -74,7 +74,7 @@ def _reaches_reader(
         return user in read_nodes
     if not _is_sharded(node, plan) or user not in plan.wants:  # not on shards: rows are gathered without padding
         return False
-    if user in read_nodes and not drops_padding(user):
+    if user in read_nodes and not needs_only_valid_rows(user):
         return True  # the user's result has the same padded rows, and a reader of the result depends on them
     indices = [i for i, x in enumerate(OpCall(user).operands) if x is node]
     return any(_depends_on_padding(user, i, plan, ignores_padding) for i in indices)
@@ -120,7 +120,7 @@ def is_shorter_window(node: Node, plan: PlacementPlan) -> bool:
     return isinstance(wants[0], Shard) and wants[0].dim == rule.window_dim
 
 
-def drops_padding(node: Node) -> bool:
+def needs_only_valid_rows(node: Node) -> bool:
     """Return True if the node reads only the valid rows of its operands: exchanges, attention, and some sp:: ops.
 
     Padded rows of its operands then have no effect on its result.
@@ -143,7 +143,7 @@ def _depends_on_padding(user: Node, operand: int, plan: PlacementPlan, ignores_p
         ignores_padding: Returns True for ops whose valid rows do not depend on padded rows of this kind, such as
             elementwise ops on finite rows.
     """
-    if drops_padding(user):  # it reads only valid rows
+    if needs_only_valid_rows(user):  # it reads only valid rows
         return False
     if any(isinstance(p, Partial) for p in plan.placements.get(user, ())):
         return False  # `Localize` fills the operands of a sum
@@ -213,7 +213,9 @@ class PaddingProof:
             ignores_padding = is_pure_move if operand.is_cut else is_smooth
             if _depends_on_padding(origin, operand.operand_index, self.plan, ignores_padding):
                 raise _padding_error(describe_node(node), operand.node)
-        passes_padding = loose_operands and not drops_padding(origin)  # its padded rows follow from those it reads
+        passes_padding = loose_operands and not needs_only_valid_rows(
+            origin
+        )  # its padded rows follow from those it reads
         if passes_padding or _is_loose(origin, self.plan, self.n):
             self.loose.add(node)
         if passes_padding and any(operand.is_cut for operand in loose_operands):

@@ -15,7 +15,7 @@ from torch.fx import Node
 from sp_compile.passes.graph.call import OpCall, node_shape
 from sp_compile.passes.graph.node_info import node_info
 from sp_compile.passes.graph.rank_rng import is_random
-from sp_compile.passes.graph.sizes import Size, assume_large, divides, is_same_size, size_product
+from sp_compile.passes.graph.sizes import Size, assume_large, is_divisor, is_same_size, size_product
 from sp_compile.passes.sharding.axes import Axes
 from sp_compile.passes.sharding.factors import BoundRule, Dims, dim_factors, flatten_dims
 from sp_compile.passes.sharding.placement import REPLICATE, Demand, Frame, Partial, Placement, Replicate, Shard
@@ -57,7 +57,7 @@ def _transfer_shard(base: Shard, dim: int, extent: Size, n: int) -> Shard | None
         return replace(base, dim=dim)
     base_extent = size_product((base.outer, base.frame.size, base.inner))
     is_contiguous = base.frame.order.is_in_order and base.frame.is_exact(n) and is_same_size(base.outer, 1)
-    if is_contiguous and divides(n, base_extent) and divides(n, extent):
+    if is_contiguous and is_divisor(n, base_extent) and is_divisor(n, extent):
         return Shard(dim, Frame.full(extent))
     return None
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from torch.fx import Node
 
-from sp_compile.passes.graph.sizes import Size, divides, exact_quotient, is_same_size, size_product
+from sp_compile.passes.graph.sizes import Size, exact_quotient, is_divisor, is_same_size, size_product
 from sp_compile.passes.sharding.axes import Atom, Axes, Dim
 from sp_compile.passes.sharding.placement import Frame, Placement, Shard
 
@@ -44,7 +44,7 @@ def express_in_rows(axes: Axes, node: Node, index: int, placement: Placement) ->
             continue  # not a dim of rows or of windows, or not the one at which the shard starts
         converted = _convert_units(placement, atom, _size_of(dim[i + 1 :]), axes.n)
         # In a frame whose size is no multiple of (granule * ranks * chunks of a rank), a chunk may be on two ranks.
-        if converted is not None and divides(granule * axes.n * converted.frame.order.chunks, converted.frame.size):
+        if converted is not None and is_divisor(granule * axes.n * converted.frame.order.chunks, converted.frame.size):
             converted = replace(converted, frame=replace(converted.frame, granule=granule, block=block))
             return _flatten_product(axes, converted, dim[i:])
     return placement
@@ -69,7 +69,7 @@ def _convert_units(shard: Shard, atom: Atom, inner: Size, n: int) -> Shard | Non
         return None
     size, start = (exact_quotient(rows * shard.inner, inner) for rows in (frame.size, frame.start))
     # Both frames are cut at the same elements if each rank has the same number of rows of each, without a remainder.
-    is_complete = size is not None and all(divides(n * frame.order.chunks, x) for x in (frame.size, size))
+    is_complete = size is not None and all(is_divisor(n * frame.order.chunks, x) for x in (frame.size, size))
     if not is_complete or start is None:
         return None
     return replace(shard, frame=replace(frame, size=size, start=start, length=atom.size), inner=inner)

@@ -29,7 +29,7 @@ from sp_compile.passes.graph.sizes import (
     as_size,
     assume_large,
     ceil_div,
-    divides,
+    is_divisor,
     is_most_of,
     is_same_size,
     size_product,
@@ -221,7 +221,7 @@ class Axes:
             name = self.find(atom.name)
             granule, block = self.granules.get(name, 1), self.blocks.get(name, 1)
             # In a frame whose size is no multiple of (granule * ranks * chunks of a rank), a chunk may be on two ranks.
-            if max(granule, block) > 1 and divides(granule * self.n * frame.order.chunks, frame.size):
+            if max(granule, block) > 1 and is_divisor(granule * self.n * frame.order.chunks, frame.size):
                 return replace(placement, frame=replace(frame, granule=granule, block=block))
         return placement
 

@@ -58,7 +58,7 @@ def _match_movement(node: Any) -> tuple[Node, BoundRule] | None:
         The operand, and the sharding rule of the op, which maps its dims to those of the result. None for other ops,
         and for a detach that stops a gradient, because it differs from its operand under differentiation.
     """
-    if not is_tensor(node) or stops_gradient(node):
+    if not is_tensor(node) or is_gradient_stop(node):
         return None
     if node.target is aten.clone.default and is_written(node):  # the clone is changed in place later
         return None
@@ -75,12 +75,12 @@ def _match_movement(node: Any) -> tuple[Node, BoundRule] | None:
     return (call.operands[0], rule) if moves_elements and not has_other_elements else None
 
 
-def stops_gradient(node: Node) -> bool:
+def is_gradient_stop(node: Node) -> bool:
     """Return True if the node is a detach of a value that may need a gradient."""
-    return node.target is aten.detach.default and carries_gradient(node.args[0])
+    return node.target is aten.detach.default and may_carry_gradient(node.args[0])
 
 
-def carries_gradient(node: Node) -> bool:
+def may_carry_gradient(node: Node) -> bool:
     """Return True if the value is computed from floats that may require a gradient, without a detach between them."""
 
     def differentiable_operands(n: Node) -> Sequence[Node]:

@@ -19,8 +19,8 @@ from sp_compile.lowering.base.frames import RowOrder, row_order
 from sp_compile.passes.graph.sizes import (
     Size,
     ceil_div,
-    divides,
     exact_quotient,
+    is_divisor,
     is_same_shape,
     is_same_size,
     size_product,
@@ -100,7 +100,7 @@ class Frame:
         return (
             is_same_size(self.start, 0)
             and is_same_size(self.length, self.size)
-            and divides(self.order.chunks * n, self.size)
+            and is_divisor(self.order.chunks * n, self.size)
         )
 
     def is_same_window(self, other: Frame) -> bool:

@@ -107,16 +107,16 @@ class ShardedWork:
     def describe_replicated(self) -> list[str]:
         """Return sentences on the work of every rank, as `describe_excess` does."""
         texts = []
-        for verb, noun, by_line, total in (
-            ("computes", "the FLOPs", self.replicated, self.flops),
-            ("has", "the activations", self.replicated_activations, self.activations),
+        for subject, by_line, total in (
+            ("the FLOPs run unsharded", self.replicated, self.flops),
+            ("the activations are full tensors", self.replicated_activations, self.activations),
         ):
             share = sum(by_line.values()) / total if total else 0.0
             if share >= LARGE_SHARE:
                 lines = [f"{line} ({part / total:.0%})" for line, part in by_line.most_common(MAX_LINES)]
                 others = len(by_line) - len(lines)
                 more = f", and {others} other lines" if others else ""
-                texts.append(f"every rank {verb} all of {share:.0%} of {noun}: {', '.join(lines)}{more}")
+                texts.append(f"{share:.0%} of {subject} on every rank: {', '.join(lines)}{more}")
         return texts
 
     @property

@@ -23,7 +23,15 @@ from torch.fx import map_arg
 
 from sp_compile.lowering.windows import window_ops as ops
 from sp_compile.passes.graph.call import OpCall, parse_overloads
-from sp_compile.passes.graph.sizes import Size, as_size, assume_large, divides, exact_quotient, is_most_of, is_same_size
+from sp_compile.passes.graph.sizes import (
+    Size,
+    as_size,
+    assume_large,
+    exact_quotient,
+    is_divisor,
+    is_most_of,
+    is_same_size,
+)
 
 from .placement import Frame, Shard
 
@@ -89,7 +97,7 @@ def place_window(sliding: SlidingRows, shard: Shard, n: int) -> Shard | str:
         return _place_roll(sliding, shard, n)
     # The result needs a frame with one row per `stride` rows of the operand's.
     size = frame.size if sliding.stride == 1 else exact_quotient(frame.size, sliding.stride)
-    if size is None or (sliding.stride > 1 and not divides(n, size)):
+    if size is None or (sliding.stride > 1 and not is_divisor(n, size)):
         return f"{n} ranks times its stride of {sliding.stride} do not provably divide the sequence of {frame.size}"
     result_frame = _result_frame(sliding, frame, size)
     if result_frame is None:

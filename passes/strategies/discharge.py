@@ -30,7 +30,7 @@ def is_summed(dtype: torch.dtype) -> bool:
 class DemandPass(Pass):
     """Base of passes that discharge demands by exchanges, which are identities in the global view.
 
-    Direct use: `UlyssesAttention(2)(graph_module)`, where 2 is the number of ranks, or Ranks, or a PassContext.
+    Direct use: `AttendWithUlysses(2)(graph_module)`, where 2 is the number of ranks, or Ranks, or a PassContext.
     Every call analyzes the graph again, so that passes can run in any order and more than once.
     """
 

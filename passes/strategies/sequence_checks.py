@@ -22,7 +22,7 @@ from sp_compile.passes.context import Note, NoteKind, PassContext, Refusal, Refu
 from sp_compile.passes.cost.group_names import named_groups
 from sp_compile.passes.graph.call import is_tensor
 from sp_compile.passes.graph.node_info import node_info, set_node_info
-from sp_compile.passes.graph.sizes import divides, is_same_size
+from sp_compile.passes.graph.sizes import is_divisor, is_same_size
 from sp_compile.passes.localize.reduce_gradients import differentiable_nodes
 from sp_compile.passes.sharding.axes import Axes
 from sp_compile.passes.sharding.find_sequences import SequenceCandidate, sequence_candidates
@@ -207,7 +207,7 @@ class PlaceOutputs(Pass):
         has_shards = job.ranks.n > 1 and job.work.sharded_flops
         # Lines of the program that compute a large part of all FLOPs on every rank.
         for line, share in job.work.large_replicated_lines() if has_shards else ():
-            text = f"every rank computes all of it: {share:.0%} of the FLOPs"
+            text = f"it runs unsharded on every rank: {share:.0%} of the FLOPs"
             self.notes.append(Note(NoteKind.REPLICATED_WORK, self.name, text, where=line))
         return 0
 
@@ -272,7 +272,7 @@ def _plan_constraints(gm: GraphModule, axes: Axes, plan: PlacementPlan, n: int) 
         have = plan.of(node)
         if isinstance(have, Shard) and have.dim in axes.sequence_dims(node):
             size, local = have.frame.size, have.frame.local_length(n)
-            padded = "" if divides(n, size) else f", padded to {n} * {local}"
+            padded = "" if is_divisor(n, size) else f", padded to {n} * {local}"
             constraints[f"sequence of {size}: {local} positions a rank{padded}"] = None
         # Another sharded dim is a dim of heads (all-to-all), or counts windows, which the sequence above describes.
         elif isinstance(have, Shard) and not _has_windows(axes, node, have.dim):

@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.passes.graph.closure import reachable_set
-from sp_compile.passes.graph.sizes import assume_large, divides, exact_quotient, is_same_size, size_product
+from sp_compile.passes.graph.sizes import assume_large, exact_quotient, is_divisor, is_same_size, size_product
 from sp_compile.passes.sharding.axes import Atom, Axes, name_axes
 from sp_compile.passes.sharding.placement import Frame, PlacementPlan, Replicate, Shard
 from sp_compile.passes.sharding.rule import lookup_rule, rule_of, transfer_of
@@ -76,7 +76,7 @@ def _best_scatter_axis(axes: Axes, nodes: Sequence[Node], n: int) -> int | None:
     def priority(axis: int) -> tuple[int, bool, bool, int]:
         """Return (number of sums, n divides the axis, n divides it and it is outermost, size): the largest is best."""
         atom, index = position[axis]  # index 0: the outermost dim of rows
-        is_divided = divides(n, atom.size)
+        is_divided = is_divisor(n, atom.size)
         return num_sums[axis], is_divided, is_divided and index == 0, assume_large(atom.size)
 
     return max(sorted(num_sums), key=priority, default=None)

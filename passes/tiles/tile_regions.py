@@ -203,7 +203,7 @@ def _grow(view: TokenView, seed: Node, sorts: Sequence[set[Node]]) -> set[Node]:
     """
     input_width = _input_width(view, seed)  # elements per row; rows with MIN_WIDENING times this number are wide
 
-    def continues(node: Node) -> bool:
+    def can_continue(node: Node) -> bool:
         """Return True if the region includes users of the node: its rows are wide or thin, or it is a sum."""
         if not is_tensor(node) or view.is_sum(node):  # a tuple of results: its getitem nodes have the rows
             return True
@@ -216,7 +216,7 @@ def _grow(view: TokenView, seed: Node, sorts: Sequence[set[Node]]) -> set[Node]:
         They are its users if the region continues, its wide operands (or the tuple from which it is read), and all
         nodes between the same sort of rows and its inverse, as far as they are in the view.
         """
-        users = node.users if continues(node) else ()
+        users = node.users if can_continue(node) else ()
         wide = [x for x in node.all_input_nodes if row_width(view, x) >= MIN_WIDENING * input_width or not is_tensor(x)]
         local_nodes_of_sorts = [n for group in sorts if view.to_local[node] in group for n in group]
         same_sort = [view.to_view[n] for n in local_nodes_of_sorts if n in view.to_view]
@@ -236,7 +236,7 @@ def _row_copies(view: TokenView, seed: Node, nodes: set[Node]) -> set[Node]:
         nodes: The nodes of the region.
     """
 
-    def repeats(x: Node) -> bool:
+    def is_repeat(x: Node) -> bool:
         """Return True if the node is a copy of narrower rows, and a tile of the region may compute it.
 
         An example is x.repeat_interleave(k, 1), which has k times the elements per token of x.
@@ -244,7 +244,7 @@ def _row_copies(view: TokenView, seed: Node, nodes: set[Node]) -> set[Node]:
         is_wider = move_source(x) is not None and row_width(view, _skip_moves(view, x)) < row_width(view, x)
         return is_wider and _belongs_to(view, x, seed)
 
-    extended = reachable_set(nodes, lambda node: [x for x in node.all_input_nodes if repeats(x)])
+    extended = reachable_set(nodes, lambda node: [x for x in node.all_input_nodes if is_repeat(x)])
     # Drop nodes with other readers, then those that these read, until no other reader remains.
     while read_outside := {n for n in extended - nodes if outside_readers(view, n, extended)}:
         extended -= read_outside

@@ -268,7 +268,7 @@ class _TokenViewBuilder:
 
     def _add_copy(self, graph: Graph, node: Node) -> Node:
         """Add and return the view's node for a local node: a copy, a fill, or an input if it is not token-wise."""
-        if self._becomes_fill(node):
+        if self._is_fill(node):
             return self._add_fill(graph, node)
         if not self._can_be_inside(node):
             return self._add_input(graph, node, node.meta.get("val"), local_shard(node, self.planned, self.n))
@@ -297,7 +297,7 @@ class _TokenViewBuilder:
         # A dropout is random, but each tile sets one seed for its forward and its backward, which draw the same mask.
         return is_pure(node) or node.target is aten.dropout.default
 
-    def _becomes_fill(self, node: Node) -> bool:
+    def _is_fill(self, node: Node) -> bool:
         """Return True if the node fills padded rows, for which the view has a masked_fill (`_add_fill`).
 
         sp::mask fills them with a constant. sp::window fills them with a copy of a valid row, which a tile may not

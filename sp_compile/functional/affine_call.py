@@ -11,7 +11,7 @@ from torch import Tensor
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.scan import affine_scan as ops
 
-from .rank_call import broadcasts_to, check_flags, op_or_body
+from .rank_call import can_broadcast_to, check_flags, op_or_body
 from .scan_call import ShardCall, describe_operands
 
 sp = torch.ops.sp
@@ -79,5 +79,5 @@ class AffineCall(ShardCall):
             return
         if self.initial is not None:
             shape, expected = list(self.initial.shape), [*b.shape[:ROWS_FROM_END], *b.shape[-2:]]  # (..., K, V)
-            if not broadcasts_to(shape, expected):
+            if not can_broadcast_to(shape, expected):
                 yield SpError("SP504", f"initial: expected {expected}, or a shape that broadcasts to it, got {shape}.")

@@ -192,7 +192,7 @@ def check_float_operands(**operands: Tensor | None) -> Iterator[SpError]:
         yield SpError("SP506", f"{', '.join(operands)}: expected one device, got {got}.")
 
 
-def broadcasts_to(shape: Sequence[int], expected: Sequence[int]) -> bool:
+def can_broadcast_to(shape: Sequence[int], expected: Sequence[int]) -> bool:
     """Return True if a shape broadcasts to another one without changing it.
 
     Args:

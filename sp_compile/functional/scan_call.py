@@ -21,7 +21,7 @@ from sp_compile.passes.cost.scan_cost import INDEX_BYTES
 
 from .rank_call import (
     RankCall,
-    broadcasts_to,
+    can_broadcast_to,
     check_dim,
     check_dtypes,
     check_flags,
@@ -368,6 +368,6 @@ class LinearCall(ShardCall):
     def _wrong_initial(self, initial: Tensor, expected: Sequence[int]) -> Iterator[SpError]:
         """Yield an error if the initial state does not broadcast to the expected shape."""
         shape = list(initial.shape)
-        if not broadcasts_to(shape, expected):
+        if not can_broadcast_to(shape, expected):
             h_shape = f"{list(expected)}, the shape of h without dim {self.dim}"
             yield SpError("SP504", f"initial: expected {h_shape}, or a shape that broadcasts to it, got {shape}.")

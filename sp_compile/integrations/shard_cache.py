@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from sp_compile.generation import compile_prompt, gathers_weights
+from sp_compile.generation import compile_prompt, must_gather_weights
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.options import SPConfig
 from sp_compile.lowering.base.ranks import Ranks
@@ -164,7 +164,7 @@ class CacheSharing:
             if own.cache_implementation is not None:  # the model's default, such as "hybrid"
                 kwargs["cache_implementation"] = "dynamic"
             # With FSDP, replicas that stop at an earlier step still take part in the all_gathers of weights.
-            if gathers_weights([*self.model.modules()]):
+            if must_gather_weights([*self.model.modules()]):
                 kwargs.setdefault("synced_gpus", True)
             found = generate(*args, **kwargs)
             self._require_agreement("the end of generate", None, tokens=_digest(getattr(found, "sequences", found)))

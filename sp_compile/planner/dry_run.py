@@ -258,12 +258,12 @@ class DryRun:
             return
         options, needs_step = result.user_options, self.partitions or result.report.step is not None
         # `exchanges`: the program has collectives of its own. If `compare` simulates the ranks, they are not examined.
-        examines_collectives = lowered.exchanges and self.compare is None
+        examines_collectives = lowered.has_user_collectives and self.compare is None
         if examines_collectives and not options.has_joint_passes:
             text = NO_COLLECTIVE_PASSES.format(options.compiler)
             lowered.report.add([Note(NoteKind.DECLINED, SequenceParallelLinear.name, text)])
         # Only passes on the joint graph depend on the option `compiler`, and here none runs.
-        elif self.entry == "explain" and not lowered.exchanges and not needs_step:
+        elif self.entry == "explain" and not lowered.has_user_collectives and not needs_step:
             options.refuse(self.entry, compiler="compiles nothing of a program without its own collectives")
         runs_joint_passes = examines_collectives and options.has_joint_passes
         if needs_step or runs_joint_passes:

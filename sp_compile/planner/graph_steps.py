@@ -95,7 +95,7 @@ def unroll_step(
         return unroll.step()
     weights, is_sharded = repeats.weights, options.state == "sharded"
 
-    def fits(candidate: GraphStep) -> bool:
+    def can_fit(candidate: GraphStep) -> bool:
         """Return True if the values of a step and the model's state fit in the memory of the device.
 
         As in `OffloadValues`, the state of the optimizer counts only if it is sharded; else it is unknown.
@@ -105,5 +105,5 @@ def unroll_step(
         return (memory.fsdp(n) if is_sharded else memory.peak) <= machine.memory
 
     if options.offload == "auto":
-        return unroll.step(unroll.min_offload(fits))
+        return unroll.step(unroll.min_offload(can_fit))
     return unroll.step(unroll.share(float(options.offload)))

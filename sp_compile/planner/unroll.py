@@ -140,25 +140,25 @@ class Unroll:
                 remaining_bytes -= piece.nbytes
         return counts
 
-    def min_offload(self, fits: Callable[[GraphStep], bool]) -> OffloadCounts:
+    def min_offload(self, can_fit: Callable[[GraphStep], bool]) -> OffloadCounts:
         """Return the values to offload so that the step just fits; all offloadable values if it never fits.
 
         The values are offloaded in order until the step fits. The last one of them is then replaced by the smallest
         value that is sufficient in its place.
 
         Args:
-            fits: Returns True if a step fits in memory.
+            can_fit: Returns True if a step fits in memory.
         """
         keys = [piece.key for piece in self.offload_pieces]
         # The least number of values with which the step fits.
-        count = bisect_left(range(len(keys)), True, key=lambda n: fits(self.step(OffloadCounts(keys[:n]))))
+        count = bisect_left(range(len(keys)), True, key=lambda n: can_fit(self.step(OffloadCounts(keys[:n]))))
         if count == 0:
             return OffloadCounts()
         sizes = {piece.key: piece.nbytes for piece in self.offload_pieces}
         smaller_keys = {key for key in keys[count:] if sizes[key] < sizes[keys[count - 1]]}
         for key in sorted(smaller_keys, key=sizes.__getitem__):
             with_smaller = OffloadCounts([*keys[: count - 1], key])
-            if fits(self.step(with_smaller)):
+            if can_fit(self.step(with_smaller)):
                 return with_smaller
         return OffloadCounts(keys[:count])
 

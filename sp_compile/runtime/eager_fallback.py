@@ -6,8 +6,8 @@ limit, under torch.compiler.disable, in torch's own files, and if a graph break 
 
 With FSDP (`fully_shard`) on submodules, hooks in Python end the graph at each of them.
 
-Code between two graphs that reads a sharded value and is differentiated, and large parts of a step that compiled
-programs run whole on every rank, are warned about, too.
+Code between two graphs that reads a sharded value and is differentiated, and large parts of a step that run
+unsharded on every rank, are warned about, too.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ READ_WARNING = (
     "there to the next compiled graph, such as a head with its loss. Compile this code with backend='sp', too; "
     "TORCH_LOGS=graph_breaks shows why torch.compile has ended the graph before it"
 )
-WHOLE_WARNING = "in a step with backend='sp', %s. sp_compile.explain(model, ...) lists the reasons"
+UNSHARDED_WARNING = "in a step with backend='sp', %s. sp_compile.explain(model, ...) lists the reasons"
 
 _warned_fsdp: set[str] = set()  # classes of models with a warning about graph breaks by FSDP
 _muted_fsdp: set[str] = set()  # classes of modules without such a warning: `compile_under_fsdp` prepared them
@@ -131,16 +131,16 @@ def warn_eager_read(value: str, nbytes: int) -> None:
 
 # a program -> the work of all programs since its first call, until its second one: of a step, or of a layer of it
 _open_steps: WeakKeyDictionary[object, ShardedWork] = WeakKeyDictionary()
-# programs that were called again, and those without a large part that every rank runs whole
+# programs that were called again, and those without a large part that runs unsharded on every rank
 _examined_programs: WeakSet[object] = WeakSet()
 
 
 def count_step_call(program: object, work: ShardedWork, n: int) -> None:
-    """Count a call of a program; warn on rank 0 if large parts of the step run whole on every rank.
+    """Count a call of a program; warn on rank 0 if large parts of the step run unsharded on every rank.
 
     A step of a program lasts from one of its calls to the next one, and contains all calls of programs in between. Only
-    the first step is examined. The work of a step is added up for programs that run a large part of their own work
-    whole on every rank, because such a part may be small in a step: a program may contain nothing but an embedding.
+    the first step is examined. The work of a step is added up for programs of whose own work a large part runs
+    unsharded on every rank, because it may be small in a step: a program may contain nothing but an embedding.
 
     Args:
         program: Any object that is different for each program.
@@ -149,7 +149,7 @@ def count_step_call(program: object, work: ShardedWork, n: int) -> None:
     """
     if program in _open_steps:
         _examined_programs.add(program)
-        _warn_whole(_open_steps.pop(program))
+        _warn_unsharded(_open_steps.pop(program))
     if n > 1 and program not in _examined_programs:
         if work.describe_replicated():
             _open_steps[program] = ShardedWork()
@@ -159,9 +159,9 @@ def count_step_call(program: object, work: ShardedWork, n: int) -> None:
         step.merge(work)
 
 
-def _warn_whole(step: ShardedWork) -> None:
-    """Warn on rank 0, once for the same lines, of the large parts of a step that every rank runs whole."""
+def _warn_unsharded(step: ShardedWork) -> None:
+    """Warn on rank 0, once for the same lines, of the large parts of a step that run unsharded."""
     texts = step.describe_replicated()
     if texts:
         lines = re.sub(r"\d+%", "", " ".join(texts))  # the shares differ a little between steps
-        warn_once(log, WHOLE_WARNING, "; ".join(texts), key=lines)
+        warn_once(log, UNSHARDED_WARNING, "; ".join(texts), key=lines)

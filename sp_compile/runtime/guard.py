@@ -67,7 +67,7 @@ from .fingerprint import ProgramDigest
 from .input_checks import FEW_FLOATS, ComparedInputs, is_cheap_to_compare, is_on_accelerator, local_value
 from .input_mismatch import describe_by_rank, find_input_mismatch
 from .settings_digest import mode_text
-from .sharded_values import GatheredProgram, any_sharded, any_traced, find_alias_error, unwrap_arguments
+from .sharded_values import GatheredProgram, find_alias_error, has_sharded_args, has_traced_args, unwrap_arguments
 
 OTHER_GRADIENTS = SpError(
     "SP637", "the ranks of this group run the backward with different gradients of the results of the program"
@@ -159,7 +159,7 @@ class GuardedProgram:
         refuse_transforms()
         # The arguments to test for fake or sharded values: all in the first call, then all but most parameters.
         tested_args = args if self.parameters is None else [*compress(args, self._is_tested)]
-        is_traced = any_traced(tested_args)  # a call with fake tensors runs nothing, so no message is exchanged
+        is_traced = has_traced_args(tested_args)  # a call with fake tensors runs nothing, so no message is exchanged
         # Agree on the call. `written` are the inputs that the program changes in place; those of an unsplit program are
         # known from its earlier calls.
         written = self.run.written if isinstance(self.run, GatheredProgram) else self.boundary.written
@@ -173,7 +173,9 @@ class GuardedProgram:
         # Run the program.
         assert self.run is not None
         run_args: Sequence[Any] = args
-        if any_sharded(tested_args) and not isinstance(self.run, GuardedProgram | GatheredProgram):  # these unwrap them
+        if has_sharded_args(tested_args) and not isinstance(
+            self.run, GuardedProgram | GatheredProgram
+        ):  # these unwrap them
             run_args = unwrap_arguments(args, self.boundary.layouts)
         if is_traced:
             return self.run(*run_args)

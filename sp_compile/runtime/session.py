@@ -258,7 +258,7 @@ class CompileSession(RankQueries):
         sizes = [ranks.n for ranks in self.all_groups]
         return hash_text(str((graph_digest(gm).digest, groups, labels, relations, sizes)))
 
-    def compares_gradients(self, ranks: Ranks) -> bool:
+    def can_compare_gradients(self, ranks: Ranks) -> bool:
         """Return True if the ranks compare the gradients of shared results (those that are equal on all ranks).
 
         Simulated ranks, threads without a process group, exchange values and so compare them. In a dry run on torch's

@@ -51,7 +51,7 @@ from .eager_fallback import warn_eager_read
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
-def any_traced(args: Sequence[Any]) -> bool:
+def has_traced_args(args: Sequence[Any]) -> bool:
     """Return True if an argument, or the rows that it stores, is fake: such a call is traced and not executed."""
     if not _has_type((Sharded, FakeTensor), args):
         return False
@@ -59,7 +59,7 @@ def any_traced(args: Sequence[Any]) -> bool:
     return any(isinstance(value, FakeTensor) for value in stored_values)
 
 
-def any_sharded(args: Sequence[Any]) -> bool:
+def has_sharded_args(args: Sequence[Any]) -> bool:
     """Return True if an argument is sharded or the result of a pending collective."""
     return _has_type((Sharded, AsyncCollectiveTensor), args)
 
@@ -82,7 +82,7 @@ def unwrap_arguments(args: Sequence[Any], layouts: Mapping[int, Layout]) -> Sequ
     Raises:
         SpError: If the ranks do not all read the same value.
     """
-    if not any_sharded(args):
+    if not has_sharded_args(args):
         return args
     orders = input_orders(args, layouts)
     order_arguments = [] if orders is None else [orders.order, orders.inverse, orders.chunks]
@@ -308,7 +308,7 @@ def find_alias_error(args: Sequence[Any], written: Sequence[int], names: Sequenc
             continue  # it begins after all changed arguments; a fast test, as for most parameters
         arg_range = _memory_range(arg)
         for i, written_range in zip(written, written_ranges):
-            if i == k or not arg_range.intersects(written_range):
+            if i == k or not arg_range.has_overlap(written_range):
                 continue
             # Views of one sharded value (`memory` is its number) share it. The ranges of two strided tensors may
             # intersect without a common element.
@@ -332,7 +332,7 @@ class MemoryRange(NamedTuple):
     begin: int = 0  # address of the first byte
     end: int = 0  # address after the last byte
 
-    def intersects(self, other: MemoryRange) -> bool:
+    def has_overlap(self, other: MemoryRange) -> bool:
         """Return True if two ranges have a byte in common."""
         return self.memory == other.memory and self.begin < other.end and other.begin < self.end
 

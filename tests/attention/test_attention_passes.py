@@ -16,10 +16,10 @@ from sp_compile.lowering.comm.simulate import SIMULATED_GROUP
 from sp_compile.lowering.masks.predicate import evaluate_over, predicate_symbols
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.passes.strategies.attention import ring_strategy as ring
-from sp_compile.passes.strategies.attention.gather_strategy import GatherKeys
-from sp_compile.passes.strategies.attention.hybrid_strategy import HybridAttention
-from sp_compile.passes.strategies.attention.ring_strategy import RingAttention, max_hops
-from sp_compile.passes.strategies.attention.ulysses_strategy import UlyssesAttention
+from sp_compile.passes.strategies.attention.gather_strategy import AttendWithGatheredKeys
+from sp_compile.passes.strategies.attention.hybrid_strategy import AttendWithHybrid
+from sp_compile.passes.strategies.attention.ring_strategy import AttendWithRing, max_hops
+from sp_compile.passes.strategies.attention.ulysses_strategy import AttendWithUlysses
 
 FOUR = Ranks(4, SIMULATED_GROUP)
 
@@ -77,7 +77,7 @@ def test_the_furthest_of_many_ranks_is_found_with_few_questions() -> None:
 class Goldens(expecttest.TestCase):
     def test_ring(self):
         gm = captured(causal, torch.randn(1, 16, 16))
-        RingAttention(FOUR)(gm)
+        AttendWithRing(FOUR)(gm)
         self.assertExpectedInline(
             show(gm),
             """\
@@ -92,7 +92,7 @@ return (ring_attention_default,)""",
     def test_ring_of_a_window_needs_fewer_steps(self):
         gm = captured(windowed, torch.randn(1, 16, 16))
         Canonicalize()(gm)
-        RingAttention(FOUR)(gm)
+        AttendWithRing(FOUR)(gm)
         self.assertExpectedInline(
             show(gm),
             """\
@@ -106,7 +106,7 @@ return (ring_attention_default,)""",
 
     def test_zigzag(self):
         gm = captured(causal, torch.randn(1, 13, 16))
-        RingAttention(FOUR, folds=2)(gm)
+        AttendWithRing(FOUR, folds=2)(gm)
         self.assertExpectedInline(
             show(gm),
             """\
@@ -120,7 +120,7 @@ return (ring_attention_default,)""",
 
     def test_hybrid(self):
         gm = captured(causal, torch.randn(1, 16, 16))
-        HybridAttention(FOUR)(gm)
+        AttendWithHybrid(FOUR)(gm)
         self.assertExpectedInline(
             show(gm),
             """\
@@ -134,7 +134,7 @@ return (hybrid_attention_default,)""",
 
     def test_gathered(self):
         gm = captured(causal, torch.randn(1, 16, 16))
-        GatherKeys(FOUR)(gm)
+        AttendWithGatheredKeys(FOUR)(gm)
         self.assertExpectedInline(
             show(gm),
             """\
@@ -148,7 +148,7 @@ return (gathered_attention_default,)""",
 
     def test_ulysses_repeats_key_heads_for_the_ranks(self):
         gm = captured(grouped, torch.randn(1, 16, 16))
-        UlyssesAttention(FOUR)(gm)
+        AttendWithUlysses(FOUR)(gm)
         self.assertExpectedInline(
             show(gm),
             """\
@@ -178,13 +178,13 @@ return (getitem_3,)""",
 def test_requested_ulysses_that_is_illegal():
     gm = captured(causal, torch.randn(1, 15, 16))
     with pytest.raises(SpError, match=r"SP402: .*\b3\b.*\b4\b.* \[1, 4, 15, 4\]"):
-        UlyssesAttention(Ranks(3, SIMULATED_GROUP), attention="ulysses")(gm)
+        AttendWithUlysses(Ranks(3, SIMULATED_GROUP), attention="ulysses")(gm)
 
 
 def test_a_hybrid_of_ranks_that_do_not_factor():
     gm = captured(causal, torch.randn(1, 15, 16))
     with pytest.raises(SpError, match="SP401"):
-        HybridAttention(Ranks(3, SIMULATED_GROUP))(gm)
+        AttendWithHybrid(Ranks(3, SIMULATED_GROUP))(gm)
 
 
 def test_a_hybrid_without_heads():

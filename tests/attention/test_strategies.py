@@ -133,14 +133,14 @@ def test_any_number_of_ranks(strategy: str, ranks: int) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("strategy", "mask", "heads"), list(itertools.product(NAMES, MASKS, HEADS)))
 def test_all(strategy: str, mask: str, heads: str, layout: str, length: int, ranks: int) -> None:
-    if strategy in ("ulysses", "hybrid") and not _fits(strategy, ranks, HEADS[heads][0]):
+    if strategy in ("ulysses", "hybrid") and not _is_supported(strategy, ranks, HEADS[heads][0]):
         with pytest.raises(sp_compile.SpError, match=r"SP40[12]"):
             run(strategy, mask, heads, length, ranks, layout)
     else:
         run(strategy, mask, heads, length, ranks, layout)
 
 
-def _fits(strategy: str, ranks: int, heads: int) -> bool:
+def _is_supported(strategy: str, ranks: int, heads: int) -> bool:
     if strategy == "ulysses":
         return heads % ranks == 0
     return any(ranks % u == 0 and heads % u == 0 for u in range(2, ranks))

@@ -10,7 +10,7 @@ from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.passes.localize.localize import Localize
-from sp_compile.passes.strategies.attention.ulysses_strategy import UlyssesAttention
+from sp_compile.passes.strategies.attention.ulysses_strategy import AttendWithUlysses
 from sp_compile.passes.strategies.gather_demands import GatherOperands
 from sp_compile.passes.strategies.reduce_demands import DecomposeMeans, ReducePartials
 
@@ -33,7 +33,7 @@ def test_rewrites_are_identities_in_the_global_view():
     for rewrite in (
         Canonicalize(),
         DecomposeMeans(TWO),
-        UlyssesAttention(TWO),
+        AttendWithUlysses(TWO),
         ReducePartials(TWO),
         GatherOperands(TWO),
     ):
@@ -47,7 +47,7 @@ def test_single_passes_make_the_program_of_the_pipeline():
     for rewrite in (
         Canonicalize(),
         DecomposeMeans(TWO),
-        UlyssesAttention(TWO),
+        AttendWithUlysses(TWO),
         ReducePartials(TWO),
         GatherOperands(TWO),
     ):

@@ -14,7 +14,7 @@ from sp_compile.passes.context import PassContext
 from sp_compile.passes.localize.localize import Localize
 from sp_compile.passes.localize.validate_shapes import validate
 from sp_compile.passes.strategies.attention.expand_heads import ExpandHeads
-from sp_compile.passes.strategies.attention.ulysses_strategy import UlyssesAttention
+from sp_compile.passes.strategies.attention.ulysses_strategy import AttendWithUlysses
 from sp_compile.passes.strategies.gather_demands import GatherOperands
 from sp_compile.passes.strategies.random_draws import BroadcastDraws
 from sp_compile.passes.strategies.reduce_demands import DecomposeMeans, ReducePartials
@@ -81,7 +81,7 @@ return (to,)""",
             return F.scaled_dot_product_attention(x * 2, repeated, repeated, z)
 
         gm = captured(attention, torch.randn(1, 4, 8, 4), torch.randn(1, 2, 8, 4), torch.ones(8, 8).bool())
-        for rewrite in (Canonicalize(), UlyssesAttention(TWO), ExpandHeads(TWO, except_on=()), GatherOperands(TWO)):
+        for rewrite in (Canonicalize(), AttendWithUlysses(TWO), ExpandHeads(TWO, except_on=()), GatherOperands(TWO)):
             rewrite(gm)
         assert not PassContext.of(TWO).plan(gm).demands
         self.assertExpectedInline(
@@ -110,7 +110,7 @@ return (unshard_default,)""",
 
     def test_ulysses(self):
         gm = captured(decode, torch.randn(1, 8, 16))
-        UlyssesAttention(TWO)(gm)
+        AttendWithUlysses(TWO)(gm)
         self.assertExpectedInline(
             show(gm),
             """\

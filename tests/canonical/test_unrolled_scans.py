@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._higher_order_ops.associative_scan import associative_scan, generic_associative_scan
 from torch.fx import GraphModule
 
-from sp_compile.passes.canonical.scan_forms.unrolled_scans import UnrolledScans
+from sp_compile.passes.canonical.scan_forms.unrolled_scans import RewriteUnrolledScans
 from sp_compile.passes.report import Report
 
 WIDTH = 3
@@ -89,7 +89,7 @@ def inputs(length: int) -> tuple[Tensor, Tensor]:
 def rolled(model: Callable[..., object], length: int) -> GraphModule:
     gm = captured(model, *inputs(length))
     gm.graph.eliminate_dead_code()  # the products that a recurrence's last round makes for no one
-    assert UnrolledScans()(gm).modified
+    assert RewriteUnrolledScans()(gm).modified
     gm.graph.lint()
     gm.recompile()
     return gm
@@ -166,7 +166,7 @@ def test_unmatched_scans(name: str) -> None:
     gm = captured(STAY[name], *inputs(8))
     gm.graph.eliminate_dead_code()
     before = show(gm)
-    assert not UnrolledScans()(gm).modified
+    assert not RewriteUnrolledScans()(gm).modified
     assert show(gm) == before
 
 

@@ -1,4 +1,4 @@
-"""Pieces of a step that run whole on every rank are named, with their lines: graphs between breaks, and eager code."""
+"""Pieces of a step that run unsharded on every rank are named, with their lines: graphs between breaks, and eager code."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ LINES_OF_EXPLAIN = {**LINES, Chunked: FUNCTION.format(63)}
 @pytest.mark.parametrize("kind", [Decoder, *LINES_OF_EXPLAIN], ids=lambda kind: kind.__name__)
 def test_explain_names_the_line(kind: type[Decoder]) -> None:
     report = sp_compile.explain(kind(layers=1, dim=8), *text(34), sp=2)
-    texts = [line for line in report.warnings if "computes all of" in line]
+    texts = [line for line in report.warnings if "run unsharded on every rank" in line]
     assert len(texts) == (kind in LINES_OF_EXPLAIN)
     for line in texts:
         assert LINES_OF_EXPLAIN[kind] in line
@@ -115,4 +115,4 @@ def test_training_names_the_line(ranks: Ranks) -> None:
         assert len(said) == (kind in LINES)
         for words in said:
             assert LINES[kind] in words
-            assert ("every rank computes all of" in words) == (kind is Broken)
+            assert ("of the FLOPs run unsharded on every rank" in words) == (kind is Broken)

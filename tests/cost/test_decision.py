@@ -57,7 +57,7 @@ def test_report() -> None:
 
 
 def test_a_scoped_strategy_is_gone_after_its_block() -> None:
-    op, before = toy_strategy.Toy.op, dict(RULES)
+    op, before = toy_strategy.AttendWithToy.op, dict(RULES)
     with toy_strategy.registered():
         assert SPConfig(attention="toy").attention == op_strategy(op).name
         assert RULES.keys() - before.keys() == {op}

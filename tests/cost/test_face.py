@@ -384,7 +384,7 @@ def are_disjoint(a: Sequence[float], b: Sequence[float]) -> bool:
     return a[1] <= b[0] + 0.5 or b[1] <= a[0] + 0.5 or a[3] <= b[2] + 0.5 or b[3] <= a[2] + 0.5
 
 
-def within(a: Sequence[float], b: Sequence[float]) -> bool:
+def is_within(a: Sequence[float], b: Sequence[float]) -> bool:
     return a[0] >= b[0] - 0.5 and a[1] <= b[1] + 0.5 and a[2] >= b[2] - 0.5 and a[3] <= b[3] + 0.5
 
 
@@ -400,9 +400,9 @@ def test_a_browser_shows_the_strip_and_the_chart(state: str, tmp_path: Path) -> 
     (strip,), cells = seen["strip"], seen["cells"]
     assert strip[1] - strip[0] > 500
     assert len(cells) == len(found["blocks"])
-    assert all(within(cell, strip) and cell[1] - cell[0] > 10 and cell[3] - cell[2] > 10 for cell in cells)
+    assert all(is_within(cell, strip) and cell[1] - cell[0] > 10 and cell[3] - cell[2] > 10 for cell in cells)
     assert all(a[1] <= b[0] + 0.5 for a, b in pairwise(cells))
-    assert all(map(within, seen["numbers"], cells))
+    assert all(map(is_within, seen["numbers"], cells))
     for i in (0, -1):
         code = found["blocks"][i]["where"].partition(": ")[2] or found["blocks"][i]["where"]
         number, _, name = seen["names"][i].partition(" ")
@@ -413,7 +413,7 @@ def test_a_browser_shows_the_strip_and_the_chart(state: str, tmp_path: Path) -> 
     (chart,), labels, words = seen["chart"], seen["labels"], seen["words"]
     assert chart[1] - chart[0] > 500
     assert chart[3] - chart[2] > 100
-    assert all(within(label, chart) for label in labels), words
+    assert all(is_within(label, chart) for label in labels), words
     assert all(are_disjoint(a, b) for a, b in combinations(labels, 2)), words
     assert {"forward", "loss", "backward"} <= set(words)
     (dot,) = seen["dot"]

@@ -77,7 +77,7 @@ def test_the_kernel_of_a_mask(dtype: torch.dtype, width: int, rows: int, kernel:
     ],
 )
 def test_the_kernel_of_a_window(kind: Kind, window: Window, square: bool, kernel: str) -> None:
-    need = KernelKey(torch.device("cuda"), FP32, kind, 128, 4096, window=window, square=square)
+    need = KernelKey(torch.device("cuda"), FP32, kind, 128, 4096, window=window, is_square=square)
     assert expected_kernel(need).name == kernel
     assert expected_kernel(need._replace(dtype=BF16)).name == "flash"
 

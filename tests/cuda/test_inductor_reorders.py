@@ -34,10 +34,10 @@ def order(setting: str, strategy: str, n: int, sizes: Sizes) -> tuple[list[str],
     """Return the sends, waits and attention blocks of the forward and of the backward."""
     with inductor.patch(SETTINGS[setting]):
         rank = attention.__wrapped__(strategy, n, sizes)  # not the cached function
-    return tuple([x for x in one.text().splitlines() if _counts(x)] for one in (rank.forward, rank.backward))
+    return tuple([x for x in one.text().splitlines() if _is_counted(x)] for one in (rank.forward, rank.backward))
 
 
-def _counts(event: str) -> bool:
+def _is_counted(event: str) -> bool:
     return " = " in event or "wait" in event or "attend" in event or "flash" in event
 
 

@@ -23,7 +23,7 @@ def run(*command):
 
 def test_single_passes():
     out = run("examples/run_passes.py")
-    assert "== UlyssesAttention: rewrote the graph" in out
+    assert "== AttendWithUlysses: rewrote the graph" in out
     losses = re.findall(r"rank \d: (\S+) +one device: (\S+)", out)
     assert len(losses) == 2
     assert all(found == expected for found, expected in losses)

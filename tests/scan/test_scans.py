@@ -12,8 +12,8 @@ from support.scans.scanning import (
     LENGTHS,
     OPS,
     TORCH,
-    as_exact_as,
     ids_of,
+    is_as_exact_as,
     linear_scan_by_loop,
     sample,
     scan_by_loop,
@@ -48,7 +48,7 @@ def test_inclusive_is_torchs(op: str, dtype: torch.dtype) -> None:
             ours, torchs = inclusive_scan(x, dim, op), TORCH[op](x, dim)
             assert (ours.dtype, ours.shape) == (torchs.dtype, torchs.shape)
             wide = torch.float64 if x.is_floating_point() else torchs.dtype
-            assert as_exact_as(ours, torchs, TORCH[op](x.to(wide), dim))
+            assert is_as_exact_as(ours, torchs, TORCH[op](x.to(wide), dim))
 
 
 @pytest.mark.sampled(every=1)
@@ -61,7 +61,7 @@ def test_every_way(op: str, dtype: torch.dtype) -> None:
         for reverse in (False, True):
             found = exclusive_scan(x, dim, op, reverse=reverse)
             expected = scan_by_loop(x.to(wide), dim, op, True, reverse)
-            assert as_exact_as(found, expected.to(found.dtype), expected)
+            assert is_as_exact_as(found, expected.to(found.dtype), expected)
             if not x.ndim:
                 continue
             ids = ids_of(x.shape[dim])
@@ -70,7 +70,7 @@ def test_every_way(op: str, dtype: torch.dtype) -> None:
             for exclusive in (False, True):
                 found = segmented_scan(x, ids, dim, op, exclusive=exclusive, reverse=reverse)
                 expected = scan_by_loop(x.to(wide), dim, op, exclusive, reverse, starts)
-                assert as_exact_as(found, expected.to(found.dtype), expected)
+                assert is_as_exact_as(found, expected.to(found.dtype), expected)
 
 
 @given(data=st.data())
@@ -186,7 +186,7 @@ def test_linear(dtype: torch.dtype, reverse: bool) -> None:
                     a.double(), b.double(), dim, None if initial is None else initial.double(), reverse
                 )
                 assert h.dtype == dtype
-                assert as_exact_as(h, exact.to(dtype), exact)
+                assert is_as_exact_as(h, exact.to(dtype), exact)
 
 
 def test_linear_broadcasts() -> None:

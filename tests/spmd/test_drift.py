@@ -43,7 +43,7 @@ class Threads:
         self.said[self.own.rank] = mine
         self.barrier.wait()
         everyone = [Message.read(self.said[rank].body) for rank in range(RANKS)]
-        is_equal = len({(self.said[rank].digest, self.said[rank].requires_body) for rank in range(RANKS)}) == 1
+        is_equal = len({(self.said[rank].digest, self.said[rank].needs_body) for rank in range(RANKS)}) == 1
         if self.barrier.wait() == 0:
             self.asked += 1
         return None if is_equal else everyone

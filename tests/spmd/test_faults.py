@@ -39,7 +39,7 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-def odd() -> bool:
+def is_odd_rank() -> bool:
     return worker.mesh().get_rank() == 1
 
 
@@ -57,53 +57,53 @@ def loop(step: Callable[[Any, nn.Module, int], None], **how: Any) -> tuple[int, 
 
 
 def other_tokens(run: Any, net: nn.Module, number: int) -> None:
-    run(*text(8, seed=number + 100 * (odd() and number == FAULT))).backward()
+    run(*text(8, seed=number + 100 * (is_odd_rank() and number == FAULT))).backward()
 
 
 def skipped_batch(run: Any, net: nn.Module, number: int) -> None:
-    run(*text(8, seed=number + (odd() and number >= FAULT))).backward()
+    run(*text(8, seed=number + (is_odd_rank() and number >= FAULT))).backward()
 
 
 def skipped_backward(run: Any, net: nn.Module, number: int) -> None:
     loss = run(*text(8, seed=number))
-    if not (odd() and number == FAULT):
+    if not (is_odd_rank() and number == FAULT):
         loss.backward()
 
 
 def backward_twice(run: Any, net: nn.Module, number: int) -> None:
     loss = run(*text(8, seed=number))
-    loss.backward(retain_graph=odd() and number == FAULT)
-    if odd() and number == FAULT:
+    loss.backward(retain_graph=is_odd_rank() and number == FAULT)
+    if is_odd_rank() and number == FAULT:
         loss.backward()
 
 
 def other_scale(run: Any, net: nn.Module, number: int) -> None:
     loss = run(*text(8, seed=number))
-    (loss * (2 if odd() and number == FAULT else 1)).backward()
+    (loss * (2 if is_odd_rank() and number == FAULT else 1)).backward()
 
 
 def no_grad(run: Any, net: nn.Module, number: int) -> None:
-    with torch.set_grad_enabled(not (odd() and number == FAULT)):
+    with torch.set_grad_enabled(not (is_odd_rank() and number == FAULT)):
         loss = run(*text(8, seed=number))
     if loss.requires_grad:
         loss.backward()
 
 
 def frozen_later(run: Any, net: nn.Module, number: int) -> None:
-    if odd() and number == FAULT:
+    if is_odd_rank() and number == FAULT:
         net.head.weight.requires_grad_(False)
     run(*text(8, seed=number)).backward()
 
 
 def compiled_again(run: Any, net: nn.Module, number: int) -> None:
     """Nothing is wrong with that: it becomes the same program."""
-    if odd() and number == FAULT:
+    if is_odd_rank() and number == FAULT:
         torch._dynamo.reset()
     run(*text(8, seed=number)).backward()
 
 
 def weights_drift(run: Any, net: nn.Module, number: int) -> None:
-    if odd() and number == FAULT:
+    if is_odd_rank() and number == FAULT:
         with torch.no_grad():
             net.head.weight.add_(1)
     run(*text(8, seed=number)).backward()
@@ -112,7 +112,7 @@ def weights_drift(run: Any, net: nn.Module, number: int) -> None:
 def unused_gradients(run: Any, net: nn.Module, number: int) -> None:
     """Run torch.autograd.grad, which does not set .grad, so that the optimizer changes nothing."""
     loss = run(*text(8, seed=number))
-    if odd() and number == FAULT:
+    if is_odd_rank() and number == FAULT:
         torch.autograd.grad(loss, [*net.parameters()])
     else:
         loss.backward()
@@ -121,7 +121,7 @@ def unused_gradients(run: Any, net: nn.Module, number: int) -> None:
 
 
 def buffer_differs(run: Any, net: nn.Module, number: int) -> None:
-    if odd() and number == 0:
+    if is_odd_rank() and number == 0:
         net.scale.add_(1)
     run(*text(8, seed=number)).backward()
 
@@ -160,18 +160,18 @@ def test_every_rank_raises_on_that_step(ranks: Ranks, name: str) -> None:
 
 
 def budgets() -> str:
-    with functorch_config.patch(activation_memory_budget=0.5 if odd() else 1.0):
+    with functorch_config.patch(activation_memory_budget=0.5 if is_odd_rank() else 1.0):
         return loop(other_tokens)[1]
 
 
 def options() -> str:
-    return loop(other_tokens, fallback="error" if odd() else "gather")[1]
+    return loop(other_tokens, fallback="error" if is_odd_rank() else "gather")[1]
 
 
 def requires_grad() -> str:
     net = build(Sums)
     run = sp(net, mesh=worker.mesh())
-    x = torch.ones(2, 8, 16, dtype=torch.float64, requires_grad=odd())
+    x = torch.ones(2, 8, 16, dtype=torch.float64, requires_grad=is_odd_rank())
     try:
         run(x).backward()
     except SpError as error:
@@ -189,7 +189,7 @@ def two_models(tied: bool = False) -> str:
     for run in runs:
         run(x).backward()
     try:
-        for run in reversed(runs) if odd() else runs:
+        for run in reversed(runs) if is_odd_rank() else runs:
             run(x).backward()
     except SpError as error:
         return str(error)
@@ -247,7 +247,7 @@ def of_replicas() -> tuple[int, str]:
         if number == FAULT and replica:
             break
         try:
-            ddp(*text(8, seed=2 * number + replica + 100 * (odd() and number == FAULT))).backward()
+            ddp(*text(8, seed=2 * number + replica + 100 * (is_odd_rank() and number == FAULT))).backward()
         except SpError as error:
             return number, str(error)
     return STEPS, ""

@@ -304,11 +304,11 @@ def test_a_rank_that_gives_up_before_all_have_met_is_not_counted(monkeypatch: py
     monkeypatch.setattr(channel, "_read_last_stop", lambda _: channel.NO_RANK)
     waiting = channel.ControlChannel("one", [0, 1], store, timedelta(seconds=0.2), ["joined the group"] * 2)
     with pytest.raises(SpError, match=r"SP621: .*\b0 s"):
-        waiting.all_equal(Message(CALL_VERB, "Floats", 1))
+        waiting.are_all_equal(Message(CALL_VERB, "Floats", 1))
     assert store.add("here", 0) == 0
     alone = channel.ControlChannel("one", [0], store, timedelta(seconds=5), ["joined the group"])
     for number in (1, 2):
-        assert alone.all_equal(Message(CALL_VERB, "Floats", number))
+        assert alone.are_all_equal(Message(CALL_VERB, "Floats", number))
         assert alone.all_gather(b"text", Message(CALL_VERB, "Floats", number)) == [b"text"]
 
 
@@ -336,7 +336,7 @@ def test_a_rank_that_gives_up_while_the_store_is_slow_is_not_counted(monkeypatch
     monkeypatch.setattr(store, "STORE_TIMEOUT", 0.05)
     waiting = channel.ControlChannel("one", [0, 1], slow, timedelta(seconds=0.2), ["joined the group"] * 2)
     with pytest.raises(SpError, match="SP621"):
-        waiting.all_equal(Message(CALL_VERB, "Floats", 1))
+        waiting.are_all_equal(Message(CALL_VERB, "Floats", 1))
     slow.awake.set()
     for thread in [*store._pending_queries]:
         thread.join(10)
@@ -386,7 +386,7 @@ def test_a_read_that_waits_is_warned_of_before_the_timeout(
     monkeypatch.setattr(channel, "READ_SECONDS", 0.0)
     waiting = channel.ControlChannel("one", [0, 1, 2], dist.HashStore(), timedelta(seconds=1), ["joined the group"] * 3)
     with caplog.at_level("WARNING"), pytest.raises(SpError, match="SP622") as failure:
-        waiting.all_equal(Message(READ_VERB, "y", 1))
+        waiting.are_all_equal(Message(READ_VERB, "y", 1))
     assert "and waits for the other ranks. " in caplog.text
     assert "  last operation of rank 0, 1, 2: joined the group" in str(failure.value)
 

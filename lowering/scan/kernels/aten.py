@@ -14,7 +14,7 @@ from .generic import DIM
 MIN_LINE_LENGTH = 64  # rows of a line, up to which starting the C++ takes longer than a sum in torch
 
 
-def fits_aten(problem: ScanProblem) -> bool:
+def can_run_aten(problem: ScanProblem) -> bool:
     """Return True for scans along the last dim, without segments, that torch computes precisely enough."""
     if problem.inner != 1 or problem.segmented:
         return False
@@ -51,7 +51,7 @@ def _is_exact(problem: ScanProblem) -> bool:
 def scan_aten(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:
     """Run `torch.cumsum` or a similar scan, and return its result and the total, which may be a view of the result.
 
-    `starts` is None, since `fits_aten` excludes segments. An exclusive result is the inclusive one, written one row
+    `starts` is None, since `can_run_aten` excludes segments. An exclusive result is the inclusive one, written one row
     later. The total is empty if torch has rounded it; by `_is_exact` it is then not requested.
     """
     monoid, dtype, accumulate = MONOIDS[problem.op], problem.result, problem.accumulate
@@ -81,11 +81,11 @@ def _write_scan(monoid: Monoid, x: Tensor, out: Tensor) -> None:
 
 
 def extremes_aten(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:
-    """Run `torch.cummax` or `torch.cummin`; `starts` is None, since `fits_aten` excludes segments."""
+    """Run `torch.cummax` or `torch.cummin`; `starts` is None, since `can_run_aten` excludes segments."""
     values, indices = MONOIDS[problem.op].cumulative(x.flip(DIM) if problem.reverse else x, DIM)
     if not problem.reverse:
         return values, indices
     return values.flip(DIM), x.shape[DIM] - 1 - indices.flip(DIM)
 
 
-register_lowering("aten", ScanLowering(fits_aten, scan_aten, extremes_aten, is_torch=True), _aten_priority)
+register_lowering("aten", ScanLowering(can_run_aten, scan_aten, extremes_aten, is_torch=True), _aten_priority)

@@ -34,7 +34,7 @@ class GenericKernels:
     # inclusive(combine, states, dim, lift, lower) returns the results and the last state, one row
     inclusive: Callable[[Combine, Any, int, Map, Map], tuple[Any, Any]]
 
-    def fits(self, problem: ScanProblem) -> bool:
+    def can_run(self, problem: ScanProblem) -> bool:
         """Return True: every problem is supported."""
         return True
 

@@ -46,7 +46,7 @@ POINTERS = ("x", "b", "starts", "out", "indices", "states")  # the first fields 
 _compile_lock = threading.Lock()
 
 
-def fits_native(problem: ScanProblem) -> bool:
+def can_run_native(problem: ScanProblem) -> bool:
     """Return True if the problem is on a CPU, has supported dtypes, and its kernel compiles.
 
     The kernel is compiled here at the first call for its types, and stored.
@@ -219,5 +219,5 @@ def _use_large_pages(result: Tensor) -> None:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), MADV_HUGEPAGE)
 
 
-NATIVE_LOWERING = ScanLowering(fits_native, scan_native, extremes_native, linear_native, linear_total_native)
+NATIVE_LOWERING = ScanLowering(can_run_native, scan_native, extremes_native, linear_native, linear_total_native)
 register_lowering("native", NATIVE_LOWERING, priority=lambda problem: 10)

@@ -226,7 +226,7 @@ def _run_program(
         else:  # with dynamic lengths, strides must follow from the lengths
             xs = [x.contiguous() for x in xs]
         programs = _programs.setdefault((family, strides), [])
-        program = next((program for program in programs if program.fits(xs)), None)
+        program = next((program for program in programs if program.can_run(xs)), None)
         if program is None:
             program = _compile_program(fn, xs, dynamic_dims)
             programs.append(program)

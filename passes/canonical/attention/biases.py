@@ -30,7 +30,7 @@ from sp_compile.lowering.base.dtypes import HALF
 from sp_compile.lowering.torch_compat import OpOverload
 from sp_compile.passes.graph.call import OpCall, is_tensor, node_packet, node_shape
 from sp_compile.passes.graph.sizes import is_same_size
-from sp_compile.passes.sharding.matchers import carries_gradient, constant_value, map_coordinates, value_origin
+from sp_compile.passes.sharding.matchers import constant_value, map_coordinates, may_carry_gradient, value_origin
 
 from .elements import Coords, ElementReader, NotSymbolic, as_cases, as_truth, broadcast_coords
 from .proofs import HEAD_INDEX, KEY_INDEX, QUERY_INDEX, Boolean
@@ -142,7 +142,7 @@ class BiasReader:
 
         Equal values have one symbol. Raises NotSymbolic for a value with a gradient, which an expression would lose.
         """
-        if carries_gradient(node):
+        if may_carry_gradient(node):
             raise NotSymbolic("may need a gradient, which an expression does not support", node)
         if node not in self.heads:
             self.heads.append(node)

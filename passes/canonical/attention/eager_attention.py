@@ -370,7 +370,7 @@ def _match_weights(softmax: Node, source: SoftmaxSource, order: tuple[int, ...])
             break
         canceling_ops = steps_from(node)  # several ops after which the value is the same, or []
         matched_ops = canceling_ops or [user]
-        if sinks is not None and is_identity(order) and source.drops_sinks(user):
+        if sinks is not None and is_identity(order) and source.is_slice_without_sinks(user):
             sinks, matched_ops = None, [user]
         elif user.target is aten.dropout.default and not weights.dropout:
             weights.dropout = user.args[1] if user.args[2] else 0.0  # dropout(x, p, train)

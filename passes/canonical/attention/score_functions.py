@@ -33,7 +33,7 @@ from sp_compile.passes.graph.call import OpCall, is_tensor, node_packet, node_sh
 from sp_compile.passes.graph.edit import GraphEditor, interpret_graph
 from sp_compile.passes.graph.sizes import as_size, is_same_size
 from sp_compile.passes.sharding.attention_axes import constant_factors
-from sp_compile.passes.sharding.matchers import carries_gradient, constant_value
+from sp_compile.passes.sharding.matchers import constant_value, may_carry_gradient
 
 from .elements import NotSymbolic
 
@@ -158,7 +158,7 @@ def write_score(
     # A function may give a fill to some pairs if it selects between values (where, a table), and a value may be one.
     has_fills = False
     if is_fill is not None and not all(_is_arithmetic(n) for n in writer.graph.nodes):
-        has_fills = _adds_fills(writer.graph) or any(map(is_fill, [*writer.heads, *writer.tables]))
+        has_fills = _may_add_fills(writer.graph) or any(map(is_fill, [*writer.heads, *writer.tables]))
     return ScoreOperands(register_score(writer.graph, has_fills), writer.heads, writer.tables)
 
 
@@ -318,7 +318,7 @@ class _ScoreWriter:
         Such vectors are passed separately from tables, as a rank with a share of the heads needs only its elements. A
         vector with a gradient is a table: only tables get gradients.
         """
-        if x.indices != (_HEAD,) or carries_gradient(x.table):
+        if x.indices != (_HEAD,) or may_carry_gradient(x.table):
             return False
         return is_same_size(node_shape(x.table)[0], as_size(self.q.shape[1]))
 
@@ -360,7 +360,7 @@ class _ScoreWriter:
         return self.outer_nodes[-1]
 
 
-def _adds_fills(graph: Graph) -> bool:
+def _may_add_fills(graph: Graph) -> bool:
     """Return True if a score function may return a constant that is a fill, a large negative finite number.
 
     Constants in indices and conditions do not reach the result.

@@ -57,7 +57,7 @@ class SoftmaxSource:
         # INDICES: row (b, h, q) reads element (b, h, q, k) of the sinks, whose last dim has size 1.
         return match_sink_value(self.sinks, INDICES, leading) if len(leading) == 2 else None
 
-    def drops_sinks(self, node: Node) -> bool:
+    def is_slice_without_sinks(self, node: Node) -> bool:
         """Return True if a node slices the weights of the keys, such as [..., :-1], from those of keys and sinks."""
         piece = match_slice(node) if self.sinks is not None else None
         if piece is None or piece.dim != piece.source.meta["val"].ndim - 1:

@@ -33,9 +33,9 @@ from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.edit import erase_dead
 from sp_compile.passes.graph.node_info import set_node_info
-from sp_compile.passes.sharding.matchers import permutation_of, skip_widening_cast, stops_gradient, value_origin
+from sp_compile.passes.sharding.matchers import is_gradient_stop, permutation_of, skip_widening_cast, value_origin
 
-from .scan_calls import emit_scan, flips_along
+from .scan_calls import emit_scan, is_flip_along
 from .scan_trees import nodes_before
 
 aten, sp = torch.ops.aten, torch.ops.sp
@@ -62,7 +62,7 @@ def recognize_combine(function: GraphModule, num_leaves: int) -> list[CombineOp]
     Returns:
         One scan for each leaf, or None if a leaf is computed otherwise, or without the gradients of a scan.
     """
-    if any(map(stops_gradient, function.graph.nodes)):
+    if any(map(is_gradient_stop, function.graph.nodes)):
         return None
     symbols = {node: sympy.Symbol(f"x{i}") for i, node in enumerate(function.graph.find_nodes(op="placeholder"))}
     output = function.graph.output_node().args[0]
@@ -296,7 +296,7 @@ def _source_dim(node: Node, dim: int) -> int | None:
 
     None for other ops, for a flip of other dims, and for ops with keyword arguments, such as a copy to another layout.
     """
-    if flips_along(node, dim):
+    if is_flip_along(node, dim):
         return dim
     order = permutation_of(node)
     return None if order is None or node.kwargs else order[dim]

@@ -92,7 +92,7 @@ def emit_scan(
     return editor.emit(sp.scan.default, (x, None, dim, op, *flags), value, like)
 
 
-def flips_along(node: Node, dim: int) -> bool:
+def is_flip_along(node: Node, dim: int) -> bool:
     """Return True if the op flips this dim and no other."""
     return flipped_dims(node) == [dim]
 

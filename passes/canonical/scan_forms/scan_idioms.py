@@ -42,7 +42,7 @@ from sp_compile.passes.sharding.matchers import (
 )
 from sp_compile.passes.sharding.window_rules import simplify_size
 
-from .scan_calls import CUMULATIVE_OPS, emit_scan, flipped_dims, flips_along, is_scannable_call
+from .scan_calls import CUMULATIVE_OPS, emit_scan, flipped_dims, is_flip_along, is_scannable_call
 
 aten, sp = torch.ops.aten, torch.ops.sp
 SIGNS = {aten.add.Tensor: 1, aten.sub.Tensor: -1}
@@ -149,7 +149,7 @@ class RewriteScanIdioms(CanonicalPass):
             return False
         call = OpCall(inner)
         factors_and_terms, dim = [value_origin(x) for x in call.operands[:2]], call.dim(operand=1)
-        if call["frame"] is not None or not all(flips_along(x, dim) for x in (node, *factors_and_terms)):
+        if call["frame"] is not None or not all(is_flip_along(x, dim) for x in (node, *factors_and_terms)):
             return False
         operands = [x.args[0] for x in factors_and_terms] + call.operands[2:]  # before their flips; initial value
         args, kwargs = call.with_operands(operands, reverse=not call["reverse"])
@@ -235,7 +235,7 @@ def _match_flipped(node: Node) -> ScanMatch | None:
     if scan is None or not is_only_read_by(scan.node, node):
         return None
     flipped = value_origin(scan.x)
-    if not flips_along(node, scan.dim) or not flips_along(flipped, scan.dim):
+    if not is_flip_along(node, scan.dim) or not is_flip_along(flipped, scan.dim):
         return None
     return replace(scan, x=flipped.args[0], reverse=not scan.reverse)
 
@@ -261,7 +261,7 @@ def _reverse_refusal(node: Node) -> str | None:
     flips = [x for x in iterate_reachable(operands, _pointwise_operands) if dim in flipped_dims(x)]
     if not flips or dim not in flipped_dims(node):
         return None
-    if not all(flips_along(x, dim) for x in (node, *flips)):  # True for a flip of this dim only
+    if not all(is_flip_along(x, dim) for x in (node, *flips)):  # True for a flip of this dim only
         return f"other dims than {dim} are flipped with it; flip them separately"
     if not is_only_read_by(inner, node):
         return f"another op reads the scan ({inner.name}) before it is flipped back"

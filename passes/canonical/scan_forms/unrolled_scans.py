@@ -1,7 +1,8 @@
 """Replace an unrolled tree of combinations by the scan that its combine function defines.
 
-torch.associative_scan(combine_mode="generic") is traced into log2(S) levels. A level combines the rows of its leaf in
-pairs, scans the pairs (the next level), and interleaves this scan with combinations of it and every second row:
+torch.associative_scan(combine_mode="generic") has no op: it is Python code that Dynamo inlines, so only the graph shows
+it, as log2(S) levels. A level combines the rows of its leaf in pairs, scans the pairs (the next level), and interleaves
+this scan with combinations of it and every second row:
 
     pairs = combine(x[0:-1:2], x[1::2])                             half of the rows
     odd   = scan(pairs)                                             results at rows 1, 3, ...
@@ -29,7 +30,7 @@ from sp_compile.passes.base import register_pass
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape
 from sp_compile.passes.graph.edit import erase_dead
-from sp_compile.passes.sharding.matchers import PAD_OPS, match_pad, match_piece, stops_gradient, value_origin
+from sp_compile.passes.sharding.matchers import PAD_OPS, is_gradient_stop, match_pad, match_piece, value_origin
 
 from .associative_scan import CombineOp, RewriteAssociativeScans, expression_of, scan_of_leaf, unmoved_operands
 from .scan_trees import match_interleaving, nodes_before, outermost_trees
@@ -65,7 +66,7 @@ class _Level(NamedTuple):
 
 
 @register_pass
-class UnrolledScans(RewriteAssociativeScans):
+class RewriteUnrolledScans(RewriteAssociativeScans):
     """Replacement of the trees of one graph with a known combine function."""
 
     requires = frozenset({"rolled loops"})
@@ -214,7 +215,7 @@ def _match_combine(
         return operand
 
     # A detached value would have the same expression, but no gradient.
-    if any(map(stops_gradient, nodes_before(value, lambda node: symbol(node) is not None))):
+    if any(map(is_gradient_stop, nodes_before(value, lambda node: symbol(node) is not None))):
         return None
     expression = expression_of(value, symbol)
     # A scan of the leaf alone combines its left and right rows by one op, such as a sum.

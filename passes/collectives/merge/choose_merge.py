@@ -95,10 +95,10 @@ class MergeChooser:
             tied = [option for option in options if option.time <= fastest * MERGE_TIE]
             options = tied or [unmerged_option(options)]  # none is tied if the times are nan
         elif self.policy == "intra_node":
-            options = [option for option in options if self._merges_in_nodes(option)]  # the unmerged one remains
+            options = [option for option in options if self._is_within_nodes(option)]  # the unmerged one remains
         return min(options, key=lambda option: (len(option.communicators), option.time))
 
-    def _merges_in_nodes(self, option: MergeOption) -> bool:
+    def _is_within_nodes(self, option: MergeOption) -> bool:
         """Return True if all merged collectives are between ranks of one machine, for the policy "intra_node"."""
         merged = [name for block, name in option.communicators.items() if len(block) > 1]
         return all(map(self.groups.is_in_one_node, merged))

@@ -81,18 +81,18 @@ class FactorTable:
         """Return the factors of all dims in order: the order of elements in memory, which reshapes preserve."""
         return [factor for dim in x.dims for factor in self.resolve(dim)]
 
-    def same_factors(self, a: Sequence[int], b: Sequence[int]) -> bool:
+    def are_same_factors(self, a: Sequence[int], b: Sequence[int]) -> bool:
         """Return True if both are the same factors in the same order."""
         return self.resolve(a) == self.resolve(b)
 
-    def equal(self, a: Arrangement, b: Arrangement) -> bool:
+    def are_equal(self, a: Arrangement, b: Arrangement) -> bool:
         """Return True if two values have the same elements at the same positions."""
         if len(a.dims) != len(b.dims) or len(a.fixed) != len(b.fixed):
             return False
         same_piece = all(
-            x.piece == y.piece and self.same_factors(x.factors, y.factors) for x, y in zip(a.fixed, b.fixed)
+            x.piece == y.piece and self.are_same_factors(x.factors, y.factors) for x, y in zip(a.fixed, b.fixed)
         )
-        return same_piece and all(map(self.same_factors, a.dims, b.dims))
+        return same_piece and all(map(self.are_same_factors, a.dims, b.dims))
 
     def split_leading(self, dim: FactorIds, size: Size) -> tuple[FactorIds, FactorIds] | None:
         """Return (leading factors of a dim, whose sizes have the product `size`; remaining factors).
@@ -152,7 +152,7 @@ class FactorTable:
             return None
         dims = list(pieces[0].dims)
         expected = (Arrangement(tuple(dims), (*outer_fixed, FixedFactors(factors, i))) for i in range(len(pieces)))
-        if not all(map(self.equal, pieces, expected)):
+        if not all(map(self.are_equal, pieces, expected)):
             return None
         if is_new_dim:
             dims.insert(dim, factors)

@@ -112,7 +112,7 @@ class CancelExchanges(Pass):
         source = first.args[0]
         with self.graph.inserting_before(node):
             # The exchange returned new memory, which may be written; an input must not be returned in its place.
-            if is_written(node) or match_permutes.aliases_input(source):
+            if is_written(node) or match_permutes.is_input_alias(source):
                 source = self.compute(aten.clone.default, (source,), node)
             source = self.reshape(source, as_sizes(node.meta["val"].shape), node)
         self.note(node, f"is the inverse of {first.name}; both are removed", "cancelled")

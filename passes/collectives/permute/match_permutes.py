@@ -232,7 +232,7 @@ def _match_dims(
         # If both have size 1, the exchange only renames a dim, and any dim of size 1 would match.
         rows, block = table.resolve(before.dims[gather]), table.resolve(result.dims[scatter])
         if exact:
-            is_match = bool(rows or block) and table.equal(result, after)
+            is_match = bool(rows or block) and table.are_equal(result, after)
         else:
             # y has the elements in the same order, and one of its dims starts with the factors of the gather dim. Dims
             # of size 1 have no factors, by which they could be found in y.
@@ -282,7 +282,7 @@ def _is_inverse(first: Node, second: Node) -> bool:
     scatter, gather = (dim % len(operand.dims) for dim in second.args[1:3])
     cut = table.split_leading(operand.dims[scatter], n)
     # The blocks from rank r must return to rank r, so that this rank receives its own blocks again.
-    if cut is None or not table.same_factors(cut[0], factors.received):
+    if cut is None or not table.are_same_factors(cut[0], factors.received):
         return False
     inverse_factors = ExchangedFactors(factors.received, factors.sent)
     returned = exchange_factors(table, inverse_factors, operand, scatter, gather)
@@ -296,7 +296,7 @@ def undone_exchange(node: Node) -> Node | None:
     return next((exchange for exchange in earlier if _is_inverse(exchange, node)), None)
 
 
-def aliases_input(node: Node) -> bool:
+def is_input_alias(node: Node) -> bool:
     """Return True if the node shares storage with an input of the graph.
 
     Such a node must not become an output in place of a node with memory of its own, to which callers may write.

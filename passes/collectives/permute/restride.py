@@ -67,11 +67,11 @@ class StrideRepair:
             value = infer_value(node.target, node.args, node.kwargs)
         old = node.meta.get("val")
         node.meta["val"] = value
-        return _strides_changed(old, value)
+        return _has_changed_strides(old, value)
 
     def _restore_strides(self, user: Node, x: Node, old: Any) -> None:
         """Pass a copy of x with the strides of the value `old` to the user, if x has others now."""
-        if isinstance(old, Tensor) and _strides_changed(old, x.meta["val"]):
+        if isinstance(old, Tensor) and _has_changed_strides(old, x.meta["val"]):
             user.replace_input_with(x, copy_strides(x, old))
 
 
@@ -81,8 +81,8 @@ def _graph_results(graph: Graph) -> list[Node | None]:
     return [x if isinstance(x, Node) else None for x in flat]
 
 
-def _strides_changed(old: Any, new: Any) -> bool:
+def _has_changed_strides(old: Any, new: Any) -> bool:
     """Return True if a node's value, or one of its several results, has other strides than before."""
     if isinstance(old, list | tuple):
-        return any(_strides_changed(a, b) for a, b in zip(old, new))
+        return any(_has_changed_strides(a, b) for a, b in zip(old, new))
     return isinstance(old, Tensor) and has_other_strides(old, new)

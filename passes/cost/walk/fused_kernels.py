@@ -287,12 +287,14 @@ def joined_results(graph: Graph) -> set[Node]:
     """Return values that only become parts of results, such as weight gradients in a cat, and so count as results."""
     joined: set[Node] = set()
     for node in reversed(graph.nodes):  # users first: `joined` then has all users that are joined themselves
-        if node.users and all(user.op == "output" or (user in joined and _joins_operands(user)) for user in node.users):
+        if node.users and all(
+            user.op == "output" or (user in joined and _has_operand_elements(user)) for user in node.users
+        ):
             joined.add(node)
     return joined
 
 
-def _joins_operands(node: Node) -> bool:
+def _has_operand_elements(node: Node) -> bool:
     """Return True if the result contains the operands' elements, or their sums over ranks."""
     is_collective = namespace_of(node.target) == "_c10d_functional"
     return is_collective or node.target in CONCAT_CALLS or move_source(node) is not None

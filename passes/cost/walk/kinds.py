@@ -89,6 +89,6 @@ def is_product(node: Node) -> bool:
     return node.target in MATRIX_PRODUCTS or node.target in ATTENTIONS or is_grouped_product(node)
 
 
-def copies_operands(node: Node) -> bool:
+def needs_operands_in_memory(node: Node) -> bool:
     """Return True if the op needs operands in memory with certain strides, although other kernels recompute them."""
     return node.target in ATTENTIONS or namespace_of(node.target) == "sp"

@@ -51,8 +51,8 @@ from .kinds import (
     TILE_LOOPS,
     TO_HOST,
     UNFREEABLE_INPUTS,
-    copies_operands,
     is_product,
+    needs_operands_in_memory,
 )
 from .live_values import LiveValue, WalkMoment, nbytes_of, nearest_line
 from .workspace import conversion_bytes, op_workspace
@@ -424,8 +424,8 @@ class StorageTable(KernelSchedule):
         else:
             self.value_reads[node] = frozenset(keys)
             self.kernel_reads[node], self.kernel_writes[node] = operand_reads, []
-            # Without the ops that need it in memory (`copies_operands`, ignored here), the value would be inlined.
-            if is_on_gpu(node) and self._is_inlined(node, operand_reads, copies_operands):
+            # Without the ops of `needs_operands_in_memory`, ignored here, the value would be inlined.
+            if is_on_gpu(node) and self._is_inlined(node, operand_reads, needs_operands_in_memory):
                 self.uncopied_reads[node] = operand_reads
             # The storages exist from the kernel that first writes them: for a cat, this may be that of an operand.
             self.kernel_writes[self._first_writer(node)] += new

@@ -1,4 +1,4 @@
-"""Define the bases of a strategy's pass: `AttentionPass`, and `ShardedAttention`, which emits one op.
+"""Define the bases of a strategy's pass: `AttentionPass`, and `ShardAttention`, which emits one op.
 
     q: f32[B, H, S, D]  k, v: f32[B, Hkv, T, D]
     scaled_dot_product_attention(q, k, v, mask, ...)      or sp::masked_attention, whose mask is a predicate
@@ -27,7 +27,7 @@ from sp_compile.lowering.masks.score import may_have_fills
 from sp_compile.passes.cost.attention_cost import Strategy, attention_strategies
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.node_info import node_info
-from sp_compile.passes.graph.sizes import Size, as_sizes, divides, is_same_shape, is_same_size, size_product
+from sp_compile.passes.graph.sizes import Size, as_sizes, is_divisor, is_same_shape, is_same_size, size_product
 from sp_compile.passes.sharding.attention_axes import fill_nodes, has_absorbing_sinks, mask_predicate
 from sp_compile.passes.sharding.placement import REPLICATE, Demand, PlacementPlan, Shard
 from sp_compile.passes.sharding.rule import RULES, RuleFunction
@@ -48,7 +48,7 @@ class AttentionPass(DemandPass):
     is_default = False  # also claims all remaining attention, so it runs last
 
     @classmethod
-    def on_mesh(cls, ranks: Ranks) -> bool:
+    def is_used_on_mesh(cls, ranks: Ranks) -> bool:
         """Return True if the strategy is used on a mesh of this shape, unless the user requests another one by name."""
         return False
 
@@ -94,7 +94,7 @@ def attention_passes() -> list[type[AttentionPass]]:
     return sorted(passes, key=lambda entry: entry.is_default)  # the default one last
 
 
-class ShardedAttention(AttentionPass):
+class ShardAttention(AttentionPass):
     """Pass for attention with sharded queries; subclasses define the op and its arguments."""
 
     moves_keys = True  # keys are exchanged in blocks, so they must be sharded
@@ -118,7 +118,7 @@ class ShardedAttention(AttentionPass):
         if self.moves_keys and (key is None or value is None or not key.has_same_positions(value)):
             return "its keys and values are not sharded equally along their sequence"
         query_heads, key_heads, _ = head_counts(call)
-        if call.get("enable_gqa") and not divides(key_heads, query_heads):
+        if call.get("enable_gqa") and not is_divisor(key_heads, query_heads):
             return f"{key_heads} key heads do not divide {query_heads} query heads"
         vectors = [*call.get("rows", []), *call.get("cols", [])]  # that the mask indexes: (batch, length)
         if call.ndim(0) != 4 and any(as_sizes(v.meta["val"].shape)[0] != 1 for v in vectors):
@@ -141,13 +141,13 @@ class ShardedAttention(AttentionPass):
         assert query is not None
         q_frame = self.sizes.list(query.frame_arg())
         k_frame = self.sizes.list(key.frame_arg()) if key is not None else []  # []: every rank has all keys
-        exchanges_to_zigzag = self._exchanges_to_zigzag(node)
+        needs_zigzag_exchange = self._needs_zigzag_exchange(node)
         with self.graph.inserting_before(node):
             batch = shape[:-3]
             qkv = [self._to_four_dims(x, batch, node) for x in call.operands[:3]]
             scores = self._score_arguments(call, batch, node)
             frames = (q_frame, k_frame, ranks.n, ranks.group)
-            args = (*qkv, *scores, *frames, exchanges_to_zigzag, *self.extra_arguments(node))
+            args = (*qkv, *scores, *frames, needs_zigzag_exchange, *self.extra_arguments(node))
             options = {"mask_rows": True} if self.splits_mask and self._has_mask_rows(call) else None
             # The value of a node with four dims is reused, as it has the strides of the original attention, to which
             # `localize/memory_order.py` restores gathered values.
@@ -180,7 +180,7 @@ class ShardedAttention(AttentionPass):
         """Return the line of the report for a rewritten attention."""
         return ""
 
-    def _exchanges_to_zigzag(self, node: Node) -> bool:
+    def _needs_zigzag_exchange(self, node: Node) -> bool:
         """Return the argument `balance`: True if the op exchanges rows to zigzag order before it runs, and back."""
         choice = node_info(node).choice
         return choice is not None and bool(choice.relayout)

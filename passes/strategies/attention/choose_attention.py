@@ -43,7 +43,7 @@ from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.modes import autocast_dtype
 from sp_compile.passes.graph.node_info import set_node_info
-from sp_compile.passes.graph.sizes import divides
+from sp_compile.passes.graph.sizes import is_divisor
 from sp_compile.passes.localize.balance_layout import balanced_inputs
 from sp_compile.passes.localize.reduce_gradients import differentiable_nodes
 from sp_compile.passes.sharding.attention_axes import attention_nodes, mask_predicate
@@ -232,7 +232,7 @@ def _choose_candidate(
     # A relayout exchanges the rows to zigzag order for this attention only. Each rank then has two equal chunks of rows
     # without padding.
     n, placed = job.ranks.n, [plan.of(x) for x in OpCall(node).operands[:2]]
-    can_relayout = all(isinstance(p, Shard) and p.frame.is_exact(n) and divides(2 * n, p.frame.size) for p in placed)
+    can_relayout = all(isinstance(p, Shard) and p.frame.is_exact(n) and is_divisor(2 * n, p.frame.size) for p in placed)
     allowed = [c for c in found if _is_allowed(c, job) and (can_relayout or not c.relayout)]
     requested = STRATEGIES.get(_requested_strategy(job))
     if has_fills(OpCall(node)):  # results over blocks of keys cannot be merged
@@ -309,7 +309,7 @@ def _requested_strategy(job: PassContext) -> str:
     """
     if job.options.attention != "auto":
         return job.options.attention
-    of_mesh = [strategy.name for strategy in attention_strategies() if strategy.rewrite.on_mesh(job.ranks)]
+    of_mesh = [strategy.name for strategy in attention_strategies() if strategy.rewrite.is_used_on_mesh(job.ranks)]
     return of_mesh[0] if of_mesh else "auto"
 
 

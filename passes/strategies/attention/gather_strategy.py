@@ -24,10 +24,10 @@ from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.sizes import Size
 
-from .base import ShardedAttention, register_strategy
+from .base import ShardAttention, register_strategy
 
 
-class GatherKeys(ShardedAttention):
+class AttendWithGatheredKeys(ShardAttention):
     """Pass for attention that was chosen to gather its keys, and for the remaining attention."""
 
     name = "gathered"
@@ -95,7 +95,7 @@ register_strategy(
     Strategy(
         name="gather",
         preference=1,
-        rewrite=GatherKeys,
+        rewrite=AttendWithGatheredKeys,
         candidates=_gather_candidates,
         sends=_gather_sends,
         declare=lambda call, ranks: routes.declare_attention_routes(ranks.group, 1, ranks.n),

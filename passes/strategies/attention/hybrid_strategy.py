@@ -25,24 +25,24 @@ from sp_compile.passes.cost.attention_cost import AttentionShape, Candidate, Str
 from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.node_info import node_info
-from sp_compile.passes.graph.sizes import divides
+from sp_compile.passes.graph.sizes import is_divisor
 
-from .base import ShardedAttention, head_counts, register_strategy
+from .base import ShardAttention, head_counts, register_strategy
 from .ring_strategy import ring_candidate, ring_grads, ring_sends
 from .ulysses_strategy import exchange_seconds, exchanged_memory
 
 
-class HybridAttention(ShardedAttention):
+class AttendWithHybrid(ShardAttention):
     """Pass for attention that was chosen to run as a hybrid.
 
-    Direct use: `HybridAttention(4)(graph_module)` rewrites any attention.
+    Direct use: `AttendWithHybrid(4)(graph_module)` rewrites any attention.
     """
 
     name = "hybrid"
     op = torch.ops.sp.hybrid_attention.default
 
     @classmethod
-    def on_mesh(cls, ranks: Ranks) -> bool:
+    def is_used_on_mesh(cls, ranks: Ranks) -> bool:
         """Return True if the mesh has a "ulysses" axis of some, but not all ranks, which selects the strategy."""
         return ranks.ulysses not in (None, 1, ranks.n)
 
@@ -85,7 +85,7 @@ class HybridAttention(ShardedAttention):
         n, (heads, *_) = self.job.ranks.n, head_counts(call)
         of_mesh = self.job.ranks.ulysses
         for u in [of_mesh] if of_mesh else range(n - 1, 1, -1):
-            if n % u == 0 and divides(u, heads):
+            if n % u == 0 and is_divisor(u, heads):
                 return u
         return None
 
@@ -121,7 +121,7 @@ register_strategy(
     Strategy(
         name="hybrid",
         preference=3,
-        rewrite=HybridAttention,
+        rewrite=AttendWithHybrid,
         candidates=_hybrid_candidates,
         sends=lambda call, n: ring_sends(call, n, call["ulysses"], hops=n // call["ulysses"] - 1),
         declare=lambda call, ranks: routes.declare_attention_routes(

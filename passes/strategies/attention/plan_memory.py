@@ -7,6 +7,10 @@ saved          operands of products and attention, results of attention, and log
 tiled          the part of these that tiles do not save: logarithms of the losses of a product
 
 Saved values are those that the forward stores for the backward. A checkpointed region is marked by "ac_graph_id".
+
+This model runs before the graphs of a rank exist, since the choices that read it (of attention, checkpoints and tiles)
+determine them. The more precise model, `cost/walk/`, walks the kernels of AOTAutograd's graphs, which exist only
+afterwards, for offload, `explain(memory=True)` and `plan`.
 """
 
 from __future__ import annotations

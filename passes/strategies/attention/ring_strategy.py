@@ -34,13 +34,13 @@ from sp_compile.passes.graph.node_info import node_info
 from sp_compile.passes.graph.sizes import Size
 from sp_compile.passes.sharding.attention_axes import mask_predicate
 
-from .base import ShardedAttention, register_strategy, sequence_shard
+from .base import ShardAttention, register_strategy, sequence_shard
 
 
-class RingAttention(ShardedAttention):
+class AttendWithRing(ShardAttention):
     """Pass for attention that was chosen to run as a ring.
 
-    Direct use: `RingAttention(4)(graph_module)` rewrites any attention.
+    Direct use: `AttendWithRing(4)(graph_module)` rewrites any attention.
     """
 
     name = "ring"
@@ -66,7 +66,7 @@ class RingAttention(ShardedAttention):
         query, key = (sequence_shard(self.plan, call, i) for i in range(2))
         predicate = mask_predicate(call)
         # In zigzag order, each rank has early and late rows; `max_hops` is for rows in order.
-        if not predicate or query is None or key is None or self._exchanges_to_zigzag(node):
+        if not predicate or query is None or key is None or self._needs_zigzag_exchange(node):
             return n
         rows = query.frame.local_length(n)
         is_in_order = query.frame.order.is_in_order and query.frame.start == 0
@@ -221,7 +221,7 @@ register_strategy(
     Strategy(
         name="ring",
         preference=2,
-        rewrite=RingAttention,
+        rewrite=AttendWithRing,
         candidates=lambda shape, machine, layout: [ring_candidate(shape, machine, layout)],
         sends=lambda call, n: ring_sends(call, n, ulysses=1, hops=call["steps"] - 1),
         declare=lambda call, ranks: routes.declare_attention_routes(ranks.group, 1, call["steps"]),

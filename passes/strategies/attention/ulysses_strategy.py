@@ -32,7 +32,7 @@ from sp_compile.passes.cost.attention_cost import AttentionShape, Candidate, Str
 from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.node_info import node_info
-from sp_compile.passes.graph.sizes import Size, as_sizes, divides, is_same_size
+from sp_compile.passes.graph.sizes import Size, as_sizes, is_divisor, is_same_size
 from sp_compile.passes.sharding.attention_axes import ATTENTION
 from sp_compile.passes.sharding.placement import Demand, Placement, Shard
 
@@ -43,7 +43,7 @@ HEADS_FROM_END = -3
 DimFrame = tuple[int, tuple[Size, ...]]  # a dim counted from the last, and the frame that splits it
 
 
-class UlyssesAttention(AttentionPass):
+class AttendWithUlysses(AttentionPass):
     """Pass for the demands of attention whose query heads the ranks divide."""
 
     name = "ulysses"
@@ -72,7 +72,7 @@ class UlyssesAttention(AttentionPass):
                 return f"operand {operand.name} of shape {list(shape)} has no head dim"
             heads = shape[HEADS_FROM_END]
             can_repeat = i > 0 and self._needs_repeat(call)  # heads of keys and values
-            if not divides(n, heads) and not can_repeat:
+            if not is_divisor(n, heads) and not can_repeat:
                 return f"{n} ranks do not divide the {heads} heads of {operand.name}, of shape {list(shape)}"
             have = self.plan.of(operand)
             if isinstance(have, Shard) and sequence_shard(self.plan, call, i) is None:
@@ -111,7 +111,7 @@ class UlyssesAttention(AttentionPass):
         # The leading 1 is the head dim of a mask with two dims.
         is_mask_per_head = mask is not None and not is_same_size((1, *call.shape("attn_mask"))[HEADS_FROM_END], 1)
         n, why = self.job.ranks.n, None
-        if not all(divides(count * n, h) for h in heads):
+        if not all(is_divisor(count * n, h) for h in heads):
             why = f"{' and '.join(map(str, dict.fromkeys(heads)))} heads on {n} ranks cannot form these groups"
         elif call.get("heads") or call.get("sinks") is not None or is_mask_per_head or call["dropout_p"]:
             why = "its masks, scores, sinks or random draws differ between heads"
@@ -194,8 +194,8 @@ class UlyssesAttention(AttentionPass):
         The key heads, and with them the value heads, are then repeated, and each rank gets those that it needs.
         """
         heads, keys, values = (call.shape(i)[HEADS_FROM_END] for i in range(3))
-        is_grouped = isinstance(keys, int) and keys == values and divides(keys, heads)
-        return is_grouped and call.ndim(1) == call.ndim(0) and not divides(self.job.ranks.n, keys)
+        is_grouped = isinstance(keys, int) and keys == values and is_divisor(keys, heads)
+        return is_grouped and call.ndim(1) == call.ndim(0) and not is_divisor(self.job.ranks.n, keys)
 
     def _repeat_heads(self, node: Node, placed: dict[Node, Placement]) -> dict[Node, Placement]:
         """Repeat the key and value heads of an attention, and return the placements of the new k and v.
@@ -330,7 +330,7 @@ register_strategy(
     Strategy(
         name="ulysses",
         preference=0,
-        rewrite=UlyssesAttention,
+        rewrite=AttendWithUlysses,
         candidates=_ulysses_candidates,
         options=("ulysses_chunks",),
     )

@@ -88,7 +88,7 @@ class ControlChannel:
     # live models, each its number and weak references to its parameters, by the identities of the parameters
     models: dict[tuple[int, ...], tuple[int, list[Any]]] = field(default_factory=dict)
 
-    def all_equal(self, message: Message) -> bool:
+    def are_all_equal(self, message: Message) -> bool:
         """Return True, on every rank, if all ranks announce equal messages and none requires the complete messages.
 
         Args:
@@ -98,8 +98,8 @@ class ControlChannel:
             SpError: If a rank does not arrive within the group's timeout or is lost, or the channel is already broken.
         """
         # A rank that requires the complete messages makes the result False, as if its digest differed.
-        value, differs = message.digest, message.requires_body
-        return self._exchange(lambda links, on_wait: links.all_equal(value, differs, on_wait), message)
+        value, differs = message.digest, message.needs_body
+        return self._exchange(lambda links, on_wait: links.are_all_equal(value, differs, on_wait), message)
 
     def all_gather(self, mine: bytes, message: Message) -> list[bytes]:
         """Return the bytes of every rank, in the order of the ranks.
@@ -109,12 +109,12 @@ class ControlChannel:
             message: The operation of this rank, for the error of a wait.
 
         Raises:
-            SpError: As `all_equal`.
+            SpError: As `are_all_equal`.
         """
         return self._exchange(lambda links, on_wait: links.all_gather(mine, on_wait), message)
 
     def _exchange(self, run: Callable[[PeerLinks, Callable[[], None]], T], message: Message) -> T:
-        """Run an exchange and return its result; the errors are those of `all_equal`.
+        """Run an exchange and return its result; the errors are those of `are_all_equal`.
 
         `run` runs it on the connections; its second argument is called about once a second of a wait.
         """
@@ -471,13 +471,13 @@ def are_messages_equal(mine: Message, ranks: Ranks, channel: ControlChannel | No
     Args:
         mine: The message of this rank.
         ranks: The ranks that run the operation.
-        channel: Their channel, which may raise as `all_equal`; None for simulated ranks, which use their communicator.
+        channel: Their channel, which may raise as `are_all_equal`; None for simulated ranks, with their communicator.
     """
     if channel is not None:
-        return channel.all_equal(mine)
-    votes = _simulate_gather([mine.digest, mine.requires_body], ranks, torch.int64)
+        return channel.are_all_equal(mine)
+    votes = _simulate_gather([mine.digest, mine.needs_body], ranks, torch.int64)
     # If the votes are equal, this rank requires the complete messages only if all do.
-    return not mine.requires_body and all(vote == votes[0] for vote in votes)
+    return not mine.needs_body and all(vote == votes[0] for vote in votes)
 
 
 def gather_bodies(mine: Message, ranks: Ranks, channel: ControlChannel | None) -> list[bytes]:

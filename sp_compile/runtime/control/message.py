@@ -85,7 +85,7 @@ class Message:
         return hash_text(json.dumps(contents))
 
     @property
-    def requires_body(self) -> bool:
+    def needs_body(self) -> bool:
         """Return True if the ranks exchange the complete messages even if the digests are equal."""
         return self.error is not None or self.expects_answer
 

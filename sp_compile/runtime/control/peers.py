@@ -47,7 +47,7 @@ class PeerLinks:
     receiving: Sequence[socket.socket]  # from the rank 2**k places before this one
     number: int = 0  # number of exchanges so far
 
-    def all_equal(self, value: int, differs: bool, on_wait: Wait) -> bool:
+    def are_all_equal(self, value: int, differs: bool, on_wait: Wait) -> bool:
         """Return True, on every rank, if all ranks pass the same value and none passes `differs`.
 
         Args:

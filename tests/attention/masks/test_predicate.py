@@ -48,7 +48,7 @@ PREDICATES = [
 ]
 
 
-def truth(text: str, pair: dict[str, int]) -> bool:
+def is_satisfied(text: str, pair: dict[str, int]) -> bool:
     """The predicate of one pair, by sympy."""
     return bool(parse_predicate(text).subs({sympy.Symbol(name, integer=True): value for name, value in pair.items()}))
 
@@ -68,7 +68,7 @@ def bounds(least: int, most: int, width: int) -> Any:
 def test_verdicts_hold_for_every_pair(text: str, data: st.DataObject) -> None:
     limits = {"q": (0, 12, 4), "k": (0, 12, 4), "row0": (0, 3, 1), "col0": (-1, 2, 1), "n0": (0, 5, 0)}
     box = {name: data.draw(bounds(*limits[name])) for name in sorted(predicate_symbols(text))}
-    found = {truth(text, pair) for pair in pairs(box)}
+    found = {is_satisfied(text, pair) for pair in pairs(box)}
     verdict = evaluate_over(text, box)
     assert verdict is None or found == {verdict}
 
@@ -81,7 +81,7 @@ def test_verdicts_are_exact(text: str) -> None:
     fixed = {"n0": [(3, 3)]}
     for box in itertools.product(*(fixed.get(name, stretches) for name in names)):
         named = dict(zip(names, box))
-        found = {truth(text, pair) for pair in pairs(named)}
+        found = {is_satisfied(text, pair) for pair in pairs(named)}
         assert evaluate_over(text, named) == (found.pop() if len(found) == 1 else None)
 
 
@@ -94,7 +94,7 @@ def test_masks(text: str) -> None:
     mask = torch.as_tensor(evaluate_mask(text, values)).expand(9, 11)
     for i, j in itertools.product(range(9), range(11)):
         pair = {"q": i, "k": j, "row0": int(row[i]), "col0": int(col[j]), "n0": 3}
-        assert bool(mask[i, j]) == truth(text, pair)
+        assert bool(mask[i, j]) == is_satisfied(text, pair)
 
 
 def test_text_is_canonical() -> None:

@@ -69,12 +69,12 @@ def masks(name: str, attention: str = "sdpa", dynamic: bool = False, **inputs: T
     Canonicalize()(gm)
     length = next(n.meta["val"] for n in gm.graph.nodes if n.target in ATTENTION).shape[2]
     assert dynamic == isinstance(length, torch.SymInt)
-    large = [n.name for n in gm.graph.nodes if isinstance(n.meta.get("val"), Tensor) and _square(n, length)]
+    large = [n.name for n in gm.graph.nodes if isinstance(n.meta.get("val"), Tensor) and _is_square(n, length)]
     assert not large
     return [_predicate(n) for n in gm.graph.nodes if n.target in ATTENTION]
 
 
-def _square(node: torch.fx.Node, length: Any) -> bool:
+def _is_square(node: torch.fx.Node, length: Any) -> bool:
     return [str(s) for s in node.meta["val"].shape].count(str(length)) > 1
 
 

@@ -75,7 +75,7 @@ def every_op(mesh: DeviceMesh) -> dict[str, int]:
     return {**left, "scatter": checked(scattered, x, groups), "gather": checked(gathered, x, groups)}
 
 
-def as_expected(left: dict[str, int]) -> bool:
+def is_as_expected(left: dict[str, int]) -> bool:
     """One collective where the two agree, sum and avg too."""
     for name, number in left.items():
         kinds = {{"avg": "sum"}.get(op, op) for op in name.split(", ")}
@@ -90,7 +90,7 @@ def on_two_by_two() -> dict[str, int]:
 
 def test_every_reduction(ranks: Ranks) -> None:
     for left in ranks.run(4, on_two_by_two):
-        assert as_expected(left), left
+        assert is_as_expected(left), left
 
 
 # What DTensor's redistributions leave in AOTAutograd's graphs.
@@ -262,7 +262,7 @@ def test_two_by_three() -> None:
     results = spawned(6, on_six)
     table = sorted([((0, 2), (1, 3)), ((0, 1), (2, 3)), ((0, 1, 2, 3),)])
     for rank, found in enumerate(results):
-        assert as_expected(found["left"]), found
+        assert is_as_expected(found["left"]), found
         assert found["again"] == 0
         assert (found["union"], found["table"]) == ((1, table) if rank < 4 else (0, []))
     assert all((found["sum"], found["timeout"]) == (1, timedelta(seconds=60)) for found in results[:4])

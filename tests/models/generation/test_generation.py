@@ -12,7 +12,7 @@ from support.ranks import Ranks, mesh
 from torch._dynamo.utils import counters
 
 from sp_compile import generation
-from sp_compile.generation import is_decoding_step, runs_eagerly, wrap_generation
+from sp_compile.generation import is_decoding_step, must_run_eagerly, wrap_generation
 
 transformers = pytest.importorskip("transformers")
 
@@ -123,7 +123,7 @@ def test_callers_whose_code_has_no_hash() -> None:
     caller = SimpleNamespace(f_code=frame.f_code.replace(co_consts=({},)), f_back=None)
     with pytest.raises(TypeError):
         hash(caller.f_code)
-    assert not runs_eagerly(frame.f_code, {}, caller)
+    assert not must_run_eagerly(frame.f_code, {}, caller)
 
 
 def test_generation_of_a_class_that_is_no_module() -> None:
@@ -134,7 +134,7 @@ def test_generation_of_a_class_that_is_no_module() -> None:
             return "tokens"
 
     generation._wrap_generate(Elsewhere, "generate")
-    assert Elsewhere.generate.runs_eagerly  # type: ignore[attr-defined]
+    assert Elsewhere.generate.must_run_eagerly  # type: ignore[attr-defined]
     assert Elsewhere().generate() == "tokens"
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from models.hf.test_hf import NAMES, OTHERS, TOLERANCE, gpt2, trained, transformers
 from support import ranks as worker
-from support.parallel.sockets import bytes_sent, counts
+from support.parallel.sockets import bytes_sent, can_count_bytes
 from support.parity import Outcome, check, difference, gradients, outcome, sp
 from support.ranks import Ranks
 
@@ -73,7 +73,7 @@ MODELS = [
 @pytest.mark.parametrize("make", MODELS)
 def test_unread_logits_are_not_sent(ranks: Ranks, make: Any) -> None:
     """Forward and backward without options; logits read afterwards equal a single device's and are sent once."""
-    if not counts():
+    if not can_count_bytes():
         pytest.skip("the kernel does not count what a connection sends")
     with_logits, loss_alone = (ranks.run(2, step, make, whole) for whole in (True, False))
     for found in (with_logits, loss_alone):

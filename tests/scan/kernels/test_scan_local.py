@@ -12,7 +12,7 @@ from support.scans.scanning import (
     FLOATS,
     OPS,
     TORCH,
-    as_exact_as,
+    is_as_exact_as,
     linear_scan_by_loop,
     run,
     sample,
@@ -70,7 +70,7 @@ def test_is_as_exact_as_torch_over_a_thousand(row: str, op: str, dtype: torch.dt
         x = sample(shape, dtype, op)
         results = run(row, scan, x, dim, op, False, False, None, False)
         assert row == "aten" or results is not None
-        assert results is None or as_exact_as(results[0], TORCH[op](x, dim), exact(x, dim, op))
+        assert results is None or is_as_exact_as(results[0], TORCH[op](x, dim), exact(x, dim, op))
 
 
 @pytest.mark.sampled(every=38)
@@ -129,7 +129,7 @@ def test_linear(row: str, dtype: torch.dtype, lagged: bool, reverse: bool) -> No
         started = zeros if initial is None else initial.double()
         out, final = recurrence_reference(a.double(), b.double(), started, dim, reverse, lagged)
         assert (h.dtype, h.shape, h.is_contiguous()) == (dtype, a.shape, True)
-        assert as_exact_as(h, out.to(dtype), out)
+        assert is_as_exact_as(h, out.to(dtype), out)
         torch.testing.assert_close(factor, a.double().prod(dim).to(wide))
         torch.testing.assert_close((factor * started + state).to(wide), final.to(wide))
 

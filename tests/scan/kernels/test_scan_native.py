@@ -10,7 +10,7 @@ import pytest
 import torch
 from measuring.scans.scan_direct import Direct
 from support.scans.local_scans import has_native
-from support.scans.scanning import FLOATS, OPS, as_exact_as, linear_scan_by_loop, sample, scan_by_loop
+from support.scans.scanning import FLOATS, OPS, is_as_exact_as, linear_scan_by_loop, sample, scan_by_loop
 from torch import Tensor
 
 from sp_compile.lowering.scan.kernels import native
@@ -69,7 +69,7 @@ def test_tiles_and_lines(op: str, dtype: torch.dtype, reverse: bool) -> None:
             assert (out.shape, total.shape) == (x.shape, (shape[0], shape[2]))
             continue
         expected = exact(x, op, False, reverse)
-        assert as_exact_as(out, expected.to(out.dtype), expected.double() if out.is_floating_point() else expected)
+        assert is_as_exact_as(out, expected.to(out.dtype), expected.double() if out.is_floating_point() else expected)
         assert torch.equal(total, same_total)
         assert torch.equal(total.to(out.dtype), out[:, 0 if reverse else -1])
         assert torch.equal(*((shifted[:, :-1], out[:, 1:]) if reverse else (shifted[:, 1:], out[:, :-1])))
@@ -158,7 +158,7 @@ def test_logsumexp_is_at_most_twice_as_wrong_as_torch(dtype: torch.dtype) -> Non
     for shape, scale in itertools.product(((1, 4000, 20), (3, 4000, 1)), (0.01, 1, 30)):
         x = (scale * torch.randn(shape)).to(dtype)
         out, _ = scan(x, "logsumexp")
-        assert as_exact_as(out, x.logcumsumexp(1), x.double().logcumsumexp(1))
+        assert is_as_exact_as(out, x.logcumsumexp(1), x.double().logcumsumexp(1))
 
 
 @needs_compiler

@@ -55,7 +55,7 @@ def test_without_a_compiler_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> Non
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not has_native()
-        assert not native.fits_native(PROBLEM)
+        assert not native.can_run_native(PROBLEM)
 
 
 @pytest.mark.usefixtures("nothing_compiled")
@@ -66,10 +66,10 @@ def test_a_compiler_that_fails_is_reported_once(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(native, "compile_cpp", fail)
     monkeypatch.setattr(native, "has_cpp_compiler", lambda: True)
     with pytest.warns(UserWarning, match="C\\+\\+ compile error"):
-        assert not native.fits_native(PROBLEM)
+        assert not native.can_run_native(PROBLEM)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not native.fits_native(PROBLEM)
+        assert not native.can_run_native(PROBLEM)
 
 
 @pytest.mark.parametrize(
@@ -84,4 +84,4 @@ def test_a_compiler_that_fails_is_reported_once(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_does_not_fit(problem: ScanProblem) -> None:
-    assert not native.fits_native(problem)
+    assert not native.can_run_native(problem)

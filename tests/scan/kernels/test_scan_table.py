@@ -61,7 +61,7 @@ def test_torch_runs_many_short_lines() -> None:
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(LOWERINGS, "native", native.NATIVE_LOWERING._replace(fits=lambda problem: False))
+    monkeypatch.setitem(LOWERINGS, "native", native.NATIVE_LOWERING._replace(can_run=lambda problem: False))
     assert choose_lowering(problem(length=1 << 20)) == "aten"
     for changes in ({"inner": 64}, {"segmented": True}, {"kind": "linear"}, {"total": True}):
         assert choose_lowering(problem(**changes)) == "blocked"
@@ -102,7 +102,9 @@ def test_every_row_equals_the_blocks(way: str, length: int, toy: None) -> None:
         ("linear_total", sp.local_linear_total, (a, x, 1, False, False, wide)),
     ):
         rows = {"outer": 2, "length": length, "inner": 3, "segmented": kind in ("scan", "extremes")}
-        if not LOWERINGS[way].fits(problem(kind=kind, total=True, op="max" if kind == "extremes" else "sum", **rows)):
+        if not LOWERINGS[way].can_run(
+            problem(kind=kind, total=True, op="max" if kind == "extremes" else "sum", **rows)
+        ):
             continue
         with using_lowering("blocked"):
             expected = op(*operands)
@@ -124,7 +126,7 @@ def test_a_way_from_outside_takes_its_turn() -> None:
 
 def test_a_replaced_row_is_restored_with_its_priority() -> None:
     table: Table[Any] = Table("rows", replace=True)
-    always = SimpleNamespace(fits=lambda problem: True)
+    always = SimpleNamespace(can_run=lambda problem: True)
     table.register("first", always, lambda problem: 1)
     table.register("second", always, lambda problem: 2)
     with table.register("first", always, lambda problem: 3):

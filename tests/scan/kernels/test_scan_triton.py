@@ -49,7 +49,7 @@ def test_without_triton() -> None:
         "from sp_compile.lowering.scan.scan_table import ScanProblem\n"
         "from sp_compile.lowering.scan.kernels.triton import triton_scan as row\n"
         "f32 = torch.float32\n"
-        "assert not row.fits_triton(ScanProblem('scan', 'cuda', 1, 9, 1, f32, f32, f32))"
+        "assert not row.can_run_triton(ScanProblem('scan', 'cuda', 1, 9, 1, f32, f32, f32))"
     )
 
 
@@ -57,9 +57,9 @@ def test_without_triton() -> None:
 def test_fits() -> None:
     """Any tensor on a GPU of a dtype that the kernels have."""
     f32 = torch.float32
-    assert row.fits_triton(ScanProblem("scan", "cuda", 1, 9, 1, f32, f32, f32))
-    assert not row.fits_triton(ScanProblem("scan", "cuda", 1, 9, 1, torch.complex64, f32, f32))
-    assert not row.fits_triton(ScanProblem("scan", "mps", 1, 9, 1, f32, f32, f32))
+    assert row.can_run_triton(ScanProblem("scan", "cuda", 1, 9, 1, f32, f32, f32))
+    assert not row.can_run_triton(ScanProblem("scan", "cuda", 1, 9, 1, torch.complex64, f32, f32))
+    assert not row.can_run_triton(ScanProblem("scan", "mps", 1, 9, 1, f32, f32, f32))
 
 
 COMPILE = """

@@ -156,7 +156,7 @@ def test_a_tile_that_no_guard_lets_through_runs_as_it_was_traced() -> None:
     ]
     plain = part.graph(*given)
     not_run = mock.patch.object(part, "run", side_effect=AssertionError)
-    refused = mock.patch("sp_compile.lowering.tiles.tile_program.check_guards", return_value=False)
+    refused = mock.patch("sp_compile.lowering.tiles.tile_program.are_guards_met", return_value=False)
     with mock.patch.object(part, "supported_sizes", {}), not_run, refused:
         torch.testing.assert_close(part(given), plain)
 

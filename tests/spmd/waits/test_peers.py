@@ -49,11 +49,11 @@ def run_ranks(n: int, act: Callable[[PeerLinks], Any]) -> list[Any]:
 @pytest.mark.parametrize("n", range(1, 10))
 def test_a_rank_that_differs_is_known_to_all(n: int) -> None:
     def act(links: PeerLinks) -> list[bool]:
-        found = [links.all_equal(-7, False, keep_waiting)]
+        found = [links.are_all_equal(-7, False, keep_waiting)]
         for odd in range(n):
-            found.append(links.all_equal(5 + (links.rank == odd), False, keep_waiting))
-            found.append(links.all_equal(-(2**63), links.rank == odd, keep_waiting))
-            found.append(links.all_equal(2**63 - 1, False, keep_waiting))
+            found.append(links.are_all_equal(5 + (links.rank == odd), False, keep_waiting))
+            found.append(links.are_all_equal(-(2**63), links.rank == odd, keep_waiting))
+            found.append(links.are_all_equal(2**63 - 1, False, keep_waiting))
         return found
 
     assert run_ranks(n, act) == [[True, *(n * [n == 1, False, True])]] * n
@@ -88,7 +88,7 @@ def test_a_rank_that_is_gone(n: int) -> None:
             ended.set()
             return ""
         try:
-            links.all_equal(1, False, stop)
+            links.are_all_equal(1, False, stop)
         except (ConnectionError, TimeoutError) as error:
             return str(error)
         return "no error"
@@ -105,7 +105,7 @@ def test_a_late_rank_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def act(links: PeerLinks) -> bool:
         if links.rank == 1:
             time.sleep(0.3)
-        return links.all_equal(1, False, lambda: waits.append(links.rank))
+        return links.are_all_equal(1, False, lambda: waits.append(links.rank))
 
     assert run_ranks(3, act) == [True] * 3
     assert {0, 2} <= {*waits}
@@ -115,7 +115,7 @@ def test_ranks_in_different_exchanges_raise() -> None:
     def act(links: PeerLinks) -> str:
         links.number += links.rank
         try:
-            links.all_equal(1, False, keep_waiting)
+            links.are_all_equal(1, False, keep_waiting)
         except ConnectionError as error:
             return str(error)
         return ""
@@ -133,7 +133,7 @@ def test_a_stranger_is_not_a_rank() -> None:
 
     def live(rank: int) -> bool:
         links = listeners[rank].connect(rank, 2, found.__getitem__, LIMIT, keep_waiting)
-        return links.all_equal(3, False, keep_waiting)
+        return links.are_all_equal(3, False, keep_waiting)
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(live, range(2))) == [True, True]
@@ -181,10 +181,10 @@ def test_a_wrong_interface_is_an_error_of_its_own(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(channel, "publish_stop", lambda text, **_: notices.append(text))
     one = channel.ControlChannel("one", [0, 1], dist.HashStore(), LIMIT, ["joined the group"] * 2)
     with pytest.raises(SpError, match=r"^SP625: GLOO_SOCKET_IFNAME: .*'nothing0'\."):
-        one.all_equal(Message(CALL_VERB, "Floats", 1))
+        one.are_all_equal(Message(CALL_VERB, "Floats", 1))
     assert len(notices) == 1
     with pytest.raises(SpError, match=r"SP623.*(\n.*)*'nothing0'"):
-        one.all_equal(Message(CALL_VERB, "Floats", 1))
+        one.are_all_equal(Message(CALL_VERB, "Floats", 1))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8, 9, 512])

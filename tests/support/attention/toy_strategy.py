@@ -23,7 +23,7 @@ from sp_compile.passes.strategies.attention import (
     AttentionShape,
     Candidate,
     Machine,
-    ShardedAttention,
+    ShardAttention,
     Strategy,
     head_bytes,
     register_strategy,
@@ -45,7 +45,7 @@ def toy_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     return out.index_select(SEQUENCE, nearest_rows(positions, q_frame, 1))
 
 
-class Toy(ShardedAttention):
+class AttendWithToy(ShardAttention):
     name = "toy"
     op = sp.toy_attention.default
 
@@ -69,4 +69,6 @@ def _sends(call: OpCall, n: int) -> tuple[Size, Size]:
 
 def registered() -> ExitStack:
     """Register the strategy until the context exits."""
-    return register_strategy(Strategy(name="toy", preference=4, rewrite=Toy, candidates=_candidates, sends=_sends))
+    return register_strategy(
+        Strategy(name="toy", preference=4, rewrite=AttendWithToy, candidates=_candidates, sends=_sends)
+    )

@@ -82,7 +82,11 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
-        if func in WAITS or (func is aten._to_copy.default and _blocks(args[0], kwargs)) or _copy_blocks(func, *args):
+        if (
+            func in WAITS
+            or (func is aten._to_copy.default and _is_blocking(args[0], kwargs))
+            or _is_blocking_copy(func, *args)
+        ):
             self.seen.waits.append(name)
         elif func in KERNELS:
             self.seen.kernels.append(name)
@@ -102,7 +106,7 @@ def give_back(x: Any) -> Any:
     return x.values if isinstance(x, Borrowed) else x
 
 
-def _blocks(x: Tensor, kwargs: dict[str, Any]) -> bool:
+def _is_blocking(x: Tensor, kwargs: dict[str, Any]) -> bool:
     """Return True if the host waits for a copy."""
     device = torch.device(kwargs.get("device") or x.device)
     if device.type == x.device.type:
@@ -110,7 +114,7 @@ def _blocks(x: Tensor, kwargs: dict[str, Any]) -> bool:
     return not kwargs.get("non_blocking") or (device.type == "cuda" and x.data_ptr() not in _pinned)
 
 
-def _copy_blocks(func: Any, to: Any = None, of: Any = None, non_blocking: bool = False, *_: Any) -> bool:
+def _is_blocking_copy(func: Any, to: Any = None, of: Any = None, non_blocking: bool = False, *_: Any) -> bool:
     """Return True if the host waits for a copy into a tensor; a non-blocking copy of pinned memory does not wait."""
     if func is not aten.copy_.default or to.device == of.device:
         return False

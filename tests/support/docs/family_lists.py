@@ -32,8 +32,8 @@ from .family_sizes import (
     TEXT_TOKENS,
     VOCABULARY,
     WIDTH,
-    accepts,
     build_text_model,
+    has_parameter,
     shrink_arguments,
     shrink_config,
 )
@@ -134,4 +134,4 @@ def _inputs_by_name(forward: Callable[..., Any], hidden: torch.Tensor, times: to
     parameters = inspect.signature(forward).parameters.values()
     required = {p.name for p in parameters if p.default is p.empty} | {"encoder_hidden_states", "return_dict"}
     optional = {"timestep", "img_ids", "txt_ids", "pooled_projections", "img_shapes"}
-    return {name: known[name] for name in known if name in required | optional and accepts(forward, name)}
+    return {name: known[name] for name in known if name in required | optional and has_parameter(forward, name)}

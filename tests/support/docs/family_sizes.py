@@ -121,11 +121,11 @@ def build_text_model(model_class: type, length: int = TOKENS, **changes: Any) ->
         **changes: Fields of its configuration.
     """
     model = model_class(shrink_config(model_class.config_class, **changes))
-    cached = {"use_cache": False} if accepts(model.forward, "use_cache") else {}
+    cached = {"use_cache": False} if has_parameter(model.forward, "use_cache") else {}
     return model, text_inputs(length, **cached)
 
 
-def accepts(function: Callable[..., Any], name: str) -> bool:
+def has_parameter(function: Callable[..., Any], name: str) -> bool:
     """Return True if a function has a parameter with a name.
 
     Args:

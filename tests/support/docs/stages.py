@@ -13,7 +13,7 @@ from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.localize.localize import Localize
 from sp_compile.passes.localize.validate_shapes import validate
-from sp_compile.passes.strategies.attention.ulysses_strategy import UlyssesAttention
+from sp_compile.passes.strategies.attention.ulysses_strategy import AttendWithUlysses
 from sp_compile.passes.strategies.reduce_demands import ReducePartials
 
 PAGE = DOCS / "how.md"
@@ -34,7 +34,7 @@ def graphs() -> dict[str, str]:
     Canonicalize()(gm)
     canonical = show(gm)
     texts |= {"canonical": _changed(texts["capture"], canonical), "propagate": _placed(gm)}
-    for rewrite in (UlyssesAttention(TWO), ReducePartials(TWO)):
+    for rewrite in (AttendWithUlysses(TWO), ReducePartials(TWO)):
         rewrite(gm)
     texts["strategies"] = _changed(canonical, show(gm))
     plan = PassContext.of(TWO).plan(gm)

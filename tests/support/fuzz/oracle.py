@@ -166,7 +166,7 @@ def _compared(case: Case, expected: Run) -> Result:
     return Result(Outcome.GATHERED if ranks.fallbacks else Outcome.EXACT, ranks.fallbacks)
 
 
-def runs(case: Case) -> bool:
+def can_run(case: Case) -> bool:
     """Return True if the model and its gradients run on a single device."""
     try:
         run_model(case.model, case.inputs)

@@ -18,7 +18,7 @@ def bytes_sent() -> int:
     return sum(_sent(int(number)) for number in os.listdir("/proc/self/fd"))
 
 
-def counts() -> bool:
+def can_count_bytes() -> bool:
     """Return True if this kernel counts sent bytes."""
     if sys.platform != "linux":
         return False

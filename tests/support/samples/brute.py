@@ -65,7 +65,7 @@ def outcomes(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[O
     check_ranks_of(call, rule)
     if rule is None:
         return
-    yield from _factors(call, rule, operands, whole, draws(op, args, kwargs))
+    yield from _factors(call, rule, operands, whole, is_random(op, args, kwargs))
     if rule.reshapes or rule.spans:
         yield from _movement(call, rule, operands, whole)
 
@@ -223,7 +223,7 @@ def _combine(made: list[Tensor], rule: BoundRule, dims: Dims, factor: str, kind:
     return made[0] if all(torch.equal(x, made[0]) for x in made) else None
 
 
-def draws(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def is_random(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Return True if results are random. Attention is tagged random, but is not without dropout."""
     if op.overloadpacket.__name__ in UNDEFINED:
         return True

@@ -22,7 +22,7 @@ def samples() -> Iterator[tuple[Any, Sample]]:
         packet = getattr(torch.ops.aten, name, None)
         if not isinstance(packet, torch._ops.OpOverloadPacket) or info.variant_test_name:
             continue
-        ops = [op for o in packet.overloads() if _functional(op := getattr(packet, o)) and has_rule(op)]
+        ops = [op for o in packet.overloads() if _is_functional(op := getattr(packet, o)) and has_rule(op)]
         dtype = next((d for d in (torch.float64, torch.int64, torch.bool) if d in info.dtypes), None)
         if not ops or dtype is None:
             continue
@@ -32,7 +32,7 @@ def samples() -> Iterator[tuple[Any, Sample]]:
             yield from ((op, (args, kwargs)) for op in ops if _accepts(op, args, kwargs))
 
 
-def _functional(op: Any) -> bool:
+def _is_functional(op: Any) -> bool:
     return not op._schema.is_mutable and not any(a.is_out for a in op._schema.arguments)
 
 

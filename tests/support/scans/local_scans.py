@@ -1,7 +1,7 @@
 """Run a local scan, and check its error."""
 
 import torch
-from support.scans.scanning import as_exact_as, scan_by_loop
+from support.scans.scanning import is_as_exact_as, scan_by_loop
 from torch import Tensor
 
 from sp_compile.lowering.scan.kernels import native
@@ -14,7 +14,7 @@ sp = torch.ops.sp
 def has_native() -> bool:
     """Return True if native kernels can be compiled."""
     double = torch.float64
-    return native.fits_native(ScanProblem("scan", "cpu", 0, 0, 0, double, double, double, "sum"))
+    return native.can_run_native(ScanProblem("scan", "cpu", 0, 0, 0, double, double, double, "sum"))
 
 
 def scan(
@@ -52,7 +52,7 @@ def check(
     expected = exact(x, dim, op, exclusive, reverse, starts)
     assert (out.dtype, out.shape) == (result_dtype(op, x.dtype), x.shape)
     assert out.is_contiguous()
-    assert as_exact_as(out, expected.to(out.dtype), expected)
+    assert is_as_exact_as(out, expected.to(out.dtype), expected)
     if total is None:
         return
     wide = accumulate_dtype(op, out.dtype, x.device)

@@ -90,7 +90,7 @@ def starts_like(x: Tensor, seed: int = 0) -> Tensor:
     return torch.rand(x.shape, generator=torch.Generator().manual_seed(seed)) < 0.2
 
 
-def as_exact_as(ours: Tensor, torchs: Tensor, exact: Tensor) -> bool:
+def is_as_exact_as(ours: Tensor, torchs: Tensor, exact: Tensor) -> bool:
     """Return True if our error is at most twice torch's, plus one unit in the last place of the largest value.
 
     For float64, the dtype of `exact`, a thousand units are allowed.

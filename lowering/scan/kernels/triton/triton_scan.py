@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .triton_tiles import Sweep
 
 
-def fits_triton(problem: ScanProblem) -> bool:
+def can_run_triton(problem: ScanProblem) -> bool:
     """Return True if the kernels support the problem."""
     if not all(map(is_scannable, (problem.dtype, problem.result, problem.accumulate))):
         return False
@@ -108,5 +108,5 @@ def _state_dtype(accumulate: torch.dtype) -> torch.dtype:
     return torch.float32 if accumulate.is_floating_point else torch.int32
 
 
-TRITON_LOWERING = ScanLowering(fits_triton, scan_triton, extremes_triton, linear_triton, linear_total_triton)
+TRITON_LOWERING = ScanLowering(can_run_triton, scan_triton, extremes_triton, linear_triton, linear_total_triton)
 register_lowering("triton", TRITON_LOWERING, priority=lambda problem: 20)

@@ -107,7 +107,7 @@ class Memory(Scene):
     calls: int = 1
 
     @property
-    def strict(self) -> bool:
+    def is_strict(self) -> bool:
         """Inputs that share memory and are written are refused, also where torch.compile alone is wrong."""
         return bool(self.shared and self.inside)
 

@@ -187,9 +187,9 @@ def _refused(scene: Scene, failures: dict[int, Failure]) -> Result:
 
 def _excuse(scene: Scene, expected: Run, wrong: dict[str, float]) -> str:
     """Return the reason why a difference is not ours, or ""."""
-    if all(not _finite(expected.values.get(name)) for name in wrong):
+    if all(not _is_finite(expected.values.get(name)) for name in wrong):
         return "a single device has infinite values there"
-    if not scene.strict and _torch_fails(scene, expected):
+    if not scene.is_strict and _torch_fails(scene, expected):
         return "torch.compile differs without ranks, too"
 
     def run(inputs: Sequence[Tensor]) -> Run:
@@ -212,7 +212,7 @@ def _torch_fails(scene: Scene, expected: Run | None = None) -> bool:
     return False
 
 
-def _finite(x: Any) -> bool:
+def _is_finite(x: Any) -> bool:
     return not isinstance(x, Tensor) or bool(x.isfinite().all())
 
 

@@ -39,7 +39,7 @@ class Scene:
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def strict(self) -> bool:
+    def is_strict(self) -> bool:
         """Return True if a difference is a fault even if torch.compile without ranks has it."""
         return False
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from support.fuzz.oracle import Case, outcome, runs
+from support.fuzz.oracle import Case, can_run, outcome
 from support.fuzz.outcomes import Result
 from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
@@ -43,18 +43,18 @@ def samples(name: str) -> list[SampleInput]:
         return []
     torch.manual_seed(0)
     found = info.sample_inputs(torch.device("cpu"), dtype, requires_grad=False)
-    first = list(itertools.islice(filter(_splits, found), ALWAYS))
+    first = list(itertools.islice(filter(_is_splittable, found), ALWAYS))
     if isinstance(found, Generator):
         found.close()  # it switches gradients off, and back on when it ends, which may not be in the middle of a case
     return first
 
 
-def _splits(sample: SampleInput) -> bool:
+def _is_splittable(sample: SampleInput) -> bool:
     values = [x for x in pytree.tree_leaves((sample.input, sample.args, sample.kwargs)) if _is_value(x)]
     return bool(values) and max(values[0].shape, default=0) > 1 and sum(x.numel() for x in values) <= LARGEST
 
 
-def has(variant: str, name: str) -> bool:
+def has_variant(variant: str, name: str) -> bool:
     """Return True if an op has this variant."""
     info = infos()[name]
     return {"function": True, "inplace": info.inplace_variant is not None, "out": info.supports_out}[variant]
@@ -72,14 +72,14 @@ def cases(seed: int = 0) -> Iterator[str]:
     for numbers, variants in ((first, VARIANTS[:2]), (others, VARIANTS[:2]), (first, VARIANTS[2:])):
         for name in names:
             for number, variant in itertools.product(numbers, variants):
-                if has(variant, name) and number < len(samples(name)):
+                if has_variant(variant, name) and number < len(samples(name)):
                     yield f"op_db:{name}:{variant}:{number}"
 
 
 def run(name: str) -> Result:
     _, op, variant, number = name.split(":")
     made = case_after_attention(op, variant, int(number))
-    result = outcome(made if variant != "out" and runs(made) else made.without_gradients())
+    result = outcome(made if variant != "out" and can_run(made) else made.without_gradients())
     if not result.outcome.is_bad:
         return result
     script = f'"""{result}"""\n\nfrom support.fuzz.simulated.op_db import run\n\nprint(run({name!r}))\n'
