@@ -77,22 +77,38 @@ class Report:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each pass, over all its runs."""
+        """Return the seconds of each pass, over all its runs.
+
+        Returns:
+            The seconds by name of the pass, in the order in which the passes ran first.
+        """
         return {run.name: run.seconds for run in runs_by_pass(self.passes)}
 
     @property
     def worst(self) -> float:
-        """Return the largest relative error that `verify` found."""
+        """Return the largest relative error that `verify` found.
+
+        Returns:
+            The error, or 0.0 if nothing was verified.
+        """
         return max((error for _, error in self.errors), default=0.0)
 
     @property
     def fallbacks(self) -> list[Note]:
-        """Return the notes on work that every rank does on all rows, because no pass runs it on shards."""
+        """Return the notes on work that every rank does on all rows, because no pass runs it on shards.
+
+        Returns:
+            The notes of the kinds in `FALLBACKS`, in order.
+        """
         return self.find_notes(*FALLBACKS)
 
     @property
     def warnings(self) -> list[str]:
-        """Return a text for each large part of the work that the ranks do not share, with a remedy; [] on one rank."""
+        """Return a text for each large part of the work that the ranks do not share, with a remedy.
+
+        Returns:
+            The texts; [] on one rank.
+        """
         if self.n == 1:
             return []
         split_sizes = [assume_large(c.size) for c in self.candidates if c.is_split]  # symbolic sizes count as large
@@ -112,6 +128,9 @@ class Report:
         Args:
             kinds: The kinds.
             subject: The `Note.subject` that the notes must have; None for any.
+
+        Returns:
+            The notes.
         """
         return [note for note in self.notes if note.kind in kinds and subject in (None, note.subject)]
 
@@ -120,6 +139,9 @@ class Report:
 
         Args:
             op: "all_to_all", "all_gather", ...
+
+        Returns:
+            The number; the exchanges of the backward are not counted.
         """
         return sum(exchange.op == op for exchange in self.exchanges)
 

@@ -9,6 +9,8 @@ import re
 
 from torch.fx import Node
 
+from sp_compile.lowering.torch_compat import argument_name
+
 ROOT_PATTERN = re.compile(r"^[LG](\[[^\]]*\])+\.?")  # prefix of a path: `L['self'].`
 
 
@@ -17,6 +19,16 @@ def node_layer(node: Node) -> str:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     module_paths = (ROOT_PATTERN.sub("", path) for path, *_ in stack.values())  # from the outermost module
     return next(filter(None, map(_numbered_prefix, module_paths)), "")
+
+
+def weight_layer(placeholder: Node) -> str:
+    """Return the path of the layer of a parameter or buffer, such as `layers.3`, or "" if it is outside of layers.
+
+    Args:
+        placeholder: The placeholder of the value, with Dynamo's source.
+    """
+    module_path, _, _ = argument_name(placeholder).rpartition(".")
+    return _numbered_prefix(module_path)
 
 
 def _numbered_prefix(path: str) -> str:

@@ -27,7 +27,7 @@ from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.collectives.shard_storage import Layout
 from sp_compile.lowering.collectives.sharded import Sharded
 from sp_compile.lowering.torch_compat import argument_name, pytree
-from sp_compile.passes.graph.node_info import node_info, set_node_info
+from sp_compile.passes.graph.node_info import mark_inputs, node_info, set_node_info
 from sp_compile.passes.graph.sizes import as_size, symbolic_sizes
 from sp_compile.passes.sharding.axes import Axes, name_axes
 from sp_compile.passes.sharding.find_sequences import find_sequences
@@ -251,7 +251,7 @@ def global_view(
     fragment = torch_compat.is_fragment(gm)
     if fragment and "local" in (options.inputs, options.outputs):
         raise SpError("SP231", "inputs='local' and outputs='local' are not supported with graph breaks.")
-    _mark_inputs(gm, example_inputs)
+    mark_inputs(gm.graph, example_inputs)
     seq_dims = None if isinstance(options.seq_dims, str) else _dims_by_placeholder(gm, options.seq_dims, fragment)
     inputs: dict[str, Placement] = {}
     layouts: dict[int, Layout] = {}
@@ -261,7 +261,7 @@ def global_view(
     else:
         graph = capture(gm, example_inputs)
         inputs, layouts = _sharded_inputs(graph, example_inputs, ranks, accept_balanced)
-    _mark_inputs(graph, example_inputs)
+    mark_inputs(graph.graph, example_inputs)
     arguments = [argument_name(n) for n in gm.graph.find_nodes(op="placeholder")]
     results = [leaf if isinstance(leaf, Node) else None for leaf in pytree.tree_leaves(gm.graph.output_node().args[0])]
     names = _result_names(gm, results)
@@ -464,14 +464,6 @@ def _output_options(
     return options
 
 
-def _mark_inputs(graph: GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Record in the metadata of each placeholder if it is a parameter, and if it requires a gradient."""
-    for node, example in zip(graph.graph.find_nodes(op="placeholder"), example_inputs):
-        if isinstance(example, torch.Tensor):
-            parameter = isinstance(example, torch.nn.Parameter) or torch_compat.is_module_state(node)
-            set_node_info(node, requires_grad=example.requires_grad, parameter=parameter)
-
-
 def _dims_by_placeholder(graph: GraphModule, seq_dims: Mapping[Any, int], fragment: bool) -> dict[str, int] | None:
     """Return the user's `seq_dims` by names of placeholders instead of names or indices of arguments.
 
@@ -479,7 +471,7 @@ def _dims_by_placeholder(graph: GraphModule, seq_dims: Mapping[Any, int], fragme
     sequence is detected.
 
     Args:
-        graph: Dynamo graph, marked by `_mark_inputs`.
+        graph: Dynamo graph, marked by `mark_inputs`.
         seq_dims: The user's dims, by argument name or by index among the tensors that are not parameters.
         fragment: True for a part of a model.
     """

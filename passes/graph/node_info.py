@@ -7,10 +7,15 @@ a local node belongs to the graph of one rank that `passes/localize` creates fro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch.fx import Node
+import torch
+from torch.fx import Graph, Node
+
+from sp_compile.lowering.base.layers import weight_layer
+from sp_compile.lowering.torch_compat import is_module_state
 
 META_KEY = "sp"
 IN_CHUNKS = "sp_in_chunks"  # key of meta["custom"], which tracers propagate: the original code runs in chunks of rows
@@ -23,6 +28,8 @@ class NodeInfo:
     requires_grad: bool | None = None  # input: its own flag; local node: True if gradients reach it
     constant: bool = False  # True for an attribute that the trace created from a constant tensor
     parameter: bool | None = None  # True for a parameter or module state; None if not determined
+    is_buffer: bool = False  # True for module state that is no parameter and requires no gradient
+    layer: str = ""  # path of the layer of a parameter or buffer, as "layers.3"; "" outside of layers
     local: Any = None  # shard that is passed under inputs='local'
     scale: int | None = None  # ratio of the global to the local length of such an input
     origin: Node | None = None  # global-view node of a local node
@@ -52,6 +59,26 @@ def node_info(node: Node) -> NodeInfo:
 def set_node_info(node: Node, **known: Any) -> None:
     """Replace the node's metadata by a copy with these fields, so that copies of the node do not change."""
     node.meta[META_KEY] = replace(node_info(node), **known)
+
+
+def mark_inputs(graph: Graph, example_inputs: Sequence[Any]) -> None:
+    """Record in the metadata of each placeholder if it is a parameter, of which layer, and if it requires a gradient.
+
+    Args:
+        graph: Dynamo's graph, or a captured one.
+        example_inputs: Its inputs.
+    """
+    for node, example in zip(graph.find_nodes(op="placeholder"), example_inputs):
+        if isinstance(example, torch.Tensor):
+            is_parameter = isinstance(example, torch.nn.Parameter)
+            is_state = is_parameter or is_module_state(node)
+            set_node_info(
+                node,
+                requires_grad=example.requires_grad,
+                parameter=is_state,
+                is_buffer=is_state and not is_parameter and not example.requires_grad,
+                layer=weight_layer(node) if is_state else "",
+            )
 
 
 def clear_node_info(node: Node) -> None:

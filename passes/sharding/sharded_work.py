@@ -36,6 +36,22 @@ LARGE_SHARE = 0.05  # of the FLOPs of a graph, from which on the report names a 
 MAX_LINES = 3  # lines that the report names of the work that every rank does
 
 
+class ReplicatedPart(NamedTuple):
+    """A large part of the FLOPs or activations, which every rank has in full."""
+
+    is_flops: bool  # of the FLOPs; else of the activations
+    share: float  # of all FLOPs or activations, from 0 to 1
+    lines: tuple[tuple[str, float], ...]  # (line of the program, share) of the largest ones, at most `MAX_LINES`
+    others: int  # number of other lines
+
+    def describe(self) -> str:
+        """Return a sentence on the part, with its lines."""
+        subject = "the FLOPs run unsharded" if self.is_flops else "the activations are full tensors"
+        lines = ", ".join(f"{line} ({share:.0%})" for line, share in self.lines)
+        more = f", and {self.others} other lines" if self.others else ""
+        return f"{self.share:.0%} of {subject} on every rank: {lines}{more}"
+
+
 @dataclass
 class ShardedWork:
     """FLOPs and bytes of activations of a graph, in total and on shards."""
@@ -102,22 +118,20 @@ class ShardedWork:
         if padding >= LARGE_SHARE * self.rank_flops and padding:
             fix = f"Use fewer ranks, or lengths that {n} ranks divide."
             texts.append(f"{padding / self.rank_flops:.0%} of the FLOPs of a rank are for padding. {fix}")
-        return texts + self.describe_replicated()
+        return texts + [part.describe() for part in self.large_replicated_parts()]
 
-    def describe_replicated(self) -> list[str]:
-        """Return sentences on the work of every rank, as `describe_excess` does."""
-        texts = []
-        for subject, by_line, total in (
-            ("the FLOPs run unsharded", self.replicated, self.flops),
-            ("the activations are full tensors", self.replicated_activations, self.activations),
+    def large_replicated_parts(self) -> list[ReplicatedPart]:
+        """Return the work of every rank, in FLOPs and in activations; parts below `LARGE_SHARE` are omitted."""
+        parts = []
+        for is_flops, by_line, total in (
+            (True, self.replicated, self.flops),
+            (False, self.replicated_activations, self.activations),
         ):
             share = sum(by_line.values()) / total if total else 0.0
             if share >= LARGE_SHARE:
-                lines = [f"{line} ({part / total:.0%})" for line, part in by_line.most_common(MAX_LINES)]
-                others = len(by_line) - len(lines)
-                more = f", and {others} other lines" if others else ""
-                texts.append(f"{share:.0%} of {subject} on every rank: {', '.join(lines)}{more}")
-        return texts
+                lines = tuple((line, amount / total) for line, amount in by_line.most_common(MAX_LINES))
+                parts.append(ReplicatedPart(is_flops, share, lines, len(by_line) - len(lines)))
+        return parts
 
     @property
     def flops_share(self) -> float:

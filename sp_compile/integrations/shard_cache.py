@@ -15,7 +15,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Unpack
 from unittest import mock
 
 import torch
@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from sp_compile.generation import compile_prompt, must_gather_weights
 from sp_compile.lowering.base.errors import SpError
-from sp_compile.lowering.base.options import SPConfig
+from sp_compile.lowering.base.options import MeshOptions, SPConfig
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.runtime.agreement import require_agreement
 from sp_compile.runtime.control.channel import channel_of
@@ -48,7 +48,9 @@ _tried = weakref.WeakSet[nn.Module]()  # models whose attention was found to sup
 
 
 @contextmanager
-def shard_cache(model: nn.Module, mesh: DeviceMesh | None = None, **options: Any) -> Iterator[nn.Module]:
+def shard_cache(
+    model: nn.Module, mesh: DeviceMesh | None = None, **options: Unpack[MeshOptions]
+) -> Iterator[nn.Module]:
     """Shard the cache of keys and values in calls of a model's `generate()` in the context.
 
     Each rank stores `1 / n` of the positions of every layer, of prompts and of new tokens. The prompt runs compiled, on
@@ -79,13 +81,13 @@ def shard_cache(model: nn.Module, mesh: DeviceMesh | None = None, **options: Any
             raise SpError(
                 "SP845", f"{name}: expected prompts and results of all positions on every rank, got {given!r}."
             )
-    options = {"mesh": mesh, "outputs": "lazy", **options}
-    ranks = SPConfig.of(options).ranks()
+    merged: dict[str, Any] = {"mesh": mesh, "outputs": "lazy", **options}
+    ranks = SPConfig.of(merged).ranks()
     generating = _find_generating_model(model) if ranks.has_other_processes else None
     if generating is None or generating in _sharing_models:  # a single rank, or a context within another one
         yield model
         return
-    sharing = CacheSharing(generating, ranks, options)
+    sharing = CacheSharing(generating, ranks, merged)
     mute_fsdp_warning(generating)  # the results between the graphs stay sharded
     _sharing_models.add(generating)
     try:

@@ -223,16 +223,15 @@ def merge_failures(errors: Sequence[SpError | None], ranks: Sequence[int] = ()) 
         errors: The error of each rank, or None.
         ranks: The numbers of the ranks in messages; by default 0, 1, ...
     """
-    ranks_by_text: dict[str, list[int]] = {}  # text of an error -> ranks with this error
+    failures: dict[tuple[str, str, str], tuple[SpError, list[int]]] = {}  # fields -> an error with them, its ranks
     for rank, error in zip(ranks or range(len(errors)), errors):
         if error is not None:
-            ranks_by_text.setdefault(str(error), []).append(rank)
-    first = next((error for error in errors if error is not None), None)
-    if first is None:
+            failures.setdefault((error.code, error.cause, error.fix), (error, []))[1].append(rank)
+    if not failures:
         return None
-    first_ranks = ranks_by_text.pop(str(first))
-    others = "".join(f"\nrank {_format_ranks(failed)}: {text}" for text, failed in ranks_by_text.items())
-    return SpError(first.code, f"rank {_format_ranks(first_ranks)}: {first.cause}{others}", first.fix)
+    (first, first_ranks), *others = failures.values()
+    texts = "".join(f"\nrank {_format_ranks(failed)}: {error}" for error, failed in others)
+    return SpError(first.code, f"rank {_format_ranks(first_ranks)}: {first.cause}{texts}", first.fix)
 
 
 def describe_field_mismatch(fields: Sequence[Mapping[str, str]], summary: str) -> str:

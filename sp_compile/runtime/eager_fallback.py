@@ -13,7 +13,6 @@ unsharded on every rank, are warned about, too.
 from __future__ import annotations
 
 import logging
-import re
 import sys
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -151,7 +150,7 @@ def count_step_call(program: object, work: ShardedWork, n: int) -> None:
         _examined_programs.add(program)
         _warn_unsharded(_open_steps.pop(program))
     if n > 1 and program not in _examined_programs:
-        if work.describe_replicated():
+        if work.large_replicated_parts():
             _open_steps[program] = ShardedWork()
         else:
             _examined_programs.add(program)
@@ -161,7 +160,8 @@ def count_step_call(program: object, work: ShardedWork, n: int) -> None:
 
 def _warn_unsharded(step: ShardedWork) -> None:
     """Warn on rank 0, once for the same lines, of the large parts of a step that run unsharded."""
-    texts = step.describe_replicated()
-    if texts:
-        lines = re.sub(r"\d+%", "", " ".join(texts))  # the shares differ a little between steps
-        warn_once(log, UNSHARDED_WARNING, "; ".join(texts), key=lines)
+    parts = step.large_replicated_parts()
+    if parts:
+        # The key is without the shares, which differ a little between steps.
+        key = tuple((part.is_flops, part.others, *(line for line, _ in part.lines)) for part in parts)
+        warn_once(log, UNSHARDED_WARNING, "; ".join(part.describe() for part in parts), key=key)

@@ -13,7 +13,6 @@ input in place whose memory another input shares.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -127,9 +126,16 @@ class GuardedProgram:
     @cached_property
     def _program_record(self) -> ProgramRecord:
         """Return the description of the program, which is a part of the message of every call."""
-        reason = re.sub("0x[0-9a-f]+", "", self.info.unsplit_reason)  # addresses of objects differ between ranks
-        trained, dtypes = self.inputs.trained, self.inputs.dtypes
-        return ProgramRecord(self.info.options, self.program.digest, reason, trained, dtypes, self.info.training)
+        info = self.info
+        return ProgramRecord(
+            options=info.options,
+            digest=self.program.digest,
+            is_split=not info.unsplit_reason,
+            trained=self.inputs.trained,
+            unsplit_reason=info.unsplit_reason,
+            dtypes=self.inputs.dtypes,
+            training=info.training,
+        )
 
     @cached_property
     def _named_inputs(self) -> list[tuple[int, str]]:
@@ -302,9 +308,9 @@ class GuardedProgram:
             return failed
         if isinstance(self.error, RemoteError):  # of a rank of another group; ranks do not send it again
             return self.error
-        reasons = [message.program.unsplit_reason for message in messages]
-        if any(reasons) and not all(reasons):
-            rows = [f"not sharded: {reason}" if reason else "sharded" for reason in reasons]
+        programs = [message.program for message in messages]
+        if len({program.is_split for program in programs}) > 1:
+            rows = ["sharded" if program.is_split else f"not sharded: {program.unsplit_reason}" for program in programs]
             return SpError("SP609", format_mismatch(SPLIT_ON_SOME, rows))
         modes = [{**message.program.options, "mode": message.mode} for message in messages]
         cause = describe_field_mismatch(modes, OTHER_OPTIONS)

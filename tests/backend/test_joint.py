@@ -159,6 +159,7 @@ def reduced_otherwise() -> str:
 
 def test_ranks_that_reduce_otherwise_meet(ranks: Ranks) -> None:
     for error in ranks.run(2, reduced_otherwise):
+        assert error.startswith("SP631: ")
         assert "rank 0: _c10d_functional.all_reduce sum at backend/test_joint.py:" in error
         assert "rank 1: _c10d_functional.all_reduce max at backend/test_joint.py:" in error
 

@@ -236,7 +236,8 @@ def test_unsplit_programs(ranks: Ranks) -> None:
     assert [words for _, words in others] == [[]]
     assert len(warnings) == len(WHOLE)
     assert all("test_unsplit_graphs.py" in words and "runs unsplit on every rank" in words for words in warnings)
-    reasons = "torch cannot trace its forward", "under no_grad", "out of the compiled region", "register a derivative"
+    # torch's own error has no code of this package
+    reasons = "DynamicOutputShapeException: aten.nonzero.default", "SP224: ", "SP215: ", "SP214: "
     for words, reason in zip(warnings, reasons, strict=True):
         assert reason in words
 

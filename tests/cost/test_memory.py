@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sp_compile
 from sp_compile.passes.cost.attention_memory import GIB, RankMemory
+from sp_compile.passes.cost.weight_memory import ModelBytes
 from sp_compile.passes.report import Report
 
 LENGTH, RANKS = 64, 4
@@ -53,6 +54,29 @@ def test_weights_and_gradients_are_replicated() -> None:
     nbytes = sum(p.numel() * p.element_size() for p in seeded(partial(Decoder, layers=2)).parameters())
     assert (memory.weights, memory.gradients) == (nbytes, nbytes)
     assert memory.available == memory.device - memory.used
+
+
+class Scaled(Decoder):
+    """A decoder with a buffer, a list of parameters and a layer that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+        self.layers[0].requires_grad_(False)
+        self.register_buffer("_parameters_", torch.ones(1, 24))
+        self.scales = nn.ParameterList([torch.ones(24), torch.ones(24)])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * (self.scales[0] * self.scales[1] * self._parameters_).sum()
+
+
+def test_state_is_that_of_the_model() -> None:
+    """Parameters that are not trained are no buffers, and the names of values decide nothing."""
+    model = seeded(Scaled)
+    (memory,) = sp_compile.explain(model, tokens(LENGTH), sp=RANKS, cost={"memory": 1e15}).memory
+    assert memory.state == ModelBytes.of(model)
+    assert memory.state.trainable < memory.state.parameters
+    assert memory.state.buffers
+    assert memory.state.unit
 
 
 def test_saved_values_are_a_share() -> None:

@@ -233,6 +233,7 @@ def partial_gradients_without_fsdp() -> str:
 @pytest.mark.slow
 def test_gradients_that_are_not_summed(ranks: Ranks) -> None:
     for message in ranks.run(4, partial_gradients_without_fsdp):
+        assert message.startswith("SP635: ")
         assert "param_grads" in message
 
 
@@ -279,6 +280,7 @@ def test_blocks_that_change_their_inputs(ranks: Ranks) -> None:
     check([found for found, _, _ in results])
     for _, whole, message in results:
         assert whole == [False, False]
+        assert message.startswith("SP221: ")
         assert "input a is changed in place and shares memory with input b" in message
 
 

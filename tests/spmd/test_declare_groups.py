@@ -98,8 +98,14 @@ OVERLAP = (
     ("what", "message"),
     [
         ("no mesh", "SP615: declare_groups: rank 1, 2, 3: mesh: expected a DeviceMesh"),
-        ("other axes", "rank 1 passes axes ('0',) and measure=True, rank 0 axes ('0', '1') and measure=True."),
-        ("measure", "rank 2 passes axes ('dp', 'sp') and measure=True, rank 0 axes ('dp', 'sp') and measure=False"),
+        (
+            "other axes",
+            "SP617: declare_groups: rank 1 passes axes ('0',) and measure=True, rank 0 axes ('0', '1') and measure=True.",
+        ),
+        (
+            "measure",
+            "SP617: declare_groups: rank 2 passes axes ('dp', 'sp') and measure=True, rank 0 axes ('dp', 'sp') and measure=False",
+        ),
         ("left out", OVERLAP.format("1") + "None from rank 2, and [(0, 2), (1, 3)] from all ranks."),
         ("empty axis", OVERLAP.format("1") + "None from rank 0, and [] from all ranks."),
         ("no axes", "SP615: declare_groups: rank 0, 1, 2, 3: mesh: "),

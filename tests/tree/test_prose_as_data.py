@@ -1,6 +1,7 @@
-"""No product code depends on prose: the text of a note or a refusal, or the message of an error.
+"""No product code depends on prose: the text of a note, a refusal or a reason, the message of an error, a report.
 
-Errors of torch and of other packages are recognized by their text in `torch_compat` alone.
+Errors of torch and of other packages are recognized by their text in `torch_compat` alone. Names of graph nodes are not
+searched either: the metadata of a node has its kind.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ PROSE = {"text", "label", "cause", "fix", "args"}
 SOURCES = ("Note", "Refusal", "Error", "Exception")
 LISTS = ("notes", "fallbacks", "find_notes")
 READS = {"startswith", "endswith", "partition", "rpartition", "split", "removeprefix", "removesuffix", "find", "index"}
+KEYED = {"setdefault", "get", "pop", "dumps"}  # methods whose first argument is a key, or a part of a digest
+HASHES = {"hash", "hash_text"}
 
 
 def holders(tree: ast.AST) -> set[str]:
@@ -32,48 +35,69 @@ def holders(tree: ast.AST) -> set[str]:
 
 
 def searches_phrase(node: ast.Compare) -> bool:
-    """Return True for `"several words" in text` and for `"word" in reason`, of any source."""
+    """Return True for `"several words" in text`, for `"word" in reason`, of any source, and for `"x" in node.name`."""
     if not isinstance(node.ops[0], ast.In | ast.NotIn) or not isinstance(node.left, ast.Constant):
         return False
     phrase, text = str(node.left.value).strip(), ast.unparse(node.comparators[0]).rpartition(".")[2]
-    return " " in phrase or (bool(phrase) and text in {"reason", "message", "cause"})
+    is_searched = text in {"reason", "message", "cause"} or is_node_name(node.comparators[0])
+    return " " in phrase or (bool(phrase) and is_searched)
+
+
+def is_node_name(node: ast.AST) -> bool:
+    """Return True for the name of a variable's object, such as `node.name`."""
+    return isinstance(node, ast.Attribute) and node.attr == "name" and isinstance(node.value, ast.Name)
+
+
+class ProseOf:
+    """The expressions of a function that are prose."""
+
+    def __init__(self, tree: ast.AST) -> None:
+        self.names, self.texts = holders(tree), set[str]()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and self.is_prose(node.value):
+                self.texts.update(target.id for target in node.targets if isinstance(target, ast.Name))
+
+    def is_prose(self, node: ast.AST) -> bool:
+        if isinstance(node, ast.Subscript):
+            return self.is_prose(node.value)
+        if isinstance(node, ast.Call):
+            method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+            is_text = ast.unparse(node.func) == "str" and any(map(self.is_holder, node.args))
+            is_joined = method == "join" and any(map(self.is_prose, node.args))
+            return is_text or is_joined or method.startswith("describe_")
+        if isinstance(node, ast.Name):
+            return node.id in self.texts
+        if isinstance(node, ast.Attribute) and node.attr.endswith("_reason"):
+            return True
+        return isinstance(node, ast.Attribute) and node.attr in PROSE and self.is_holder(node.value)
+
+    def is_holder(self, node: ast.AST) -> bool:
+        return isinstance(node, ast.Name) and node.id in self.names
 
 
 def comparisons(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield each expression that compares, cuts or searches prose."""
-    names = holders(tree)
-
-    def is_prose(node: ast.AST) -> bool:
-        if isinstance(node, ast.Subscript):
-            return is_prose(node.value)
-        if isinstance(node, ast.Call):
-            return ast.unparse(node.func) == "str" and any(is_holder(one) for one in node.args)
-        if isinstance(node, ast.Name):
-            return node.id in texts
-        return isinstance(node, ast.Attribute) and node.attr in PROSE and is_holder(node.value)
-
-    def is_holder(node: ast.AST) -> bool:
-        return isinstance(node, ast.Name) and node.id in names
-
-    texts: set[str] = set()
-    texts = {
-        target.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and is_prose(node.value)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
+    """Yield each expression that compares, cuts, searches or hashes prose, or looks it up in a table."""
+    prose = ProseOf(tree)
     for node in ast.walk(tree):
+        read: list[ast.AST] = []
         if isinstance(node, ast.Compare):
             if searches_phrase(node):
                 yield node
             read = [node.left, *node.comparators]
+        elif isinstance(node, ast.Subscript):
+            read = [node.slice]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in HASHES:
+            read = list(node.args)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             method = node.func
-            read = list(node.args) if ast.unparse(method.value) == "re" else [method.value] * (method.attr in READS)
-        else:
-            continue
-        if any(map(is_prose, read)):
+            read = [method.value] * (method.attr in READS)
+            if ast.unparse(method.value) == "re":
+                read = list(node.args)
+                if any(map(is_node_name, read)):
+                    yield node
+            elif method.attr in KEYED:
+                read = [part for arg in node.args[:1] for part in (arg.elts if isinstance(arg, ast.List) else [arg])]
+        if any(map(prose.is_prose, read)):
             yield node
 
 
@@ -100,6 +124,13 @@ def test_no_code_depends_on_prose() -> None:
         "try: pass\nexcept ValueError as failure:\n found = failure.args[0].partition(';')",
         "def f(text: str): return 'recompile limit' in text",
         "def f(reason: str): return 'skipfiles' in reason",
+        "re.sub('0x[0-9a-f]+', '', self.info.unsplit_reason)",
+        "hash_text(json.dumps([*self.options.items(), self.unsplit_reason]))",
+        "texts = step.describe_replicated()\nkey = re.sub('[0-9]+%', '', ' '.join(texts))",
+        "for error in errors: ranks.setdefault(str(error), []).append(rank)",
+        "for error in errors: ranks[str(error)] = 0",
+        "[node for node in weights if '_parameters_' in node.name]",
+        "re.match('.*?_modules_', node.name)",
     ],
 )
 def test_prose_that_is_read_is_found(code: str) -> None:

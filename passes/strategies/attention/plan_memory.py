@@ -15,7 +15,6 @@ afterwards, for offload, `explain(memory=True)` and `plan`.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
@@ -90,19 +89,17 @@ def _weight_bytes(inputs: Iterable[Node], plan: PlacementPlan, n: int) -> ModelB
     """Return the bytes of the parameters and buffers of a graph on one rank.
 
     Args:
-        inputs: The inputs and attributes of the graph. Names such as "self_modules_layers_modules_0_..." identify the
-            layer of a parameter.
+        inputs: The inputs and attributes of the graph; an attribute is a constant of the program, counted as a buffer.
         plan: The placements.
         n: The number of ranks.
     """
     weights = {
         node: _rank_bytes(node, plan, n) for node in inputs if node.op == "get_attr" or node_info(node).parameter
     }
-    parameters = [node for node in weights if node_info(node).requires_grad or "_parameters_" in node.name]
-    layer_bytes: Counter[str] = Counter()  # by the first part of the name, up to the number of the layer
+    parameters = [node for node in weights if node_info(node).parameter and not node_info(node).is_buffer]
+    layer_bytes: Counter[str] = Counter()  # by the path of the layer
     for node in parameters:
-        match = re.match(r".*?_modules_\d+(?=_)", node.name)
-        layer_bytes[match[0] if match else ""] += weights[node]
+        layer_bytes[node_info(node).layer] += weights[node]
     outside_layers = layer_bytes.pop("", 0)
     largest_layer = max(layer_bytes.values(), default=0)
     total = sum(weights[node] for node in parameters)

@@ -35,15 +35,16 @@ class ProgramRecord:
 
     options: Mapping[str, str] = field(default_factory=dict)  # from `settings_fields`
     digest: int = 0  # of the graph
-    unsplit_reason: str = ""  # why the program runs unsplit; "" if it is split
+    is_split: bool = True  # False if every rank runs the program as it was written
     trained: tuple[str, ...] = ()  # inputs that require grad
+    unsplit_reason: str = ""  # why the program runs unsplit, for messages
     dtypes: Mapping[str, str] = field(default_factory=dict)  # of the inputs, for messages
     training: str = ""  # the modes of the model, for messages, as in "is in train()"
 
     @cached_property
     def hash(self) -> int:
         """Return the hash of the record."""
-        return hash_text(json.dumps([*self.options.items(), self.digest, self.unsplit_reason, self.trained]))
+        return hash_text(json.dumps([*self.options.items(), self.digest, self.is_split, self.trained]))
 
 
 @dataclass(frozen=True)

@@ -224,18 +224,18 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "SP542": (X, 1, -2),
     "SP502: all_to_all_permute: gather_dim: expected an int, got 1.0": (X, 0, 1.0),
     "SP502: all_to_all_permute: x": ([1.0], 0, 1),
-    "for a tensor of shape []": (torch.zeros(()), 0, 1),
+    "SP503: all_to_all_permute: gather_dim: expected -1 to 0": (torch.zeros(()), 0, 1),
     "SP542: all_to_all_permute: scatter_dim, gather_dim: expected two dims of x, got x of shape []": (torch.zeros(()), 0, 0),
     "SP542: all_to_all_permute: scatter_dim, gather_dim: both are dim 0 of x of shape [2]": (torch.zeros(2), 0, -1),
-    "dim 0 of x has size 3, which is not a multiple of the 2 ranks (shape [3, 6, 4] on each rank, [3, 12, 4] over all ranks). Pad that dim to 4":
+    "SP543: all_to_all_permute: scatter_dim: dim 0 of x has size 3, which is not a multiple of the 2 ranks (shape [3, 6, 4] on each rank, [3, 12, 4] over all ranks). Pad that dim to 4":
         (X, 0, 1),
     "SP504: all_to_all_permute: out: expected [6, 3, 4] torch.float32 on cpu, got [6, 3, 4] torch.float64": (
         X, 1, 0, torch.zeros(6, 3, 4, dtype=torch.float64),
     ),
-    "got [3, 6, 4] torch.float32 on cpu": (X, 1, 0, torch.zeros(3, 6, 4)),
+    "SP504: all_to_all_permute: out: expected [6, 3, 4] torch.float32 on cpu, got [3, 6, 4] torch.float32 on cpu": (X, 1, 0, torch.zeros(3, 6, 4)),
     "SP502: all_to_all_permute: out": (X, 1, 0, "somewhere"),
     "SP544: all_to_all_permute: out: elements of shape [6, 3, 4] overlap by strides [0, 4, 1]": (X, 1, 0, torch.zeros(1, 3, 4).expand(6, 3, 4)),
-    "overlap by strides [1, 1, 1]": (X, 1, 0, torch.zeros(20).as_strided((6, 3, 4), (1, 1, 1))),
+    "SP544: all_to_all_permute: out: elements of shape [6, 3, 4] overlap by strides [1, 1, 1]": (X, 1, 0, torch.zeros(20).as_strided((6, 3, 4), (1, 1, 1))),
 }  # fmt: skip
 
 
