@@ -98,7 +98,7 @@ def compare_runs(
     # Differences are divided by at least the rounding error of the largest gradient.
     rounding_errors = [
         g.abs().max().item() * max(ROUNDING_ERROR, torch.finfo(g.dtype).eps ** 0.5)
-        for g in single_device.gradients
+        for g in map(_dense, single_device.gradients)
         if g.numel()
     ]
     min_scale = max(rounding_errors, default=0.0)
@@ -131,8 +131,9 @@ def relative_error(expected: Any, actual: Any, min_scale: float = 0.0) -> float:
     """
     if not isinstance(expected, Tensor) or not isinstance(actual, Tensor):
         return 0.0 if expected is actual or expected == actual else math.inf
-    if expected.shape != actual.shape:
+    if expected.shape != actual.shape or expected.layout != actual.layout:
         return math.inf
+    expected, actual = _dense(expected), _dense(actual)
     if is_wrapper(expected) and type(expected) is type(actual):  # such as a quantized weight
         names, _ = expected.__tensor_flatten__()  # type: ignore[attr-defined]
         return max(relative_error(getattr(expected, name), getattr(actual, name), min_scale) for name in names)
@@ -145,3 +146,8 @@ def relative_error(expected: Any, actual: Any, min_scale: float = 0.0) -> float:
     finite = expected[expected.isfinite()]
     scale = max(finite.abs().max().item() if finite.numel() else 0.0, min_scale, MIN_SCALE)
     return math.inf if math.isnan(largest_error) else largest_error / scale
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Return a sparse tensor, such as the gradient of a sparse embedding, as a dense one; others unchanged."""
+    return x if x.layout == torch.strided else x.to_dense()

@@ -12,19 +12,19 @@ w.t() is then a partial-gradient node: no user needs its gradient to be summed.
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from sp_compile.lowering.torch_compat import OpOverload, set_grad_enabled
-from sp_compile.passes.graph.call import is_tensor
+from sp_compile.passes.graph.call import OpCall, is_tensor
 from sp_compile.passes.graph.node_info import node_info
 from sp_compile.passes.graph.sizes import as_size
 from sp_compile.passes.propagation.demanded_shards import demanded_placements
 from sp_compile.passes.propagation.node_steps import SUMMAND_GRAD
 from sp_compile.passes.sharding.placement import REPLICATE, PlacementPlan
 from sp_compile.passes.sharding.rule import transfer_of
+from sp_compile.passes.sharding.rules.indexing_rules import has_sparse_gradient
 
 sp = torch.ops.sp
 # The size of DDP's buckets: large enough for bandwidth, small enough to overlap with the rest of the backward.
@@ -77,19 +77,20 @@ def _is_replicated_call(node: Node, plan: PlacementPlan) -> bool:
     # A node in `plan.wants` runs on shards.
     if node.op != "call_function" or node in plan.wants or transfer_of(node.target) is not None:
         return False
-    if node.target is not operator.getitem and not _has_linear_backward(node.target):
+    if node.target is not operator.getitem and not _has_linear_backward(node):
         return False
     return all(p == REPLICATE for p in plan.placements.get(node, ()))
 
 
-def _has_linear_backward(target: Any) -> bool:
+def _has_linear_backward(node: Node) -> bool:
     """Return True if the backward of an op maps the sum of two gradients of its result to the sum of those it returns.
 
-    Those of torch's ops do. A custom op or autograd Function may clip or round its gradients.
+    Those of torch's ops do. A custom op or autograd Function may clip or round its gradients. False also for an op that
+    returns a sparse gradient, which cannot be summed over the ranks.
     """
-    if not isinstance(target, OpOverload) or target in NONLINEAR_BACKWARDS:
+    if not isinstance(node.target, OpOverload) or node.target in NONLINEAR_BACKWARDS:
         return False
-    return target.namespace in ("aten", "prims", "sp")
+    return node.target.namespace in ("aten", "prims", "sp") and not has_sparse_gradient(OpCall(node))
 
 
 def _gives_partial_grad(node: Node, user: Node, plan: PlacementPlan, partial_grad_nodes: set[Node]) -> bool:

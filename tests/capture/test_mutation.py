@@ -52,23 +52,26 @@ def test_mutation_of_sharded_values_and_buffers():
         assert report.fallbacks
 
 
-class Frequencies(nn.Module):
-    """An embedding that divides the gradient of each row by its count in the full batch."""
+class Tables(nn.Module):
+    """Embeddings of tokens, of a class and of a bag of words, with options of torch's embeddings."""
 
-    def __init__(self):
+    def __init__(self, **options):
         super().__init__()
         torch.manual_seed(0)
-        self.table = nn.Embedding(5, 8, scale_grad_by_freq=True)
+        self.table = nn.Embedding(5, 8, **options)
+        self.classes, self.words = nn.Embedding(3, 8, **options), nn.EmbeddingBag(5, 8, mode="sum", **options)
 
     def forward(self, ids):
-        x = self.table(ids)
+        x = self.table(ids) + self.classes(ids[:, 0] % 3)[:, None] * self.words(ids)[:, None]
         q = x.unflatten(-1, (4, 2)).transpose(1, 2)
         return (F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2) * x).pow(2).sum()
 
 
-def test_gradients_scaled_by_frequency_count_over_all_ranks():
+@pytest.mark.parametrize("options", [{"scale_grad_by_freq": True}, {"sparse": True}])
+def test_gradients_of_embeddings(options):
+    """Gradients are divided by counts over all ranks, or are sparse, as on a single device."""
     for n in (2, 3):
-        assert sp_compile.verify(Frequencies().double(), torch.randint(0, 5, (2, 9)), sp=n).worst < 1e-12
+        assert sp_compile.verify(Tables(**options).double(), torch.randint(0, 5, (2, 9)), sp=n).worst < 1e-12
 
 
 class Filled(nn.Module):

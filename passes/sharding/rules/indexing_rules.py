@@ -61,6 +61,14 @@ def _searchsorted_rule(call: OpCall) -> BoundRule | None:
     return bind_rule(call, text, whole="k")
 
 
+def has_sparse_gradient(call: OpCall) -> bool:
+    """Return True if the gradient of the table that the op reads is a sparse tensor, which ranks cannot add.
+
+    Examples are embedding(.., sparse=True) and gather(.., sparse_grad=True).
+    """
+    return bool(call.get("sparse") or call.get("sparse_grad"))
+
+
 @register_rule_function(aten.isin.Tensor_Tensor)
 def _isin_rule(call: OpCall) -> BoundRule | None:
     """Return the rule of isin, which gathers the set of values in which each element is looked up."""
@@ -230,9 +238,9 @@ def _gather_rule(call: OpCall) -> BoundRule | None:
 
     Along `dim`, x is gathered and the index passes. Other dims pass if x and the index have equal sizes there; where
     the index is smaller, torch reads the first positions of x, and both are gathered. None for different numbers of
-    dims, or none.
+    dims, or none, and for a sparse gradient.
     """
-    if not call.ndim("self") or call.ndim("self") != call.ndim("index"):
+    if not call.ndim("self") or call.ndim("self") != call.ndim("index") or has_sparse_gradient(call):
         return None
     index, dim = factor_names(call.ndim("index")), call.dim()
     sizes = zip(call.shape("self"), call.shape("index"), strict=True)
@@ -284,9 +292,10 @@ def _take_along_dim_rule(call: OpCall) -> BoundRule | None:
 def _embedding_rule(call: OpCall) -> BoundRule | None:
     """Return the rule of an embedding, which gathers the vocabulary v and passes the dims of the indices.
 
-    With scale_grad_by_freq the indices are gathered, because the gradient counts them over the global batch.
+    The indices are gathered, too, with scale_grad_by_freq, because the gradient counts them over the global batch, and
+    with a sparse gradient, which cannot be summed over the ranks.
     """
-    gathered = "v ..." if call["scale_grad_by_freq"] else "v"
+    gathered = "v ..." if call["scale_grad_by_freq"] or has_sparse_gradient(call) else "v"
     return bind_rule(call, "v d, ... -> ... d", whole=gathered)
 
 
