@@ -43,6 +43,20 @@ class Clipped(torch.autograd.Function):
         return (grad * y).clamp(-1e-3, 1e-3), (grad * x).clamp(-1e-3, 1e-3)
 
 
+class Penalized(torch.autograd.Function):
+    """A scaling with a penalty on both operands, whose gradients do not depend on that of the result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, scale = ctx.saved_tensors
+        return grad * scale + 0.1 * x.sign(), 0.1 * scale
+
+
 class Centered(torch.autograd.Function):
     """A mean over tokens, which is not elementwise."""
 
@@ -63,6 +77,7 @@ class Layer(nn.Module):
         torch.manual_seed(0)
         self.kind = kind
         self.first, self.second = nn.Linear(6, 6).double(), nn.Linear(6, 6).double()
+        self.scale = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.first(x).square()
@@ -70,6 +85,8 @@ class Layer(nn.Module):
             y = Bounded.apply(y)
         elif self.kind == "clipped":
             y = Clipped.apply(y, x)
+        elif self.kind == "penalized":
+            y = Penalized.apply(y, self.scale)
         else:
             y = Centered.apply(y)
         return self.second(y.cumsum(1)).pow(2).mean()
@@ -102,3 +119,11 @@ def test_other_functions_are_gathered() -> None:
     report = sp_compile.explain(Layer("centered"), torch.randn(2, 7, 6, dtype=torch.float64), sp=2, seq_dims={"x": 1})
     (note,) = report.find_notes(NoteKind.GATHERED)
     assert (note.subject, note.node) == ("gather_operands", "autograd_function_apply")
+
+
+def test_gradients_that_do_not_depend_on_that_of_the_result() -> None:
+    """Padded rows have none, and a number does not get one from every rank."""
+    x = torch.randn(2, 7, 6, dtype=torch.float64, requires_grad=True)
+    report = sp_compile.verify(Layer("penalized"), x, sp=3, seq_dims={"x": 1})
+    assert max(error for _, error in report.errors) < 1e-12
+    assert "its backward may not be 0" in str(report)

@@ -91,9 +91,23 @@ class ScanBuilder(BatchedOps):
         if rule is None or any(isinstance(x, Node) and not is_tensor(x) for x in leaves):
             return None
         # The arguments by name, as the rules read them: defaults, then those of the call.
-        arguments = OpCall(node).args | dict(zip(leaf_names(node), leaves))
+        named_leaves = {name: self._cast_leaf(name, x, node) for name, x in zip(leaf_names(node), leaves)}
+        arguments = OpCall(node).args | named_leaves
         coefficients = rule(_FoldingArithmetic(self, node), arguments)  # (a, b, m)
         return None if coefficients is None else AffineValue(state, *coefficients, shape=node_shape(node), lag=lag)
+
+    def _cast_leaf(self, name: str, x: Value, node: Node) -> Value:
+        """Return an argument of an op in the dtype of the op's result, as the op computes with it.
+
+        Coefficients are then computed in this dtype, too: two masks of bools are added as numbers, and products of
+        integers do not overflow. Conditions, affine values and constants are unchanged.
+        """
+        dtype = node.meta["val"].dtype
+        if name in ("condition", "mask"):
+            return x
+        if isinstance(x, BatchedValue):
+            return BatchedValue(self.cast(x.node, dtype, node), x.time)
+        return self.cast(x, dtype, node) if is_tensor(x) else x
 
     def _multiply_matrix(self, node: Node, leaves: list[Value]) -> AffineValue | None:
         """Return the matrix product left @ right, where `right` is affine in the state; None for other products.
@@ -271,8 +285,12 @@ class _FoldingArithmetic:
         """Return x where the condition is true, else y, for values without the state."""
         if _is_number(x) and _is_number(y) and x == y:
             return x
+        if _is_number(x) and _is_number(y):  # torch would select from two numbers in the default dtype
+            value = self.like.meta["val"]
+            options = {"dtype": value.dtype, "device": value.device}
+            x = self.scans.compute(aten.full.default, ([], x), self.like, options)
         # `where` has an overload for each combination of tensors and numbers.
-        overloads = {(0, 0): "self", (1, 0): "ScalarSelf", (0, 1): "ScalarOther", (1, 1): "Scalar"}
+        overloads = {(0, 0): "self", (1, 0): "ScalarSelf", (0, 1): "ScalarOther"}
         target = getattr(aten.where, overloads[_is_number(x), _is_number(y)])
         return self.scans.compute_steps(target, condition, x, y, like=self.like)
 

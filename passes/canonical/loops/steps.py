@@ -28,8 +28,9 @@ from torch.fx import Node
 from sp_compile.lowering.torch_compat import pytree
 from sp_compile.passes.graph.call import is_tensor, node_shape
 from sp_compile.passes.graph.mutation import is_pure
-from sp_compile.passes.graph.sizes import as_sizes
+from sp_compile.passes.graph.sizes import as_sizes, is_same_shape, is_same_size
 from sp_compile.passes.sharding.matchers import is_copy, is_same_call, match_piece, value_origin
+from sp_compile.passes.sharding.rule import lookup_rule
 
 aten = torch.ops.aten
 MAX_LAG = 4  # steps from a value to its last reader
@@ -162,6 +163,8 @@ class LoopMatcher:
             # with the state first.
             first_leaves.reverse()
         column.operands = [self._match_operand(values, column.first) for values in zip(*leaves)]
+        if not all(_broadcasts_seeds(column.node, i, x) for i, x in enumerate(column.operands)):
+            raise NotALoop("an initial value of another shape")
 
     def _match_operand(self, values: Sequence[Any], first: int) -> Operand:
         """Return the operand that has these values at the steps first, first + 1, ....
@@ -238,6 +241,39 @@ class LoopMatcher:
         self.columns.append(column)
         self.owner.update({v: (column, first + i) for i, v in enumerate(values)})
         return column
+
+
+def _broadcasts_seeds(node: Node, leaf: int, operand: Operand) -> bool:
+    """Return True if the initial values of an operand may be expanded to the shape of the later values.
+
+    The op must then compute the same as with the initial values themselves: each expanded dim passes through it to the
+    results. So it is for a state of shape (1, D) that is added to rows of shape (B, D), but not for a sum over dim 0.
+
+    Args:
+        node: The op at the last step.
+        leaf: The index of the operand among the leaves of the op's arguments.
+        operand: The operand.
+    """
+    leaves, seeds = pytree.tree_leaves((node.args, node.kwargs)), []
+    while isinstance(operand, SeededList):
+        seeds.append(operand.seed)
+        operand = operand.later
+    shape = node_shape(leaves[leaf]) if seeds else ()
+    others = [node_shape(x) for x in seeds if is_tensor(x) and not is_same_shape(node_shape(x), shape)]
+    if not others:
+        return True
+    call, rule = lookup_rule(node) or (None, None)
+    if call is None or rule is None or list(filter(is_tensor, leaves)) != call.operands:
+        return False
+    names = rule.operands[sum(map(is_tensor, leaves[:leaf]))]  # of the dims, by operand: rules have tensors only
+    expanded = {
+        name
+        for other in others
+        for d, name in enumerate(reversed(names))  # broadcasting compares dims from the last one on
+        if d >= len(other) or not is_same_size(other[-1 - d], shape[-1 - d])
+    }
+    passing = {name for name in set.intersection(*map(set, rule.results)) if name and rule.kind(name) == "pass"}
+    return expanded <= passing
 
 
 def _are_similar(values: Sequence[Any]) -> bool:

@@ -150,3 +150,11 @@ def test_dims_of_values_without_dims_stay() -> None:
 def test_a_state_of_bools_stays() -> None:
     args = floats(BATCH, 5, WIDTH) > 0.5, floats(BATCH, WIDTH, seed=3) > 0.9
     assert not is_replaced(steps_of(lambda h, x, t: h + x), args)
+
+
+def test_a_first_state_of_another_shape_stays_if_its_batch_is_added() -> None:
+    """The first state, (1, WIDTH), is not the sum of BATCH equal rows."""
+    args = floats(BATCH, 5, WIDTH), floats(1, WIDTH, seed=3)
+    step = steps_of(lambda h, x, t: h.sum(0, keepdim=True) * 0.1 + x)
+    assert not is_replaced(step, args)
+    check(step, *(x.requires_grad_() for x in args), sp=2, seq_dims={"x": 1})

@@ -200,6 +200,19 @@ def written_and_read(x: Tensor) -> Tensor:
     return out
 
 
+def masked(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors and terms that are masks, integers or numbers; y is the first state."""
+    h, n, out, numbers = y, torch.zeros_like(y).long(), [], []
+    large, small, counts = x > 0.6, x > 0.3, torch.arange(1, x.shape[1] + 1)
+    for t in range(x.shape[1]):
+        h = torch.where(large[:, t], 0.9 * h, 0.3 * h) * large[:, t] + h * small[:, t]
+        h = h / counts[t] + x[:, t]
+        n = n + large[:, t] + small[:, t]
+        out.append(h)
+        numbers.append(n)
+    return torch.stack(out, 1), torch.stack(numbers, 1)
+
+
 def in_blocks(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     """Lightning attention: (B, H, 2 * S, E) in blocks of two rows; the first reads a state of zeros."""
     lower, out = torch.ones(2, 2, dtype=x.dtype).tril(), []
@@ -235,6 +248,7 @@ LOOPS: dict[str, tuple[Loop, tuple[tuple[int, ...], ...]]] = {
     "two layers": (two_layers, (ROWS, STATE)),
     "two lists": (two_lists, (ROWS, (WIDTH, WIDTH))),
     "reset": (reset, (ROWS, STATE)),
+    "masked": (masked, (ROWS, STATE)),
     "mixed with the row before": (mixed_with_the_row_before, (ROWS,)),
     "written": (written, (ROWS, STATE)),
     "written and read": (written_and_read, (ROWS,)),
