@@ -29,7 +29,7 @@ from sp_compile.passes.graph.edit import copy_graph, erase_dead
 from sp_compile.passes.graph.node_info import set_node_info
 from sp_compile.passes.graph.sizes import as_size, as_sizes, is_same_shape
 
-from .check_captured import require_ops
+from .check_captured import require_ops, require_whole_memory
 from .functionalize import functionalize
 from .grad_modes import detach_no_grad_regions
 from .regions import inline_regions
@@ -103,6 +103,7 @@ def _capture(gm: GraphModule, example_inputs: Sequence[Any], fakes: Sequence[Any
     _copy_dynamo_meta(captured, gm)
     for node, value in zip(captured.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
         set_node_info(node, requires_grad=getattr(value, "requires_grad", None))
+    require_whole_memory(captured)
     captured.meta[VIEW_OPS] = find_shared_results(captured)  # functionalization removes this information
     functionalize(captured)
     _check_written_inputs(captured, example_inputs)
@@ -280,6 +281,7 @@ def capture_export(program: ExportedProgram | GraphModule) -> GraphModule:
     _copy_bodies(gm)
     functionalize_collectives(gm)
     _lift_constants(gm, mode)
+    require_whole_memory(gm)
     functionalize(gm)
     return _finish_capture(gm)
 

@@ -8,12 +8,16 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.lowering.base.errors import SpError
-from sp_compile.lowering.torch_compat import HigherOrderOperator, OpOverload, namespace_of
-from sp_compile.passes.graph.call import is_tensor
+from sp_compile.lowering.base.errors import CaptureError, SpError, node_line
+from sp_compile.lowering.torch_compat import HigherOrderOperator, OpOverload, is_functorch_tensor, namespace_of
+from sp_compile.passes.graph.call import is_tensor, parse_overloads
 from sp_compile.passes.graph.mutation import functional_form, is_mutation
+from sp_compile.passes.graph.sizes import as_size, is_same_size
+from sp_compile.passes.graph.strides import has_other_strides
 
 aten = torch.ops.aten
+# Ops that address the memory of their first argument, not its elements.
+_MEMORY_READERS = parse_overloads("as_strided as_strided_ as_strided_copy as_strided_scatter")
 STRICT_EXPORT = "Export the program with strict=True, where collectives are functional."
 
 
@@ -51,6 +55,36 @@ def require_functional(gm: GraphModule, name: str) -> None:
             fix = STRICT_EXPORT if namespace_of(node.target) == "c10d" else None
             cause = f"{name}: expected a graph without in-place ops, got {node.target} ({node.name})."
             raise SpError("SP206", cause, fix)
+
+
+def require_whole_memory(gm: GraphModule) -> None:
+    """Check that as_strided and its variants are called on tensors that fill their memory without a gap.
+
+    Of a part of a tensor, such as h[:, 2:], they may read elements of h outside of the part. A rank stores the rows of
+    h and of the part in separate memory.
+
+    Args:
+        gm: Graph, before functionalization.
+
+    Raises:
+        CaptureError: If one is called on a part of the memory.
+    """
+    for node in gm.graph.nodes:
+        if node.target in _MEMORY_READERS and not _fills_memory(node.args[0].meta["val"]):
+            raise CaptureError(
+                "SP228",
+                f"{node.name}: {node.target} at {node_line(node)} reads the memory of {node.args[0].name}, which is a "
+                "part of the memory of another tensor.",
+            )
+
+
+def _fills_memory(x: torch.Tensor) -> bool:
+    """Return True if the elements of a tensor are provably all elements of its memory, each of them once."""
+    if is_functorch_tensor(x):  # it has no memory of its own; torch.func reads that of the tensor that it wraps
+        return True
+    has_no_gap = not has_other_strides(torch.empty_like(x), x)
+    starts_at_0 = is_same_size(as_size(x.storage_offset()), 0)
+    return has_no_gap and starts_at_0 and is_same_size(as_size(x.untyped_storage().nbytes()), as_size(x.nbytes))
 
 
 def _non_op_reason(node: Node) -> str:

@@ -148,7 +148,7 @@ _INVERSES: dict[Any, Callable[[ViewCall, Node, Emit], Node | None]] = {
     aten.slice.Tensor: _invert_by_scatter(aten.slice_scatter.default),
     aten.select.int: _invert_by_scatter(aten.select_scatter.default),
     aten.diagonal.default: _invert_by_scatter(aten.diagonal_scatter.default),
-    aten.as_strided.default: _invert_by_scatter(aten.as_strided_scatter.default),
+    # Not as_strided: torch's derivative of as_strided_scatter is wrong, as it keeps the gradient of replaced elements.
     aten.narrow.default: _invert_narrow,
     **dict.fromkeys((aten.mH.default, aten.adjoint.default), _invert_adjoint),
     aten.expand.default: _invert_expand,

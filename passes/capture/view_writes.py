@@ -48,7 +48,6 @@ VIEW_OPS = "sp_views"  # key of `SharedResults` in the meta of a captured graph
 
 # Ops whose result is a view or a copy, depending on strides (and, for the second set, on dtype and device).
 _RESHAPES = parse_overloads("reshape reshape_as view_as flatten.using_ints ravel contiguous")
-_STRIDED_VIEWS = parse_overloads("as_strided as_strided_")  # of the storage, not of the elements of their operand
 # Ops whose results have no element in common. Those of others may: tensor_split at positions, meshgrid(x, x).
 _PARTITIONS = parse_overloads("""
     chunk split.Tensor split.sizes split_with_sizes tensor_split.sections hsplit.int vsplit.int dsplit.int unbind.int
@@ -248,8 +247,6 @@ def _are_disjoint(aliases: Aliases, a: Node, b: Node) -> bool:
     chains = _view_chain(aliases, a), _view_chain(aliases, b)
     view_a, view_b = next(((x, y) for x, y in zip(*chains) if x is not y), (None, None))
     if view_a is None or view_b is None:  # one is a view of the other
-        return False
-    if any(view.target in _STRIDED_VIEWS for view in chain(*chains)):  # it may leave the piece that it is a view of
         return False
     is_same_split = view_a.target is view_b.target is operator.getitem and view_a.args[0] is view_b.args[0]
     split = aliases.parent[view_a] if is_same_split else None

@@ -276,14 +276,17 @@ def number_as_tensor(value: Tensor | float | None, like: Tensor) -> Tensor | Non
 
     Args:
         value: A Python scalar, a tensor, or None.
-        like: A tensor with the dtype and device of the result.
+        like: A tensor with the device of the result. The dtype of the result is its dtype; float32 for bfloat16 and
+            float16, in which a factor such as 0.999 would become 1.
 
     Returns:
         The tensor. Other values are returned unchanged.
     """
     # If `like` is no tensor, as for an invalid call, the checks of the call report that.
-    is_number = isinstance(value, (int, float)) and isinstance(like, Tensor)
-    return like.new_full((), value) if is_number else value
+    if not (isinstance(value, (int, float)) and isinstance(like, Tensor)):
+        return value
+    dtype = torch.promote_types(like.dtype, torch.float32) if like.is_floating_point() else like.dtype
+    return like.new_full((), value, dtype=dtype)
 
 
 def describe_operands(**operands: Tensor | None) -> str:
@@ -309,26 +312,29 @@ class LinearCall(ShardCall):
     a: Tensor  # factors
     b: Tensor  # summands
     initial: Tensor | None  # the state before the first step; None for zeros
+    result: torch.dtype | None  # dtype of the result; None for the common dtype of a and b
 
     def run(self) -> Tensor:
         """Validate the call and run the scan.
 
         Returns:
-            A tensor with the common shape and dtype of a and b.
+            A tensor with the common shape of a and b, and the dtype `result`.
 
         Raises:
             SpError: The call is invalid on a rank, or differs between the ranks; see `errors`.
         """
         self.require()
-        dtype = torch.promote_types(self.a.dtype, self.b.dtype)
+        dtype = torch.promote_types(self.a.dtype, self.b.dtype)  # that of the operator
+        result = self.result or dtype
         a, b = torch.broadcast_tensors(self.a.to(dtype), self.b.to(dtype))
         initial = self.initial
         if initial is not None:
             initial = initial.to(dtype).expand(self._shape_of_initial(b.shape))
         linear_scan = op_or_body(sp.linear_scan, ops.linear_scan, a, b, initial)
-        carry_dtype = self.accumulate or accumulate_dtype("sum", dtype, b.device)
+        carry_dtype = self.accumulate or accumulate_dtype("sum", result, b.device)
         shards = self.arguments(b, 2 * carry_dtype.itemsize)  # a carry has a factor and a summand per element
-        return linear_scan(a, b, initial, self.dim, self.reverse, self.accumulate, *shards)
+        accumulate = self.accumulate if result == dtype else carry_dtype
+        return linear_scan(a, b, initial, self.dim, self.reverse, accumulate, *shards).to(result)
 
     def description(self) -> str:
         """Return the shapes, dtypes and options of the call as text.

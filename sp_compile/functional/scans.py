@@ -203,7 +203,8 @@ def linear_scan(
     Algorithm: parallel scan of the pairs (a, b), Blelloch, "Prefix sums and their applications", 1990.
 
     Args:
-        a: (..., S, ...), or broadcastable to b, any floating dtype: the factors. Or a Python scalar.
+        a: (..., S, ...), or broadcastable to b, any floating dtype: the factors. Or a Python scalar, which is not
+            rounded to 16 bits.
         b: (..., S, ...), or broadcastable to a, any floating dtype: the summands.
         dim: The dim of S.
         initial: (..., ...), h's shape without dim, or broadcastable to it, any floating dtype: h before the first step.
@@ -233,7 +234,10 @@ def linear_scan(
     """
     shards = make_shard_options(group, layout, length, exchange)
     factors, initial_state = number_as_tensor(a, b), number_as_tensor(initial, b)
-    return LinearCall("linear_scan", check, dim, reverse, accumulate_dtype, shards, factors, b, initial_state).run()
+    result = b.dtype if factors is not a else None  # a number does not determine the dtype
+    return LinearCall(
+        "linear_scan", check, dim, reverse, accumulate_dtype, shards, factors, b, initial_state, result
+    ).run()
 
 
 def affine_scan(

@@ -88,17 +88,29 @@ def change_unfolded(x: torch.Tensor) -> torch.Tensor:
     return (x[0] * y).sum()
 
 
+def change_strided(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    y.as_strided((2, 4), (16, 1), 8).zero_()
+    return y.sum()
+
+
+def read_strided(x: torch.Tensor) -> torch.Tensor:
+    return x[:, 2:].as_strided((4, 2), (8, 1)).sum()
+
+
 @pytest.mark.parametrize(
     ("f", "line", "code"),
     [
+        (change_strided, "y.as_strided((2, 4), (16, 1), 8).zero_()", "SP225"),
+        (read_strided, "x[:, 2:].as_strided((4, 2), (8, 1))", "SP228"),
         (clamp_without_grad, "y.clamp_(-1, 1)", "SP224"),
         (clamp_data, "x.data.clamp_(-1, 1)", "SP224"),
         (change_unfolded, "y.unfold(0, 2, 2).add_(1)", "SP225"),
     ],
 )
-def test_error_of_a_write_names_the_line(f: Callable[..., Any], line: str, code: str) -> None:
+def test_error_of_a_view_or_write_names_the_line(f: Callable[..., Any], line: str, code: str) -> None:
     compiled, _ = compile_function(f)
-    with pytest.raises(Exception, match="WriteError") as caught:
+    with pytest.raises(Exception, match=r"WriteError|CaptureError") as caught:
         compiled(torch.randn(4, 8, requires_grad=True))
     assert "test_capture.py:" in str(caught.value)
     assert line in str(caught.value)

@@ -197,7 +197,6 @@ OVERLAPPING: dict[str, Callable[[Tensor], Any]] = {
     "rows of an unfold": lambda x: (x * 2).unfold(0, 3, 1)[:2].unbind(),
     "rows of an expand": lambda x: (x * 2).expand(2, 4, 6).split(1),
     "rows of a strided view": lambda x: (x * 2).as_strided((3, 4), (2, 1)).split(2),
-    "a strided view of a piece": lambda x: (lambda y: (y[:1].as_strided((2, 6), (6, 1)), y[1:]))(x * 2),
     "pieces at positions": lambda x: (x * 2).tensor_split([3, 1]),
 }
 

@@ -90,6 +90,14 @@ def test_a_number_for_every_step_of_a_recurrence():
     assert linear_scan(0.5, torch.ones(3), 0, initial=2).tolist() == [2, 2, 2]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_number_is_not_rounded_to_16_bits(dtype: torch.dtype) -> None:
+    """In bfloat16, the factor 0.999 is 1."""
+    b = torch.ones(2000, dtype=dtype)
+    expected = linear_scan(0.999, b.float(), 0)
+    torch.testing.assert_close(linear_scan(0.999, b, 0), expected.to(dtype))
+
+
 X = torch.arange(3)
 WRONG = {
     "SP502: inclusive_scan: x": lambda: inclusive_scan([1, 2], 0, group=GROUP),
