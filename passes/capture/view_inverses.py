@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from sp_compile.passes.graph.call import node_shape
+from sp_compile.passes.graph.sizes import as_size, is_same_size, position_from_start
 from sp_compile.passes.graph.strides import has_other_strides, inverse_permutation, is_identity, stride_copy_ops
 from sp_compile.passes.sharding.matchers import keeps_order, match_piece, permutation_of
 
@@ -84,7 +86,9 @@ def _invert_by_scatter(op: Any) -> Callable[[ViewCall, Node, Emit], Node]:
 def _invert_narrow(view: ViewCall, new: Node, emit: Emit) -> Node:
     """Emit the new base of `narrow(base, dim, start, length)`: the base with the new value in the selected rows."""
     dim, start, length = view.args
-    if isinstance(start, int) and start < 0:  # the end would be 0 for the last rows
+    extent = node_shape(view.base)[dim]
+    position = position_from_start(as_size(start), extent, view.base.meta["val"])
+    if position is not None and not is_same_size(position, as_size(start)):  # negative: the last rows would end at 0
         size = shape_in_graph(view.base, emit)[dim]
         start = emit(operator.add, size, start) if isinstance(size, Node) else size + start
     symbolic = isinstance(start, Node) or isinstance(length, Node)

@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, Node, map_arg
 
 from sp_compile.lowering.base.errors import CaptureError
-from sp_compile.lowering.torch_compat import FloorDiv, Max, size_hint
+from sp_compile.lowering.torch_compat import FloorDiv, Max, detect_fake_mode, follows_from_guards, size_hint
 
 Size: TypeAlias = int | sympy.Expr
 
@@ -142,6 +142,18 @@ def is_most_of(part: Size, total: Size) -> bool:
 def normalize_position(position: Size, extent: Size) -> Size:
     """Return a non-negative position in a dim; negative ints count from the end."""
     return extent + position if isinstance(position, int) and position < 0 else position
+
+
+def position_from_start(position: Size, extent: Size, value: torch.Tensor) -> Size | None:
+    """Return a position in a dim of a value, which may be symbolic, as a non-negative one; None if its sign is unknown.
+
+    Negative positions count from the end: -k of S rows, with a size k, is S - k.
+    """
+    mode = detect_fake_mode([value])
+    for is_negative, sign in ((False, position >= 0), (True, position < 0)):
+        if sign in (True, sympy.true) or (isinstance(sign, sympy.Basic) and follows_from_guards(mode, sign)):
+            return extent + position if is_negative else position
+    return None
 
 
 def assume_large(a: Size) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from sp_compile.passes.graph.call import OpCall
-from sp_compile.passes.graph.sizes import Size, is_same_size
+from sp_compile.passes.graph.sizes import Size, as_size, is_same_size, position_from_start
 from sp_compile.passes.sharding.placement import Demand
 from sp_compile.passes.sharding.rule import rule_of
 
@@ -30,7 +30,7 @@ class SelectRow(DemandPass):
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
         """Return None to claim the demands of a node that selects one row, of a dtype that can be summed; else ""."""
-        is_single_row = node.target is aten.select.int or _row_position(node) is not None
+        is_single_row = _row_position(node) is not None
         return None if is_single_row and is_summed(node.meta["val"].dtype) else ""
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
@@ -42,25 +42,31 @@ class SelectRow(DemandPass):
         call, value = OpCall(node), node.meta["val"]
         x, dim = call.operands[0], call.dim()
         with self.graph.inserting_before(node):
-            is_row = self.mark_position(self._position(call, dim), call.shape()[dim], dim, call.ndim(), node)
+            is_row = self.mark_position(self._position(call), call.shape()[dim], dim, call.ndim(), node)
             masked = self.compute(aten.where.ScalarOther, (is_row, x, 0), node)
-            keeps_dim = _row_position(node) is not None  # of a slice
+            keeps_dim = node.target is not aten.select.int  # of a slice
             args = (masked, [dim], True) if keeps_dim else (masked, [dim])
             row = self.compute(aten.sum.dim_IntList, args, node, {"dtype": value.dtype})
         self.replace(node, row)
         self.note(row, "one position: its rank broadcasts it")
 
-    def _position(self, call: OpCall, dim: int) -> int | Node:
+    def _position(self, call: OpCall) -> int | Node:
         """Return the position of the row that a select or slice reads, counted from the start: an int or a node."""
-        row = _row_position(call.node)
-        index = call["index"] if row is None else self.sizes(row)
-        if isinstance(index, int) and index < 0:
-            return self.sizes(call.shape()[dim] + index)
-        return index
+        row, index = _row_position(call.node), call.get("index")
+        assert row is not None
+        if isinstance(index, Node) and is_same_size(as_size(index), row):  # no input may have this size
+            return index
+        return self.sizes(row)
 
 
 def _row_position(node: Node) -> Size | None:
-    """Return the position of the row of a slice of one row, x[:, i : i + 1]; None for other nodes."""
+    """Return the position of the row of a select, or of a slice of one row, x[:, i : i + 1]; None for other nodes.
+
+    None also for a symbolic index that may be negative.
+    """
+    if node.target is aten.select.int:
+        call = OpCall(node)
+        return position_from_start(as_size(call["index"]), call.shape()[call.dim()], call.operands[0].meta["val"])
     rule = rule_of(node) if node.target is aten.slice.Tensor else None
     if rule is None or not rule.spans:
         return None

@@ -440,3 +440,20 @@ def test_other_lengths(ranks: Ranks, name: str) -> None:
     """A symbolic length is gathered where a number of rows must be known, and never an error."""
     for outcomes in zip(*ranks.run(2, _train_lengths, name), strict=True):
         check_ranks(outcomes)
+
+
+def test_symbolic_positions_from_the_end() -> None:
+    """Positions that are negative sizes, -k of a tensor of k rows, count from the end, in reads and writes."""
+
+    def read_and_write(x: Tensor, other: Tensor) -> tuple[Tensor, ...]:
+        h, k, rows = x.cumsum(1), other.shape[1], x.shape[1]
+        written = h.clone()
+        written.narrow(1, -k, k).mul_(2)
+        return h.narrow(1, -k, k), h[:, -2 * k : -k], h[:, 2 - rows : 5 - rows], h.select(1, k - rows), written
+
+    x, other = torch.randn(2, 9, 4).double(), torch.randn(2, 3, 4)
+    for value in (x, other):
+        torch._dynamo.mark_dynamic(value, 1)
+    for n in (2, 3):
+        report = sp_compile.verify(read_and_write, x, other, sp=n)
+        assert report.worst < 1e-12, str(report)

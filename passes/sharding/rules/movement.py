@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from sp_compile.passes.graph.call import OpCall, parse_overloads
-from sp_compile.passes.graph.sizes import Size, as_size, is_same_size, normalize_position
+from sp_compile.passes.graph.sizes import Size, as_size, is_same_size, position_from_start
 from sp_compile.passes.sharding.reshape import reshape_rule
 from sp_compile.passes.sharding.rule import BoundRule, Dims, RuleFunction, register_rule_function, rule
 
@@ -350,37 +350,49 @@ def _slice_rule(call: OpCall) -> BoundRule:
     elif is_same_size(extent, length):
         start = 0
     else:
-        start = _slice_start(call["start"], call["end"], extent, length)
-    if start is None:
-        names = factor_names(call.ndim())
-        result = replace_dims(names, [dim], "sliced")
-        return replace(_gathered_at(call, [dim], result), picks={result[dim]: names[dim]})
-    return _pieces_rule(call, dim, [(start, length)])
+        start = _slice_start(call, extent, length)
+    return _piece_rule(call, dim, start, length)
 
 
-def _slice_start(start: Any, end: Any, extent: Size, length: Size) -> Size | None:
-    """Return the start of a slice as a non-negative position, or None if torch may clamp a symbolic start.
+def _slice_start(call: OpCall, extent: Size, length: Size) -> Size | None:
+    """Return the start of a slice as a non-negative position, or None if it is unknown or torch may clamp it.
 
     Args:
-        start: Argument of the slice; None for the start of the dim.
-        end: Argument of the slice, exclusive; None for the end of the dim.
+        call: Call of the slice; its start may be None for the start of the dim, and its end for the end of the dim.
         extent: Size of the dim.
         length: Size of the dim of the result.
     """
-    start = 0 if start is None else normalize_position(as_size(start), extent)
+    start = 0 if call["start"] is None else _position(call, call["start"], extent)
+    if start is None:
+        return None
     if isinstance(start, int) and isinstance(extent, int):
         return min(max(start, 0), extent)
-    end = extent if end is None else normalize_position(as_size(end), extent)
+    end = extent if call["end"] is None else _position(call, call["end"], extent)
     # A length of exactly end - start, or one that extends to the end, implies that the start was not clamped.
-    is_exact = is_same_size(start, 0) or is_same_size(length, end - start) or is_same_size(length, extent - start)
+    lengths = [extent - start, *([] if end is None else [end - start])]
+    is_exact = is_same_size(start, 0) or any(is_same_size(length, x) for x in lengths)
     return start if is_exact else None
+
+
+def _position(call: OpCall, position: Any, extent: Size) -> Size | None:
+    """Return a position in a dim of the operand, counted from its start; None if a symbolic one may be negative."""
+    return position_from_start(as_size(position), extent, call.operands[0].meta["val"])
+
+
+def _piece_rule(call: OpCall, dim: int, start: Size | None, length: Size) -> BoundRule:
+    """Return the rule of one piece of a dim, which is gathered if the start of the piece is unknown (None)."""
+    if start is not None:
+        return _pieces_rule(call, dim, [(start, length)])
+    names = factor_names(call.ndim())
+    result = replace_dims(names, [dim], "sliced")
+    return replace(_gathered_at(call, [dim], result), picks={result[dim]: names[dim]})
 
 
 @register_rule_function(aten.narrow.default)
 def _narrow_rule(call: OpCall) -> BoundRule:
     """Return the rule of narrow, whose result is one piece."""
-    start = normalize_position(as_size(call["start"]), call.shape()[call.dim()])
-    return _pieces_rule(call, call.dim(), [(start, as_size(call["length"]))])
+    dim = call.dim()
+    return _piece_rule(call, dim, _position(call, call["start"], call.shape()[dim]), as_size(call["length"]))
 
 
 SPLIT_OPS = parse_overloads("""
