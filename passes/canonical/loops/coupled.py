@@ -37,7 +37,7 @@ from sp_compile.passes.sharding.factors import BoundRule, Dims
 from sp_compile.passes.sharding.matchers import constant_value
 from sp_compile.passes.sharding.rule import lookup_rule
 
-from .recurrence import refuse_infinite_factor
+from .recurrence import number_dtype, refuse_infinite_factor, rounds_numbers
 from .steps import ColumnRef, NotALoop, SeededList, StepColumn
 from .vectorize import BatchedOps, BatchedValue, Value, leaf_names
 
@@ -140,7 +140,10 @@ class CoupledStates:
         self.editor, self.seeds, self.states = editor, seeds, list(seeds)
         self.like = self.states[0].column.node
         value = self.like.meta["val"]
-        self.shape, self.options = node_shape(self.like), {"dtype": value.dtype, "device": value.device}
+        self.shape, self.dtype, self.state_dtype = node_shape(self.like), value.dtype, value.dtype
+        if rounds_numbers([x for operands in leaves for x in operands], value.dtype):
+            self.dtype = number_dtype(value.dtype)  # of the scan, as for a recurrence (`recurrence.py`)
+        self.options = {"dtype": self.dtype, "device": value.device}
         if any(node_shape(x.column.node) != self.shape for x in self.states) or not value.is_floating_point():
             raise NotALoop("states of different shapes, or of integers")
         if not all(isinstance(size, int) for x in body for size in node_shape(x.node)):
@@ -179,7 +182,7 @@ class CoupledStates:
         if terms is None or call is None or rule is None or len(rule.results) != 1:
             raise error
         # `_record_dims` assigns the operands of the rule to the tensor leaves, one by one in this order.
-        if [nodes[i] for i in tensor_indices] != call.operands or node.meta["val"].dtype != self.options["dtype"]:
+        if [nodes[i] for i in tensor_indices] != call.operands or node.meta["val"].dtype != self.state_dtype:
             raise error
         state_leaves = {i for i, x in enumerate(leaves) if isinstance(x, ColumnRef)}
         # The leaves of terms without a state, which are 0 in the linear part; None if the op is not affine in a state.
@@ -255,11 +258,11 @@ class CoupledStates:
         m = [self.editor.reshape(x, (*batch, steps, self.rows, num_rows), self.like) for x in m]
         initial = None
         if any(not _is_zero(seed) for seed in self.seeds.values()):
-            seeds = [self.editor.expand_to(seed, self.shape, self.like) for seed in self.seeds.values()]
+            seeds = [self.editor.expand_to(seed, self.shape, self.like, self.dtype) for seed in self.seeds.values()]
             seeds = [self._arrange(x, [*self.batch_dims, *self.mixed_dims, *self.repeated_dims]) for x in seeds]
             initial = self._join([self.editor.reshape(x, (*batch, self.rows, num_columns), self.like) for x in seeds])
         out = self._compute(torch.ops.sp.affine_scan.default, self._join(m), self._join(b), initial, time, reverse)
-        return self._split_states(out, steps)
+        return self._split_states(self.editor.cast(out, self.state_dtype, self.like), steps)
 
     def _split_states(self, out: Node, steps: int) -> dict[StepColumn, BatchedValue]:
         """Return the values of each state at all steps, by its column: one tensor with an additional dim of the steps.
@@ -323,7 +326,7 @@ class CoupledStates:
 
         def run_step(*values: torch.Tensor) -> list[torch.Tensor]:
             """Return the results of one step, in which `operands` have these values, for zeros and for the basis."""
-            coefficients = dict(zip(operands, values))
+            coefficients = {key: x.to(self._scan_dtype(x.dtype)) for key, x in zip(operands, values)}
             zeros = [torch.zeros(self.shape, **self.options) for _ in self.states]
             terms = self._run_body(coefficients, zeros, single_dims=None)
             basis = self._basis_vectors(shape)
@@ -411,7 +414,11 @@ class CoupledStates:
         names = rule.operands[num_tensors_before]
         state_dim_of = dict(zip(rule.results[0], self.state_dims[op.column]))  # by name of a dim of the result
         sizes = [1 if state_dim_of.get(name) in single_dims else size for name, size in zip(names, node_shape(x))]
-        return torch.zeros(sizes, dtype=x.meta["val"].dtype, device=x.meta["val"].device)
+        return torch.zeros(sizes, dtype=self._scan_dtype(x.meta["val"].dtype), device=x.meta["val"].device)
+
+    def _scan_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of an operand in the scan: that of the scan for the dtype of the states, else the same."""
+        return self.dtype if dtype == self.state_dtype else dtype
 
     def _compute(self, target: Any, *args: Any) -> Node:
         """Emit an op with the metadata of a state."""

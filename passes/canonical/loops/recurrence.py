@@ -20,7 +20,7 @@ round it at every step. Other linear ops, and states that depend on each other, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -166,12 +166,13 @@ class ScanBuilder(BatchedOps):
         times = [x.time for x in (b, a) if isinstance(x, BatchedValue) and x.ndim == value.ndim]
         time = times[0] if times else 0
         stacked_shape = (*shape[:time], len(affine.state.nodes), *shape[time:])
+        dtype = _scan_dtype(affine)
 
         def expand_steps(x: Value) -> Node:
             """Expand a coefficient to the shape of all steps, as scans require."""
-            return self.expand_to(self.align(x, trailing_dims=value.ndim - time), stacked_shape, like)
+            return self.expand_to(self.align(x, trailing_dims=value.ndim - time), stacked_shape, like, dtype)
 
-        initial = None if _is_constant(seed, 0) else self.expand_to(seed, shape, like)
+        initial = None if _is_constant(seed, 0) else self.expand_to(seed, shape, like, dtype)
         if not _is_number(affine.m):
             return self._scan_matrices(affine, initial, reverse)
         if _is_constant(a, 1) and not _is_constant(b, 0):  # state + b
@@ -183,11 +184,11 @@ class ScanBuilder(BatchedOps):
         elif _is_constant(b, 0):  # a * state
             out = self._emit_cumulative("prod", expand_steps(a), time, reverse, like)
             if not _is_constant(seed, 1):  # also for zeros, for which `initial` is None
-                initial = self.expand_to(seed, shape, like)
+                initial = self.expand_to(seed, shape, like, dtype)
                 out = self.compute(aten.mul.Tensor, (out, self.unsqueeze(initial, time)), like)
         else:
             out = self.compute(LINEAR_SCAN, (expand_steps(a), expand_steps(b), initial, time, reverse), like)
-        return BatchedValue(out, time)
+        return BatchedValue(self.cast(out, value.dtype, like), time)
 
     def _scan_matrices(self, affine: AffineValue, initial: Node | None, reverse: bool) -> BatchedValue:
         """Emit the scan of a state (..., K, V) that matrices multiply: (m + a * identity) @ state + b.
@@ -205,17 +206,17 @@ class ScanBuilder(BatchedOps):
         *batch, rows, columns = node_shape(like)
         if not _is_row_factor(affine.a):
             raise NotALoop("a state whose factor differs between the columns that a matrix multiplies")
-        m = affine.m
+        m, value, dtype = affine.m, like.meta["val"], _scan_dtype(affine)
         if not _is_constant(affine.a, 0):
-            value = like.meta["val"]
-            options = {"dtype": value.dtype, "device": value.device}
+            options = {"dtype": dtype, "device": value.device}
             identity = self.compute(aten.eye.default, (self.sizes(rows),), like, options)
             m = ops.add(ops.multiply(identity, affine.a), m)
         # `align` moves the dim of the steps before the two dims of a matrix.
-        maps = self.expand_to(self.align(m, 2), (*batch, steps, rows, rows), like)
-        terms = self.expand_to(self.align(affine.b, 2), (*batch, steps, rows, columns), like)
+        maps = self.expand_to(self.align(m, 2), (*batch, steps, rows, rows), like, dtype)
+        terms = self.expand_to(self.align(affine.b, 2), (*batch, steps, rows, columns), like, dtype)
         time = len(batch)
-        return BatchedValue(self.compute(AFFINE_SCAN, (maps, terms, initial, time, reverse), like), time)
+        out = self.compute(AFFINE_SCAN, (maps, terms, initial, time, reverse), like)
+        return BatchedValue(self.cast(out, value.dtype, like), time)
 
     def _emit_cumulative(self, op: str, x: Node, time: int, reverse: bool, like: Node) -> Node:
         """Emit the cumulative sum or product (`op`) of x along the dim `time`, from the last step on if `reverse`."""
@@ -287,7 +288,7 @@ class _FoldingArithmetic:
             return x
         if _is_number(x) and _is_number(y):  # torch would select from two numbers in the default dtype
             value = self.like.meta["val"]
-            options = {"dtype": value.dtype, "device": value.device}
+            options = {"dtype": number_dtype(value.dtype), "device": value.device}
             x = self.scans.compute(aten.full.default, ([], x), self.like, options)
         # `where` has an overload for each combination of tensors and numbers.
         overloads = {(0, 0): "self", (1, 0): "ScalarSelf", (0, 1): "ScalarOther"}
@@ -388,6 +389,30 @@ def refuse_infinite_factor(node: Node) -> None:
     is_infinite = op in _SCALES and any(_is_number(x) and not math.isfinite(x) for x in args)
     if is_infinite or (op is aten.div and _is_number(node.args[1]) and node.args[1] == 0):
         raise NotALoop("a factor that is infinite")
+
+
+def number_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which torch reads a Python number that is an operand of a tensor of this dtype."""
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+
+
+def rounds_numbers(values: Iterable[Value], dtype: torch.dtype) -> bool:
+    """Return True if a Python number among the values is rounded in a dtype of 16 bits, as 0.999 in bfloat16."""
+    numbers = [torch.tensor(x, dtype=number_dtype(dtype)) for x in values if _is_number(x)]
+    return any(bool(x.to(dtype) != x) for x in numbers)
+
+
+def _scan_dtype(affine: AffineValue) -> torch.dtype:
+    """Return the dtype of a scan: that of the state, or float32 for 16 bits that would round a number or coefficient.
+
+    bfloat16 and float16 do not represent 0.999, for example. A single step reads it in float32, and rounds its result
+    only; with a rounded factor, the errors of all steps would have the same sign.
+    """
+    dtype: torch.dtype = affine.state.node.meta["val"].dtype
+    coefficients = affine.a, affine.b, affine.m
+    nodes = [x.node if isinstance(x, BatchedValue) else x for x in coefficients if not _is_number(x)]
+    is_wider = any(x.meta["val"].ndim and x.meta["val"].dtype == number_dtype(dtype) for x in nodes if is_tensor(x))
+    return number_dtype(dtype) if is_wider or rounds_numbers(coefficients, dtype) else dtype
 
 
 def _is_row_factor(x: Value) -> bool:

@@ -125,22 +125,23 @@ class BatchedOps(GraphEditor):
         parts = [later.node, step] if is_last else [step, later.node]
         return BatchedValue(self.compute(aten.cat.default, (parts, later.time), later.node), later.time)
 
-    def expand_to(self, x: Value, shape: Sequence[Size], like: Node) -> Node:
-        """Return a node or a number expanded to `shape`, in the dtype of `like`.
+    def expand_to(self, x: Value, shape: Sequence[Size], like: Node, dtype: torch.dtype | None = None) -> Node:
+        """Return a node or a number expanded to `shape`, in `dtype`, by default that of `like`.
 
         Raises NotALoop if the cast may round the values, or if the node does not broadcast to the shape.
         """
         value, sizes = like.meta["val"], self.sizes.list(shape)
+        dtype = dtype or value.dtype
         if not isinstance(x, Node):
-            options = {"dtype": value.dtype, "device": value.device}
+            options = {"dtype": dtype, "device": value.device}
             return self.compute(aten.full.default, (sizes, x), like, options)
         x_value, x_shape = x.meta["val"], node_shape(x)
         # The ops of one step cast a 0-dim tensor to the dtype of their other operands, too, so it may be rounded here.
-        rounds = x_value.ndim and torch.promote_types(x_value.dtype, value.dtype) != value.dtype
+        rounds = x_value.ndim and torch.promote_types(x_value.dtype, dtype) != dtype
         broadcasts = all(a == 1 or is_same_size(a, b) for a, b in zip(x_shape[::-1], shape[::-1]))
         if rounds or not broadcasts or len(x_shape) > len(shape):
             raise NotALoop("a value of another type")
-        x = self.cast(x, value.dtype, x)
+        x = self.cast(x, dtype, x)
         return x if is_same_shape(x_shape, shape) else self.compute(aten.expand.default, (x, sizes), x)
 
     def unsqueeze(self, node: Node, dim: int, count: int = 1) -> Node:

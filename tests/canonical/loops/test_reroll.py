@@ -108,6 +108,50 @@ def test_autocast() -> None:
     assert report.count("linear_scan") == 1
 
 
+def decay(x: Tensor) -> Tensor:
+    h, out = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = 0.999 * h + x[:, t]
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+def select_decay(x: Tensor) -> Tensor:
+    h, out = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = torch.where(x[:, t, :1] > 1, 0.9 * h, 0.999 * h) + x[:, t]
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+def rotate_states(x: Tensor) -> Tensor:
+    p, q, out = torch.zeros_like(x[:, 0]), torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        p, q = 0.99 * p - 0.01 * q + x[:, t], 0.01 * p + 0.99 * q
+        out.append(p + q)
+    return torch.stack(out, 1)
+
+
+def mix_states(x: Tensor) -> Tensor:
+    h, out = torch.zeros_like(x[:, 0]), []
+    weight = torch.eye(x.shape[-1], dtype=x.dtype) * 0.5
+    for t in range(x.shape[1]):
+        h = 0.99 * (h @ weight) + 0.49 * h + x[:, t]
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+@pytest.mark.parametrize("loop", [decay, select_decay, rotate_states, mix_states])
+def test_numbers_are_not_rounded_to_16_bits(loop: Loop) -> None:
+    """The factor 0.999 is 1 in bfloat16; an op of one step reads it in float32."""
+    x = torch.randn(2, 64, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
+    graph = rolled(loop, (x,))
+    assert {n.target for n in graph.graph.nodes} & {torch.ops.sp.linear_scan.default, torch.ops.sp.affine_scan.default}
+    found, wanted = graph(x), loop(x.double())
+    assert found.dtype == torch.bfloat16
+    assert (found - wanted).norm() < 4e-3 * wanted.norm()
+
+
 @pytest.mark.parametrize("steps", [6, 5])
 def test_channels_of_a_step_are_not_those_of_all_steps(steps: int) -> None:
     """Dim 1 of a step is its channels, and that of all steps may be the steps."""
