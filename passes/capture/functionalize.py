@@ -197,7 +197,7 @@ class _Functionalizer:
         """
         (target, *_), _ = self.aliases.calls[node]  # args and kwargs
         op = functional_form(node.target)
-        if op is None or self.aliases.root(target).op in ("placeholder", "get_attr"):
+        if op is None or target.op in ("placeholder", "get_attr"):
             changed = "the storage of a tensor" if op is None else "the shape of an input"
             raise WriteError("SP223", f"{node.name}: {node.target} at {node_line(node)} changes {changed}.")
         node.target = op

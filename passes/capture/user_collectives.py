@@ -44,7 +44,8 @@ def _split_sizes(editor: GraphEditor, node: Node, n: int) -> list[list[Any]] | N
     """Return the split sizes of an all-to-all among n ranks: [rows received from each, rows sent to each rank].
 
     Empty lists mean equal numbers, which are returned explicitly; nodes before the all-to-all compute symbolic ones.
-    Returns None if they are unknown: the rows do not divide, or output and input have other shapes.
+    Returns None for calls that are not converted: those without sizes whose rows n does not divide, and those whose
+    output has another shape than the input.
     """
     out, x, _, *split_sizes = node.args[:5]
     shape = node_shape(x)

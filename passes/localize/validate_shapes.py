@@ -98,7 +98,9 @@ def _check_wait(node: Node) -> None:
     ordered_after = OpCall(node).get("after") or ()
     for source in node.all_input_nodes:
         if is_pending_exchange(source) and source not in ordered_after:
-            raise SpError("SP922", f"{describe_node(node)} reads the result of {source.name} before wait_tensor.")
+            raise SpError(
+                "SP922", f"{describe_node(node)} reads the result of {describe_node(source)} before wait_tensor."
+            )
 
 
 def _check_sorted(node: Node, sorted_rows: set[Node]) -> None:

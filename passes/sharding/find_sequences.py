@@ -277,11 +277,11 @@ def _find_evidence(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None
     # `found` is ordered by kind, the strongest one first.
     strongest = [x for x in found if x.kind == found[0].kind]
     long = [x for x in found if not is_same_size(x.atom.size, 1)]
-    # A dim of one token, as in decoding, cannot be sharded: it is a sequence only if no longer one has such evidence.
+    # A dim of size 1, as in decoding, cannot be sharded: it is used if no dim of several tokens has such evidence.
     long_strongest = [x for x in long if x.kind == found[0].kind]
     axes.sequences = {axes.find(x.atom.name) for x in long_strongest or strongest}
     preferred = {axes.find(a.name) for node, index in sharded.items() for a in axes.dims[node, 0][index]}
-    _RivalChoice(gm, axes, long, chunk_sources, preferred).apply()
+    _RivalChoice(gm, axes, long, chunk_sources, preferred).apply()  # keeps one of several dims of the same value
 
 
 class FoundDim(NamedTuple):

@@ -17,7 +17,7 @@ SAMPLED_FIX = (
     "The integration passes the same batches to these ranks, so they have computed other values themselves, such as "
     "sampled tokens (generate, GRPO) or random masks. Sample on one rank and broadcast, or give these ranks one seed."
 )
-LATER_CAUSE = (
+ASSUMED_EQUAL_CAUSE = (
     "They were equal when the program was compiled, and ranks with equal values share work. If they are meant to "
     "differ, compile the program with different values, or with sequence_parallel_linear='never'."
 )
@@ -98,8 +98,7 @@ def _value_error(
         has_shards: True if each rank passes its rows of some inputs.
     """
     differing, summary = set(names), f"the {len(rows)} ranks of this group were given different"
-    # `equal`: all inputs whose values are compared. `arguments`: those that each call passes. `always`: those that
-    # every call compares in full. The others are weights and buffers, compared on the first call and every few calls.
+    # Of the compared inputs, these are compared on the first call and every few calls only.
     weights = compared.equal - compared.arguments - compared.always
     if differing <= compared.arguments:
         error = _data_error(format_mismatch(f"{summary} batches ({_shorten_names(names)})", rows), has_shards)
@@ -109,9 +108,10 @@ def _value_error(
         error = SpError("SP635", cause) if is_later else SpError("SP642", cause)
     else:
         error = SpError("SP633", format_mismatch(f"{summary} values", rows))
-    # Inputs that were equal at compilation, and on whose equality the program relies, though the user did not state it.
-    assumed = (compared.always | compared.equal) if compared.is_assumed else set()
-    return error if assumed.isdisjoint(names) else SpError(error.code, error.cause, f"{error.fix} {LATER_CAUSE}")
+    if not compared.is_assumed:
+        return error
+    # The values were equal at compilation, and the program relies on it, though the user did not state it.
+    return SpError(error.code, error.cause, f"{error.fix} {ASSUMED_EQUAL_CAUSE}")
 
 
 def describe_by_rank(texts: Sequence[str]) -> str:
