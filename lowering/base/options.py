@@ -295,7 +295,7 @@ class SPConfig:
             if name in ("mode", "dynamic", "fullgraph", "backend", "disable"):
                 raise SpError("SP101", f"options: {name!r} is an argument of torch.compile, not a backend option.")
             if name not in names:
-                hint = suggest_option(name, names)
+                hint = ", pass its items as keyword arguments" if name == "options" else suggest_option(name, names)
                 raise SpError("SP102", f"options: unknown option {name!r}{hint}, expected one of {', '.join(names)}.")
         return SPConfig(**(options or {}))
 

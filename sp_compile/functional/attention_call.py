@@ -204,6 +204,13 @@ class AttentionCall(RankCall):
             if length is not None and not 0 < length <= rows:
                 limits = f"1 to {rows}, the rows of all {n} ranks ({self._shapes()})"
                 yield SpError("SP507", f"{name}: expected {limits}, got {length}.")
+        # With `is_causal`, padded keys are after all queries; a mask may exclude them.
+        may_attend_to_padding = not options.is_causal and options.attn_mask is None
+        if may_attend_to_padding and options.length is not None and options.kv_length is None:
+            rows = self.q.shape[2] * n
+            if self.q.shape[2] == self.k.shape[2] and options.length != rows:
+                got = f"{options.length} of {rows} rows"
+                yield SpError("SP509", f"kv_length: expected the number of keys without padding, as queries are {got}.")
 
     def _wrong_heads(self) -> Iterator[SpError]:
         """Yield errors for numbers of heads that key heads or ranks do not divide, and for `kv_grads`."""

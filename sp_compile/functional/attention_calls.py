@@ -10,9 +10,8 @@ functions run in eager mode and inside `torch.compile`.
 
 For modules that store (B, s, H, D), pass q.transpose(1, 2) and transpose the result. Both are views. Under autocast,
 q, k and v are cast as `scaled_dot_product_attention` casts them.
-
-Functions of more than 60 lines because each public function documents all of its arguments; the code is short.
 """
+# Functions of more than 60 lines because each public function documents all of its arguments; the code is short.
 
 from __future__ import annotations
 
@@ -79,8 +78,8 @@ def ulysses_attention(
             chunks r and 2n - 1 - r of 2n, for even s and t.
         length: Rows of the global queries without padding, from 1 to n * s. None: no row is padding. Results of padded
             rows are undefined.
-        kv_length: Rows of the global keys without padding, from 1 to n * t. None: no row is padding. No query attends
-            to padded keys.
+        kv_length: Rows of the global keys without padding, from 1 to n * t; for self-attention, the same as `length`.
+            None: no row is padding. No query attends to padded keys.
         is_causal: If True, query i attends to keys 0 to i of the sequence.
         window: Attend only to keys less than this number of positions away. None: no limit.
         documents: (B | 1, S), integers, replicated: the document of each position. Queries attend only to keys of their
@@ -147,8 +146,8 @@ def ring_attention(
             chunks r and 2n - 1 - r of 2n, for even s and t.
         length: Rows of the global queries without padding, from 1 to n * s. None: no row is padding. Results of padded
             rows are undefined.
-        kv_length: Rows of the global keys without padding, from 1 to n * t. None: no row is padding. No query attends
-            to padded keys.
+        kv_length: Rows of the global keys without padding, from 1 to n * t; for self-attention, the same as `length`.
+            None: no row is padding. No query attends to padded keys.
         is_causal: If True, query i attends to keys 0 to i of the sequence.
         window: Attend only to keys less than this number of positions away. None: no limit.
         documents: (B | 1, S), integers, replicated: the document of each position. Queries attend only to keys of their
@@ -218,8 +217,8 @@ def hybrid_attention(
             chunks r and 2n - 1 - r of 2n, for even s and t.
         length: Rows of the global queries without padding, from 1 to n * s. None: no row is padding. Results of padded
             rows are undefined.
-        kv_length: Rows of the global keys without padding, from 1 to n * t. None: no row is padding. No query attends
-            to padded keys.
+        kv_length: Rows of the global keys without padding, from 1 to n * t; for self-attention, the same as `length`.
+            None: no row is padding. No query attends to padded keys.
         is_causal: If True, query i attends to keys 0 to i of the sequence.
         window: Attend only to keys less than this number of positions away. None: no limit.
         documents: (B | 1, S), integers, replicated: the document of each position. Queries attend only to keys of their
@@ -286,8 +285,8 @@ def gathered_attention(
             chunks r and 2n - 1 - r of 2n, for even s and t.
         length: Rows of the global queries without padding, from 1 to n * s. None: no row is padding. Results of padded
             rows are undefined.
-        kv_length: Rows of the global keys without padding, from 1 to n * t. None: no row is padding. No query attends
-            to padded keys.
+        kv_length: Rows of the global keys without padding, from 1 to n * t; for self-attention, the same as `length`.
+            None: no row is padding. No query attends to padded keys.
         is_causal: If True, query i attends to keys 0 to i of the sequence.
         window: Attend only to keys less than this number of positions away. None: no limit.
         documents: (B | 1, S), integers, replicated: the document of each position. Queries attend only to keys of their

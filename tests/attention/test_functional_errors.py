@@ -154,6 +154,7 @@ ALONE: list[tuple[str, str, dict[str, Any]]] = [
     ("SP507", "layout", {"layout": "zigzags"}),
     ("SP507", "window", {"window": 0}),
     ("SP507", "length", {"length": 10}),
+    ("SP509", "kv_length", {"length": 6}),
     ("SP504", "documents", {"documents": torch.zeros(1, 4, dtype=torch.int64)}),
     ("SP505", "documents", {"documents": torch.zeros(1, 8)}),
     ("SP504", "attn_mask", {"attn_mask": torch.ones(1, 1, 4, 8)}),

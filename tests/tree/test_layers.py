@@ -149,12 +149,13 @@ def test_the_entry_point_is_short() -> None:
 
 
 def test_long_functions_have_a_reason() -> None:
-    """More than 60 lines: the docstring of the file says "Functions of more than 60 lines because ..."."""
+    """A file with a function of more than 60 lines has a comment "Functions of more than 60 lines because ..."."""
     for file in FILES.values():
-        tree = ast.parse(file.read_text())
+        text = file.read_text()
+        tree = ast.parse(text)
         functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
         long = [node.name for node in functions if node.end_lineno - node.lineno >= 60]  # type: ignore[operator]
-        assert not long or "Functions of more than 60 lines because" in (ast.get_docstring(tree) or ""), (file, long)
+        assert not long or "# Functions of more than 60 lines because" in text, (file, long)
 
 
 @pytest.mark.parametrize(
