@@ -177,3 +177,23 @@ def test_two_flips_make_another_value() -> None:
         assert verify(FlippedTwice(), x, sp=n, seq_dims={"x": 1}).worst < TOLERANCE
     y, z = torch.compile(FlippedTwice(), backend="sp", options={"compiler": "aot_eager"})(x)
     assert y.untyped_storage().data_ptr() != z.untyped_storage().data_ptr()
+
+
+ON_NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "flip": lambda x: x.flip(0),
+    "movedim": lambda x: x.movedim(0, 0),
+    "softmax": lambda x: (x - x.amax(0)).exp() / (x - x.amax(0)).exp().sum(0),
+    "sum": lambda x: x.cumsum(0) - x.sum(0) + x,
+}
+
+
+@pytest.mark.parametrize("name", ON_NUMBERS)
+def test_dim_zero_of_a_number(name: str) -> None:
+    """torch permits dim 0 for a tensor without dims."""
+
+    class OnNumber(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return ON_NUMBERS[name](x.cumsum(1).mean())
+
+    x = torch.randn(2, 5, WIDTH, dtype=torch.float64, requires_grad=True)
+    assert verify(OnNumber(), x, sp=2, seq_dims={"x": 1}).worst < TOLERANCE

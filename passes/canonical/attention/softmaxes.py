@@ -126,8 +126,9 @@ def _match_reduction(x: Node, row: Node, reductions: tuple[Any, ...]) -> int | N
     call, shape = OpCall(reduced), node_shape(row)
     operand = skip_ops(value_origin(call.operands[0]), lambda n: may_detach and n.target is aten.detach.default)
     dims = call["dim"] if isinstance(call["dim"], (list, tuple)) else [call["dim"]]
-    # A reduction over all dims has none (None).
-    if value_origin(operand) is not row or len(dims) != 1 or dims[0] is None or not _has_same_dtype(row, x):
+    # A reduction over all dims has none (None), and a tensor without dims has no rows.
+    is_along_dim = bool(shape) and len(dims) == 1 and dims[0] is not None
+    if not is_along_dim or value_origin(operand) is not row or not _has_same_dtype(row, x):
         return None
     dim = int(dims[0]) % len(shape)
     return dim if is_same_shape(node_shape(x), (*shape[:dim], 1, *shape[dim + 1 :])) else None

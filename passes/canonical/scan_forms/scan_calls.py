@@ -98,8 +98,9 @@ def is_flip_along(node: Node, dim: int) -> bool:
 
 
 def flipped_dims(node: Node) -> list[int]:
-    """Return the dims that a flip reverses, [] for any other op."""
-    return [int(d) % node.meta["val"].ndim for d in node.args[1]] if node.target is aten.flip.default else []
+    """Return the dims that a flip reverses, [] for any other op and for a tensor without dims."""
+    ndim = node.meta["val"].ndim
+    return [int(d) % ndim for d in node.args[1]] if node.target is aten.flip.default and ndim else []
 
 
 def is_scannable_call(call: OpCall) -> bool:

@@ -366,7 +366,7 @@ def _is_total_of(term: Node, scan: ScanMatch) -> bool:
     term = skip_reshapes(term)
     if term.target is aten.sum.dim_IntList:
         call = OpCall(term)
-        dims = [int(d) % call.ndim() for d in call["dim"] or ()]
+        dims = [int(d) % max(call.ndim(), 1) for d in call["dim"] or ()]
         return dims == [scan.dim] and _is_cast_of(call.operands[0], scan)
     piece = match_piece(term)
     if piece is None or value_origin(piece.source) is not scan.node or scan.exclusive or piece.dim != scan.dim:

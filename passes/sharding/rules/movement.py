@@ -66,6 +66,8 @@ register_rule_function(aten.permute.default)(
 @_permute_rule
 def _move_dims(dims: Dims, call: OpCall) -> Dims:
     """Return the names of the result's dims of movedim: those of `source` are at `destination`, the others in order."""
+    if not dims:  # of a tensor without dims, torch permits to move dim 0
+        return dims
     source, destination = (normalize_dims(call[name], len(dims)) for name in ("source", "destination"))
     moved = {d: dims[s] for s, d in zip(source, destination, strict=True)}  # by dim of the result
     others = iter(f for f in dims if f not in moved.values())
