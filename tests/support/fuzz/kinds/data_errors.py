@@ -188,8 +188,9 @@ class Cause:
         return cls(type(error).__name__, first_line(error).partition(": ")[2])
 
     def is_named_by(self, failure: Failure) -> bool:
-        """Return True if the failure has at least half of the words of the message."""
-        known, found = (set(re.findall(r"[a-z_]{4,}", words.lower())) for words in (self.words, failure.words))
+        """Return True if the failure has at least half of the words of the message, without the paths of files."""
+        texts = (re.sub(r"/\S+", "", words).lower() for words in (self.words, failure.words))
+        known, found = (set(re.findall(r"[a-z_]{4,}", text)) for text in texts)
         return len(known & found) >= len(known) / 2
 
     def is_raised_by(self, failure: Failure) -> bool:
