@@ -124,7 +124,7 @@ def test_constants_of_rank_0_are_used(ranks: Ranks, tmp_path: Path) -> None:
     assert first.flops > 1e8
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"attention": 1}', "\x00"])
 def test_a_corrupt_file_is_measured_again(ranks: Ranks, tmp_path: Path, text: str) -> None:
     folder = tmp_path / "rank0"

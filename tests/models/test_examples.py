@@ -21,6 +21,7 @@ def run(*command):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_single_passes():
     out = run("examples/run_passes.py")
     assert "== AttendWithUlysses: rewrote the graph" in out

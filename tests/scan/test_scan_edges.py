@@ -25,7 +25,7 @@ def test_exchanged_extremes_are_not_rounded(scan, accumulate, exchange):
 
 @pytest.mark.parametrize("op", ["sum", "prod"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("segmented", [False, True])
+@pytest.mark.parametrize("segmented", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_integers_are_rounded_before_they_are_combined(op, dtype, segmented):
     odd = 257 if dtype == torch.bfloat16 else 2**24 + 1
     x = torch.tensor([odd, -odd + 1, 0, 0] if op == "sum" else [odd, odd, 1, 1])

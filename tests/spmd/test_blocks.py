@@ -298,6 +298,7 @@ def counts(layers: int) -> Counter[str]:
     return compiler.found
 
 
+@pytest.mark.slow
 def test_equal_blocks_are_one_program(ranks: Ranks) -> None:
     """With the embedding and the loss compiled too, the first block is as the others: three graphs, of any layers."""
     for few, many in zip(ranks.run(2, counts, 2), ranks.run(2, counts, 4), strict=True):

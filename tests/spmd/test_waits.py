@@ -136,6 +136,7 @@ def measures_alone() -> tuple[str, float]:
     return error_text(lambda: run(torch.ones(2, 8, 16, dtype=torch.float64))), time.monotonic() - begun
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_while_it_compiles_is_no_sign_of_life_to_itself(ranks: Ranks) -> None:
     message, seconds = ranks.run(4, measures_alone)[0]
     assert "SP623" in message

@@ -208,8 +208,7 @@ struct Linear : Machine<C> {
   }
 };
 
-using M = MACHINE;
-using C = M::C;
+using M = MACHINE; using C = M::C;
 constexpr int L = kBytes / int(sizeof(C)), P = M::planes, W = M::vectors * L;  // W: chains of a tile, a power of 2
 constexpr int64_t kTiles = 16, kBlock = 16384;  // tiles that a thread scans in turn, and elements of all in each round
 
@@ -225,17 +224,17 @@ struct Problem {
   std::conditional_t<std::is_same_v<C, int64_t>, int64_t, double> empty;
 };
 
-// Adjacent chains from `column` on, with rows i in scan order. The inlined copy of p is in registers: no write changes it.
+// Adjacent chains from `column` on, with rows i in scan order.
 struct Walk {
   const Problem p;
   int64_t outer, column;
 
-  INLINE int64_t row(int64_t i) const { return p.reverse ? p.length - 1 - i : i; }
-  INLINE int64_t place(int64_t i) const { return (outer * p.length + row(i)) * p.inner + column; }
-  INLINE const uint8_t* start(int64_t i) const {
+  int64_t row(int64_t i) const { return p.reverse ? p.length - 1 - i : i; }
+  int64_t place(int64_t i) const { return (outer * p.length + row(i)) * p.inner + column; }
+  const uint8_t* start(int64_t i) const {
     return p.starts + outer * p.starts_outer + row(i) * p.starts_row + column * p.starts_inner;
   }
-  INLINE C* state(int plane) const { return p.states + (plane * p.outer + outer) * p.inner + column; }
+  C* state(int plane) const { return p.states + (plane * p.outer + outer) * p.inner + column; }
   template <class V> INLINE void emit(int64_t offset, V value, V index) const {
     if constexpr (M::outputs > 0) store(p.out + offset, value);
     if constexpr (M::outputs > 1) store(p.indices + offset, index);
@@ -243,9 +242,10 @@ struct Walk {
 
   // Scan N * vectors adjacent chains, row after row.
   template <int N, int vectors>
-  INLINE void walk_columns(int64_t begin, int64_t end) const {
+  void walk_columns(int64_t begin, int64_t end) const {
     using V = Vec<C, N>;
     using Mask = Vec<Bits<C>, N>;
+    const Walk w = *this;  // no write through `out` changes the copy, so that it is in registers
     V states[vectors][P];
     each<M::carried>([&](auto q) INLINE_LAMBDA {
       each<vectors>([&](auto v) INLINE_LAMBDA { states[v][q] = load<V>(state(q) + v * N); });
@@ -253,16 +253,16 @@ struct Walk {
     int64_t offset = place(begin), step = p.reverse ? -p.inner : p.inner;
     for (int64_t i = begin; i < end; ++i, offset += step)
       each<vectors>([&](auto v) INLINE_LAMBDA {
-        V next[P], *s = states[v], x = load<V>(p.x + offset + v * N), b = x;
-        if (p.starts) {
-          const uint8_t* starts = start(i);
-          Mask begun = (p.starts_inner ? load<Mask>(starts + v * N) : Mask{} + Bits<C>(*starts)) != 0;
-          each<M::carried>([&](auto q) INLINE_LAMBDA { s[q] = begun ? V{} + M::identity(q, p.empty) : s[q]; });
+        V next[P], *s = states[v], x = load<V>(w.p.x + offset + v * N), b = x;
+        if (w.p.starts) {
+          const uint8_t* starts = w.start(i);
+          Mask begun = (w.p.starts_inner ? load<Mask>(starts + v * N) : Mask{} + Bits<C>(*starts)) != 0;
+          each<M::carried>([&](auto q) INLINE_LAMBDA { s[q] = begun ? V{} + M::identity(q, w.p.empty) : s[q]; });
         }
-        if constexpr (M::inputs == 2) b = load<V>(p.b + offset + v * N);
-        M::lift(next, x, b, V{} + C(row(i)));
+        if constexpr (M::inputs == 2) b = load<V>(w.p.b + offset + v * N);
+        M::lift(next, x, b, V{} + C(w.row(i)));
         M::join(s, next);
-        emit(offset + v * N, p.before ? M::before(s, b) : M::value(next), next[P - 1]);
+        w.emit(offset + v * N, w.p.before ? M::before(s, b) : M::value(next), next[P - 1]);
         each<M::carried>([&](auto q) INLINE_LAMBDA { s[q] = next[q]; });
       });
     each<M::carried>([&](auto q) INLINE_LAMBDA {
@@ -272,7 +272,7 @@ struct Walk {
 
   // Scan vectors of one chain with inner 1: log2(L) joins scan a vector, one more joins the carry from the rows before.
   template <bool segmented>
-  INLINE void walk_line(int64_t begin, int64_t end) const {
+  void walk_line(int64_t begin, int64_t end) const {
     using V = Vec<C, L>;
     using Mask = Vec<Bits<C>, L>;
     const int64_t step = p.reverse ? -L : L;
@@ -316,7 +316,7 @@ struct Walk {
 
   // Scan `count` chains, fewer than 2 * width: `width` at once if there are as many, then the others.
   template <int width = W>
-  INLINE void walk(int64_t count, int64_t begin, int64_t end) const {
+  void walk(int64_t count, int64_t begin, int64_t end) const {
     Walk remaining = *this;
     if (p.inner == 1 && width > 1) {
       int64_t vectors_end = begin + (end - begin) / L * L;

@@ -129,10 +129,9 @@ def one_step(program: type[Sparse], length: int) -> Any:
     return against_eager(seeded(program), floats(2, length, WIDTH), mesh=mesh())
 
 
-@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "program", [pytest.param(p, marks=[pytest.mark.slow] * (p in (Indexer, KeyBlocks))) for p in PROGRAMS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_training_step(ranks: Ranks, program: type[Sparse], n: int) -> None:
     check_ranks(ranks.run(n, one_step, program, 23))
 

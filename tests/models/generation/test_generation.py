@@ -110,6 +110,7 @@ def decoded() -> tuple[bool, list[int]]:
     return tokens.equal(expected), graphs
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_compiles_no_decoding_step(ranks: Ranks) -> None:
     for is_right, graphs in ranks.run(2, decoded):
         assert is_right

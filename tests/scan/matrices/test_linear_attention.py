@@ -194,6 +194,7 @@ class Stateful(Mixer):
         return fla.chunk_gated_delta_rule(q, _unit(k), v, F.logsigmoid(g), beta.sigmoid(), **options)
 
 
+@pytest.mark.slow
 def test_states_before_and_after_are_on_all_ranks() -> None:
     initial = torch.randn(2, HEADS, SIZE, SIZE, dtype=torch.float64, requires_grad=True)
     x = torch.randn(2, 37, WIDTH, dtype=torch.float64, requires_grad=True)

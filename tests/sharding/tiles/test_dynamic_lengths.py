@@ -120,9 +120,8 @@ class Labelled(nn.Module):
         return F.cross_entropy(self.head(h[:, :-1]).reshape(-1, VOCAB), labels[:, 1:].reshape(-1))
 
 
-@pytest.mark.parametrize(
-    "rows", [pytest.param(4, marks=pytest.mark.slow), 12], ids=["", "sequences and labels of equal number"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [4, 12], ids=["", "sequences and labels of equal number"])
 def test_inputs_of_one_sequence_share_its_symbols(rows: int) -> None:
     """Dynamo gives each input symbols of its own, and equates products of them only: of sequences and positions."""
     ids = batch(13, rows)[0]
