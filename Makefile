@@ -29,7 +29,7 @@ quick: $(VENV)/.test
 
 # The long sweeps: CASES random cases of each table, which SEED selects. All 17,000 (CASES=9999) take 7 hours of a core.
 CASES ?= 30
-test-slow: $(VENV)/.test $(VENV)/.recipes $(VENV)/.docs
+test-slow: $(VENV)/.test $(VENV)/.recipes $(VENV)/.docs $(VENV)/.examples
 	$(PYTEST) -m slow --slow-cases $(CASES) --slow-seed $(SEED) $(FILES)
 
 # Other versions of torch and Python: downloads gigabytes the first time, and takes half an hour.
