@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sp_compile.lowering.base.dtypes import accumulation_dtype
 from sp_compile.lowering.base.errors import SpError, did_you_mean
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.scan import scan_ops as ops
@@ -285,8 +286,7 @@ def number_as_tensor(value: Tensor | float | None, like: Tensor) -> Tensor | Non
     # If `like` is no tensor, as for an invalid call, the checks of the call report that.
     if not (isinstance(value, (int, float)) and isinstance(like, Tensor)):
         return value
-    dtype = torch.promote_types(like.dtype, torch.float32) if like.is_floating_point() else like.dtype
-    return like.new_full((), value, dtype=dtype)
+    return like.new_full((), value, dtype=accumulation_dtype(like.dtype))
 
 
 def describe_operands(**operands: Tensor | None) -> str:

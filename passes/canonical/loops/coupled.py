@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from sp_compile.lowering.base.dtypes import accumulation_dtype
 from sp_compile.lowering.torch_compat import pytree
 from sp_compile.passes.graph.call import is_tensor, node_shape
 from sp_compile.passes.graph.closure import reachable_set
@@ -37,7 +38,7 @@ from sp_compile.passes.sharding.factors import BoundRule, Dims
 from sp_compile.passes.sharding.matchers import constant_value
 from sp_compile.passes.sharding.rule import lookup_rule
 
-from .recurrence import number_dtype, refuse_infinite_factor, rounds_numbers
+from .recurrence import refuse_infinite_factor, rounds_numbers
 from .steps import ColumnRef, NotALoop, SeededList, StepColumn
 from .vectorize import BatchedOps, BatchedValue, Value, leaf_names
 
@@ -142,7 +143,7 @@ class CoupledStates:
         value = self.like.meta["val"]
         self.shape, self.dtype, self.state_dtype = node_shape(self.like), value.dtype, value.dtype
         if rounds_numbers([x for operands in leaves for x in operands], value.dtype):
-            self.dtype = number_dtype(value.dtype)  # of the scan, as for a recurrence (`recurrence.py`)
+            self.dtype = accumulation_dtype(value.dtype)  # of the scan, as for a recurrence (`recurrence.py`)
         self.options = {"dtype": self.dtype, "device": value.device}
         if any(node_shape(x.column.node) != self.shape for x in self.states) or not value.is_floating_point():
             raise NotALoop("states of different shapes, or of integers")
@@ -326,7 +327,7 @@ class CoupledStates:
 
         def run_step(*values: torch.Tensor) -> list[torch.Tensor]:
             """Return the results of one step, in which `operands` have these values, for zeros and for the basis."""
-            coefficients = {key: x.to(self._scan_dtype(x.dtype)) for key, x in zip(operands, values)}
+            coefficients = {key: x.to(self._operand_dtype(x.dtype)) for key, x in zip(operands, values)}
             zeros = [torch.zeros(self.shape, **self.options) for _ in self.states]
             terms = self._run_body(coefficients, zeros, single_dims=None)
             basis = self._basis_vectors(shape)
@@ -414,9 +415,9 @@ class CoupledStates:
         names = rule.operands[num_tensors_before]
         state_dim_of = dict(zip(rule.results[0], self.state_dims[op.column]))  # by name of a dim of the result
         sizes = [1 if state_dim_of.get(name) in single_dims else size for name, size in zip(names, node_shape(x))]
-        return torch.zeros(sizes, dtype=self._scan_dtype(x.meta["val"].dtype), device=x.meta["val"].device)
+        return torch.zeros(sizes, dtype=self._operand_dtype(x.meta["val"].dtype), device=x.meta["val"].device)
 
-    def _scan_dtype(self, dtype: torch.dtype) -> torch.dtype:
+    def _operand_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of an operand in the scan: that of the scan for the dtype of the states, else the same."""
         return self.dtype if dtype == self.state_dtype else dtype
 

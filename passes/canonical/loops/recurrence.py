@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from sp_compile.lowering.base.dtypes import accumulation_dtype
 from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape
 from sp_compile.passes.graph.sizes import Size, is_same_shape, is_same_size
 from sp_compile.passes.sharding.matchers import constant_value, is_copy
@@ -288,7 +289,7 @@ class _FoldingArithmetic:
             return x
         if _is_number(x) and _is_number(y):  # torch would select from two numbers in the default dtype
             value = self.like.meta["val"]
-            options = {"dtype": number_dtype(value.dtype), "device": value.device}
+            options = {"dtype": accumulation_dtype(value.dtype), "device": value.device}
             x = self.scans.compute(aten.full.default, ([], x), self.like, options)
         # `where` has an overload for each combination of tensors and numbers.
         overloads = {(0, 0): "self", (1, 0): "ScalarSelf", (0, 1): "ScalarOther"}
@@ -391,14 +392,9 @@ def refuse_infinite_factor(node: Node) -> None:
         raise NotALoop("a factor that is infinite")
 
 
-def number_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which torch reads a Python number that is an operand of a tensor of this dtype."""
-    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
-
-
 def rounds_numbers(values: Iterable[Value], dtype: torch.dtype) -> bool:
     """Return True if a Python number among the values is rounded in a dtype of 16 bits, as 0.999 in bfloat16."""
-    numbers = [torch.tensor(x, dtype=number_dtype(dtype)) for x in values if _is_number(x)]
+    numbers = [torch.tensor(x, dtype=accumulation_dtype(dtype)) for x in values if _is_number(x)]
     return any(bool(x.to(dtype) != x) for x in numbers)
 
 
@@ -411,8 +407,10 @@ def _scan_dtype(affine: AffineValue) -> torch.dtype:
     dtype: torch.dtype = affine.state.node.meta["val"].dtype
     coefficients = affine.a, affine.b, affine.m
     nodes = [x.node if isinstance(x, BatchedValue) else x for x in coefficients if not _is_number(x)]
-    is_wider = any(x.meta["val"].ndim and x.meta["val"].dtype == number_dtype(dtype) for x in nodes if is_tensor(x))
-    return number_dtype(dtype) if is_wider or rounds_numbers(coefficients, dtype) else dtype
+    is_wider = any(
+        x.meta["val"].ndim and x.meta["val"].dtype == accumulation_dtype(dtype) for x in nodes if is_tensor(x)
+    )
+    return accumulation_dtype(dtype) if is_wider or rounds_numbers(coefficients, dtype) else dtype
 
 
 def _is_row_factor(x: Value) -> bool:
