@@ -17,3 +17,8 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     It is float32 for half-precision dtypes, else the dtype itself.
     """
     return torch.float32 if dtype in HALF else dtype
+
+
+def is_differentiable(value: torch.Tensor) -> bool:
+    """Return whether values of a tensor's dtype have gradients: real or complex floating point."""
+    return value.is_floating_point() or value.is_complex()

@@ -121,7 +121,8 @@ class Table(dict[Any, TableRow]):
             ordered = sorted(rows, key=lambda name: self._priorities[name](problem))  # stable: then by registration
             return next(name for name in ordered if rows[name].can_run(problem))
         if not rows[forced].can_run(problem):
-            raise SpError("SP903", f"{self.title}: {forced!r} does not support {problem}.")
+            fitting = [name for name in rows if rows[name].can_run(problem)]
+            raise SpError("SP903", f"{self.title}: expected one of {fitting}, got {forced!r} for {problem}.")
         return forced
 
 

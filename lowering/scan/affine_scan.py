@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from sp_compile.lowering.base.dtypes import accumulation_dtype
 from sp_compile.lowering.base.frames import is_known, is_padded, outside_window
 from sp_compile.lowering.base.library import composite, opaque
 
@@ -55,7 +56,7 @@ def affine_scan(
     exchange = shards.carry_exchange(b, dim, reverse)
     dtype = torch.promote_types(m.dtype, b.dtype)
     if accumulate is None:
-        accumulate = torch.promote_types(dtype, torch.float32)
+        accumulate = accumulation_dtype(dtype)
     if is_known(b.shape[exchange.dim] == 0):
         return b.to(dtype, copy=True)
     m, b = m.to(accumulate), b.to(accumulate)

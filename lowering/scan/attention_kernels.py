@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from sp_compile.lowering.base.dtypes import accumulation_dtype
 from sp_compile.lowering.base.library import opaque
 from sp_compile.lowering.base.registry import Table
 
@@ -45,11 +46,6 @@ class TokenRows(NamedTuple):
     def map(self, function: Any) -> TokenRows:
         """Apply a function to each operand that is not None."""
         return TokenRows(*(None if x is None else function(x) for x in self))
-
-
-def state_dtype(v: Tensor) -> torch.dtype:
-    """Return the dtype in which values v are processed, as states are: float32, or float64."""
-    return torch.promote_types(v.dtype, torch.float32)
 
 
 KernelCall = Callable[[TokenRows], tuple[Tensor, ...]]
@@ -90,7 +86,7 @@ KERNEL_OPERANDS = (
 def _new_results(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Return empty results of a kernel, for fake tensors: (B, S, H, V) and the state (B, H, K, V)."""
     shape = v.shape[0], v.shape[2], k.shape[-1], v.shape[-1]
-    return v.new_empty(v.shape), v.new_empty(shape, dtype=state_dtype(v))
+    return v.new_empty(v.shape), v.new_empty(shape, dtype=accumulation_dtype(v.dtype))
 
 
 @opaque(f"local_attention_kernel({KERNEL_OPERANDS}) -> (Tensor, Tensor)", _new_results, replays=False)

@@ -25,9 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sp_compile.lowering.base.dtypes import accumulation_dtype
 from sp_compile.lowering.base.library import composite
 
-from .attention_kernels import TokenRows, has_kernel, run_attention_kernel, state_dtype
+from .attention_kernels import TokenRows, has_kernel, run_attention_kernel
 from .carries import CarryExchange, last_end
 from .document_states import add_initial_states, final_states
 from .log_decays import Decays, LogDecay
@@ -104,7 +105,7 @@ def _process_tokens(*operands: Any) -> tuple[ScanShards, Tensor, Tensor]:
     tokens = TokenRows(*rows)
     exchange = shards.carry_exchange(tokens.v, dim=1, reverse=False)  # of the states, between ranks
     size = chunk_tokens(tokens.decay.shape[-1])  # smaller chunks if each of the K channels has its own decay
-    dtype = state_dtype(tokens.v)
+    dtype = accumulation_dtype(tokens.v.dtype)
     # Add dims of size 1 at the end, so that beta, starts and marks have 4 dims, too.
     tokens = tokens.map(lambda x: x[(...,) + (None,) * (4 - x.ndim)])
     # Zeros in padded rows, also as the logarithm of the decay, keep the state.
@@ -304,7 +305,7 @@ def _run_kernel(
     if exchange.is_single:
         out, end = run_attention_kernel(*rows[:8], initial, scale, kernel)  # all but the marks of documents
         return out, end.unsqueeze(2)
-    identity = torch.eye(size, dtype=state_dtype(tokens.v), device=tokens.v.device)
+    identity = torch.eye(size, dtype=accumulation_dtype(tokens.v.dtype), device=tokens.v.device)
     # The state before each fold, (B * folds, H, K, V + K): zeros, then the identity. `end` has the same shape.
     first = F.pad(identity, (columns, 0)).expand(rows.v.shape[0], rows.v.shape[2], -1, -1)
     out, end = run_attention_kernel(*rows._replace(v=F.pad(rows.v, (0, size)))[:8], first, scale, kernel)

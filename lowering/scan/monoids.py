@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sp_compile.lowering.base.dtypes import accumulation_dtype
 from sp_compile.lowering.torch_compat import pytree
 
 Combine = Callable[[Any, Any], Any]
@@ -108,7 +109,7 @@ def accumulate_dtype(op: str, dtype: torch.dtype, device: torch.device | str) ->
         return torch.int64
     if dtype is torch.float32 and torch.device(device).type == "cpu":
         return torch.float64
-    return torch.promote_types(dtype, torch.float32)
+    return accumulation_dtype(dtype)
 
 
 def is_scannable(dtype: torch.dtype) -> bool:

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from sp_compile.lowering.base.dtypes import accumulation_dtype
+
 from .carries import CarryExchange, last_end, previous_ends
 from .monoids import MONOIDS, Pair, accumulate_dtype, is_later_extreme
 from .rank_chunks import (
@@ -155,7 +157,7 @@ class _RecurrenceFunction(Function):
         # Every rank needs the final state of w, the gradient of the initial state. With method="steps" (shifts between
         # ranks, see `CarryExchange`) only the last rank would have it; with "gather" all have it.
         back = spec.exchange.backward._replace(method="gather") if needs_initial else spec.exchange.backward
-        dtype = torch.promote_types(grad.dtype, torch.float32)
+        dtype = accumulation_dtype(grad.dtype)
         # The adjoint of a recurrence is the lagged one in the other direction, and vice versa.
         backward_spec = RecurrenceSpec(not spec.lagged, back, dtype, spec.accumulate)
         w, carried, final = recurrence_with_grad(a, grad, initial=None, spec=backward_spec)
@@ -195,7 +197,7 @@ def _scan_vjp(grad: Tensor, x: Tensor, y: Tensor, carry: Tensor | None, cuts: Te
     if begins is not None:
         a = a.masked_fill(begins, 0)
         grad = grad.masked_fill(begins, 0) if spec.exclusive else grad  # its result there is the constant `neutral`
-    back, dtype = exchange.backward, torch.promote_types(y.dtype, torch.float32)
+    back, dtype = exchange.backward, accumulation_dtype(y.dtype)
     accumulate = accumulate_dtype("sum", torch.promote_types(y.dtype, spec.accumulate), y.device)
     backward_spec = RecurrenceSpec(not spec.exclusive, back, dtype, accumulate)  # lagged if the result is inclusive
     w, carried, _ = recurrence_with_grad(a, grad, initial=None, spec=backward_spec)

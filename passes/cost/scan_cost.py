@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from sp_compile.lowering.scan.attention_kernels import state_dtype
+from sp_compile.lowering.base.dtypes import accumulation_dtype
 from sp_compile.lowering.scan.linear_attention import LINEAR_ATTENTION_OPS
 from sp_compile.lowering.scan.monoids import accumulate_dtype
 from sp_compile.passes.graph.call import OpCall
@@ -139,7 +139,7 @@ def message_bytes(call: OpCall, folds: int, extent: Callable[[Any], Size] = as_s
 def _affine_bytes(call: OpCall, folds: int, extent: Callable[[Any], Size]) -> Size:
     """Return the bytes of a carry in a recurrence of matrices, h = A h + b: the product of A, and the state."""
     result = call.results()[0]
-    dtype = call["accumulate"] or torch.promote_types(result.dtype, torch.float32)
+    dtype = call["accumulate"] or accumulation_dtype(result.dtype)
     # The scanned dim is the one before those of the matrices.
     elements = sum(_row_elements(x, x.ndim - 3, extent) for x in (call.operands[0].meta["val"], result))
     return elements * folds * dtype.itemsize
@@ -154,7 +154,7 @@ def _linear_attention_bytes(call: OpCall, folds: int, extent: Callable[[Any], Si
     k, v = (x.meta["val"] for x in call.operands[1:3])  # (B, S, H, K) and (B, S, H, V)
     batch, heads, size, columns = map(extent, (k.shape[0], *k.shape[2:], v.shape[-1]))
     states = 2 if call.node.target is sp.linear_attention_state.default else 1
-    itemsize = state_dtype(v).itemsize
+    itemsize = accumulation_dtype(v.dtype).itemsize
     return batch * heads * size * (size + states * columns) * folds * itemsize
 
 

@@ -16,6 +16,7 @@ import operator
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from sp_compile.lowering.base.dtypes import is_differentiable
 from sp_compile.lowering.torch_compat import OpOverload, set_grad_enabled
 from sp_compile.passes.graph.call import OpCall, is_tensor
 from sp_compile.passes.graph.node_info import node_info
@@ -51,7 +52,7 @@ def differentiable_nodes(gm: GraphModule) -> set[Node]:
             has_grad = node.op == "call_function" and node.target is not torch.ops.aten.detach.default
             has_grad = has_grad and not differentiable.isdisjoint(node.all_input_nodes)
         # An op with several results is included for its getitems, which are tensors.
-        if has_grad and (not is_tensor(node) or value.is_floating_point() or value.is_complex()):
+        if has_grad and (not is_tensor(node) or is_differentiable(value)):
             differentiable.add(node)
     return differentiable
 

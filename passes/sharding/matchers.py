@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from sp_compile.lowering.base.dtypes import is_differentiable
 from sp_compile.lowering.torch_compat import FakeTensor
 from sp_compile.passes.graph.call import OpCall, is_same_argument, is_tensor, node_shape, node_tensors, parse_overloads
 from sp_compile.passes.graph.closure import iterate_reachable
@@ -94,7 +95,7 @@ def may_carry_gradient(node: Node) -> bool:
 
 def _has_float_result(node: Node) -> bool:
     """Return True if a result is a floating point or complex tensor, to which a gradient may flow."""
-    return any(x.is_floating_point() or x.is_complex() for x in node_tensors(node))
+    return any(map(is_differentiable, node_tensors(node)))
 
 
 def move_source(node: Any) -> Node | None:

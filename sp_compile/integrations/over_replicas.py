@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import recursively_apply
 
+from sp_compile.lowering.base.dtypes import is_differentiable
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.ranks import ranks_of
 from sp_compile.lowering.torch_compat import is_lost_connection
@@ -39,7 +40,7 @@ def sum_over_replicas(x: torch.Tensor, replicas: dist.ProcessGroup, sequence: di
     """
     total = x.clone()
     dist.all_reduce(total, group=replicas)
-    if total.is_floating_point() or total.is_complex():
+    if is_differentiable(total):
         return total
     minimum, maximum = total.clone(), total.clone()
     dist.all_reduce(minimum, dist.ReduceOp.MIN, sequence)

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sp_compile.lowering.base.dtypes import accumulation_dtype
 from sp_compile.lowering.base.registry import Table
-from sp_compile.lowering.scan.attention_kernels import state_dtype
 
 # Options that change how a kernel computes, and not what.
 HINTS = frozenset(
@@ -171,7 +171,9 @@ def attend_kernel(
             return NotImplemented
         opened, closed = _number_documents(cu_seqlens, v)
         if initial_state is None:
-            initial_state = v.new_zeros((count, v.shape[2], k.shape[-1], v.shape[-1]), dtype=state_dtype(v))
+            initial_state = v.new_zeros(
+                (count, v.shape[2], k.shape[-1], v.shape[-1]), dtype=accumulation_dtype(v.dtype)
+            )
     groups = v.shape[2] // q.shape[2]
     if groups > 1:
         q, k = q.repeat_interleave(groups, dim=2), k.repeat_interleave(groups, dim=2)
@@ -218,7 +220,7 @@ def _number_documents(cu_seqlens: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _normalize(x: Tensor) -> Tensor:
     """Return x with rows of norm 1, as the kernels normalize queries and keys."""
-    y = x.to(state_dtype(x))
+    y = x.to(accumulation_dtype(x.dtype))
     return (y * torch.rsqrt((y * y).sum(-1, keepdim=True) + NORM_EPSILON)).to(x.dtype)
 
 
@@ -272,7 +274,7 @@ def _kda(
     -exp(A_log) * softplus(g + dt_bias), or lower_bound * sigmoid(exp(A_log) * (g + dt_bias)) with a lower bound.
     """
     if use_gate_in_kernel:
-        g = g.to(state_dtype(g))
+        g = g.to(accumulation_dtype(g.dtype))
         g = g if dt_bias is None else g + dt_bias.view(g.shape[-2:])
         rate = None if A_log is None else A_log.view(-1, 1).exp()
         if lower_bound is not None:

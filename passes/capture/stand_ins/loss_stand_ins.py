@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.traceback import annotate
 
-from sp_compile.lowering.scan.attention_kernels import state_dtype
+from sp_compile.lowering.base.dtypes import accumulation_dtype
 from sp_compile.passes.graph.node_info import IN_CHUNKS
 
 from .kernel_stand_ins import STAND_INS, KernelStandIn
@@ -93,7 +93,7 @@ def _cross_entropy(
     """
     if reduction not in LOSS_REDUCTIONS:
         return NotImplemented
-    logits = _cap(logits.to(state_dtype(logits)), softcap)
+    logits = _cap(logits.to(accumulation_dtype(logits.dtype)), softcap)
     is_valid = target != ignore_index
     num_valid = is_valid.sum()
     count = num_valid.clamp(min=1)  # without a valid target the loss is 0
@@ -171,7 +171,7 @@ def _linear_cross_entropy_of_fla(
     if use_l2warp or reduction not in LOSS_REDUCTIONS:
         return NotImplemented
     logits = _project(hidden, weight, bias)
-    logits = logits.to(state_dtype(logits)) * logit_scale
+    logits = logits.to(accumulation_dtype(logits.dtype)) * logit_scale
     options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
     return _cross_entropy(logits, target, softcap=logit_softcapping, **options)[0]
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sp_compile.lowering.scan.attention_kernels import state_dtype
+from sp_compile.lowering.base.dtypes import accumulation_dtype
 
 from .kernel_stand_ins import STAND_INS, KernelStandIn, attend_kernel, document_starts
 
@@ -46,7 +46,7 @@ def _mamba_chunk_scan(
     """
     if cu_seqlens is not None:
         return NotImplemented
-    dt = dt.to(state_dtype(dt))
+    dt = dt.to(accumulation_dtype(dt.dtype))
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(dt_limit[0], dt_limit[1])
     initial = None if initial_states is None else initial_states.mT
@@ -235,7 +235,7 @@ def _selective_scan(
     """
     if A.is_complex():
         return NotImplemented
-    dtype, channels = state_dtype(u), u.shape[1]
+    dtype, channels = accumulation_dtype(u.dtype), u.shape[1]
     step = delta.to(dtype) if delta_bias is None else delta.to(dtype) + delta_bias.to(dtype).unsqueeze(-1)
     step = (F.softplus(step) if delta_softplus else step).mT.unsqueeze(-1)  # (B, S, D, 1)
     # Results read the states by the vectors C, and tokens are written to them by the vectors B.
