@@ -5,13 +5,13 @@
 
         requires = frozenset({"normalized"})
 
-        def apply(self, gm, job):                           # gm: a torch.fx graph; job: its PassContext
+        def apply(self, gm, context):                           # gm: a torch.fx graph; context: its PassContext
             ...
             return number_of_changes
 
     register_pass(DoubleSum)                                # or @register_pass above the class
 
-A job is the context in which passes run on a graph: options, analysis and results. A pass either edits the graph in
+Passes run on a graph in a context: options, analysis and results. A pass either edits the graph in
 place or sets `gm` to a new one. Run a pass directly, `DoubleSum()(graph_module)`, or in the pipeline. Properties order
 the passes: all that provide a property run before all that require it. Each pipeline starts with the property
 "captured".
@@ -58,7 +58,7 @@ class Pass(PassBase, GraphEditor):
         **given: Fields of the context, and options by name, as in `PassContext.of`.
 
     Attributes:
-        job: The context of the last run.
+        context: The context of the last run.
         gm: The rewritten graph, after a run. Most passes edit in place.
         notes: The notes of the run.
         changes: The number of changes of the run.
@@ -75,60 +75,62 @@ class Pass(PassBase, GraphEditor):
 
     def __init__(self, ranks: Ranks | int | PassContext = 1, **given: Any) -> None:
         super().__init__()
-        self._make_job = partial(PassContext.of, ranks, **given)  # a new context for each direct run, see `call`
-        self.job: PassContext = self._make_job()
+        self._make_context = partial(PassContext.of, ranks, **given)  # a new context for each direct run, see `call`
+        self.context: PassContext = self._make_context()
         self.notes: list[Note] = []
         self.changes = 0
 
     @classmethod
-    def of(cls, job: Any) -> Pass | None:
+    def of(cls, context: Any) -> Pass | None:
         """Create the pass for a run by `Passes`, a sequence of passes.
 
-        Subclasses override it to skip jobs to which they do not apply.
+        Subclasses override it to skip graphs to which they do not apply.
 
         Args:
-            job: The context in which the pass would run, of the class that the pass expects.
+            context: The context in which the pass would run, of the class that the pass expects.
 
         Returns:
-            The pass, or None to skip it; by default the pass runs on every job.
+            The pass, or None to skip it; by default the pass runs on every context.
         """
         return cls()
 
-    def apply(self, gm: GraphModule, job: Any) -> int:
+    def apply(self, gm: GraphModule, context: Any) -> int:
         """Rewrite the graph; each subclass implements it.
 
         Args:
             gm: The graph.
-            job: The context of the run, of the class that the pass expects.
+            context: The context of the run, of the class that the pass expects.
 
         Returns:
             The number of changes; 0 if the graph is unchanged.
         """
         raise NotImplementedError
 
-    def run(self, gm: GraphModule, job: PassContext) -> list[Note]:
-        """Apply the pass to a graph, and record the run in the job.
+    def run(self, gm: GraphModule, context: PassContext) -> list[Note]:
+        """Apply the pass to a graph, and record the run in the context.
 
         Args:
             gm: The graph.
-            job: The context; its `runs` and `notes` are extended.
+            context: The context; its `runs` and `notes` are extended.
 
         Returns:
             The notes of the run. `self.gm` is the rewritten graph.
         """
         set_step(f"pass {self.name}")  # shown by the progress line
-        self.gm, self.job, self.notes = gm, job, []
+        self.gm, self.context, self.notes = gm, context, []
         self.edit(gm.graph)  # binds the methods of GraphEditor to this graph
         text_before = gm.print_readable(print_output=False) if is_tracing_enabled() else ""
         nodes_before, start = len(gm.graph.nodes), time.perf_counter()
-        self.changes = self.apply(gm, job)
+        self.changes = self.apply(gm, context)
         if self.changes:
             self.gm.graph.lint()
             self.gm.recompile()
-            job.invalidate()  # the cached analysis is of the old graph
+            context.invalidate()  # the cached analysis is of the old graph
         seconds, added_nodes = time.perf_counter() - start, len(self.gm.graph.nodes) - nodes_before
-        job.runs.append(PassRun(self.name, self.requires, self.provides, self.changes, added_nodes, seconds))
-        job.notes += [note for note in dict.fromkeys(self.notes) if note not in job.notes]  # each text once, in order
+        context.runs.append(PassRun(self.name, self.requires, self.provides, self.changes, added_nodes, seconds))
+        context.notes += [
+            note for note in dict.fromkeys(self.notes) if note not in context.notes
+        ]  # each text once, in order
         log.debug("after %s: %d changes, %d nodes", self.name, self.changes, len(self.gm.graph.nodes))
         if self.changes and text_before:
             trace_graph(f"sp_before_{self.name}", text_before)
@@ -153,10 +155,10 @@ class Pass(PassBase, GraphEditor):
         Raises:
             SpError: The pass refuses the graph.
         """
-        job = self._make_job()
-        self.run(graph_module, job)
-        if job.refusal is not None:
-            raise job.refusal.error()
+        context = self._make_context()
+        self.run(graph_module, context)
+        if context.refusal is not None:
+            raise context.refusal.error()
         return PassResult(self.gm, self.changes > 0)
 
     def note(self, node: Node, text: str, subject: str = "", kind: NoteKind = NoteKind.REWRITTEN) -> None:
@@ -191,27 +193,28 @@ class Passes(Pass):
         """Return the passes, in order; subclasses override it for passes that are registered at run time."""
         return cls.steps
 
-    def apply(self, gm: GraphModule, job: Any) -> int:
-        """Run the parts that apply to the job, and return the sum of their changes.
+    def apply(self, gm: GraphModule, context: Any) -> int:
+        """Run the parts that apply to the context, and return the sum of their changes.
 
-        A part that cannot split the graph sets `job.refusal`; no part runs after it.
+        A part that cannot split the graph sets `context.refusal`; no part runs after it.
         """
         changes = 0
         for part in self.parts():
-            step = part.of(job)
-            if step is not None and job.refusal is None:
-                self.notes += step.run(self.gm, job)
+            step = part.of(context)
+            if step is not None and context.refusal is None:
+                self.notes += step.run(self.gm, context)
                 self.gm = step.gm
                 changes += step.changes
         return changes
 
-    def run(self, gm: GraphModule, job: PassContext) -> list[Note]:
+    def run(self, gm: GraphModule, context: PassContext) -> list[Note]:
         """Run the passes on a graph and return their notes.
 
-        It replaces `Pass.run`, which would also record the sequence itself in `job.runs`, and so count its parts twice.
+        It replaces `Pass.run`, which would also record the sequence itself in `context.runs`, and count its parts
+        twice.
         """
-        self.gm, self.job, self.notes = gm, job, []
-        self.changes = self.apply(gm, job)
+        self.gm, self.context, self.notes = gm, context, []
+        self.changes = self.apply(gm, context)
         return self.notes
 
 
@@ -233,8 +236,8 @@ class CanonicalPass(Pass):
 class CollectivePass(Pass):
     """A pass over the collectives of a joint graph, for graphs that all ranks rewrite equally.
 
-    The job is a `CollectiveContext` of `passes.collectives.collective_context`. A subclass defines `of(context)`, which
-    returns the pass, or None if it does not apply, such as for a program without process groups of its own.
+    The context is a `CollectiveContext` of `passes.collectives.collective_context`. A subclass defines `of(context)`,
+    which returns the pass, or None if it does not apply, such as for a program without process groups of its own.
 
     Example: the maximum of a maximum over the same ranks is that maximum.
 

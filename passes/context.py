@@ -1,4 +1,4 @@
-"""Define the context of passes over one graph, called `job`: their options, analysis and results.
+"""Define the context of passes over one graph: their options, analysis and results.
 
 Notes are lines of the report. A refusal ends the passes, so that the caller changes the inputs and runs them again. The
 analysis is the names of the graph's axes and the placements of its values; it is cached until the graph changes.

@@ -1,6 +1,6 @@
 """Sequence parallelism for unmodified PyTorch models: `torch.compile(model, backend="sp")`."""
 
-from sp_compile.functional.attention_calls import (
+from sp_compile.functional.attention_functions import (
     gathered_attention,
     hybrid_attention,
     ring_attention,
@@ -8,7 +8,13 @@ from sp_compile.functional.attention_calls import (
 )
 from sp_compile.functional.in_shards import in_shards
 from sp_compile.functional.permuted_all_to_all import all_to_all_permute, declare_symmetric_memory
-from sp_compile.functional.scans import affine_scan, exclusive_scan, inclusive_scan, linear_scan, segmented_scan
+from sp_compile.functional.scan_functions import (
+    affine_scan,
+    exclusive_scan,
+    inclusive_scan,
+    linear_scan,
+    segmented_scan,
+)
 from sp_compile.integrations.shard_cache import shard_cache
 from sp_compile.integrations.shard_layers import fully_shard_and_compile
 from sp_compile.lowering import attention as _attention  # noqa: F401  (the packages of lowering register the sp:: ops)

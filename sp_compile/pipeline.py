@@ -123,12 +123,12 @@ def strategy_passes() -> tuple[type[DemandPass], ...]:
     )
 
 
-def run_pipeline(gm: GraphModule, job: PassContext) -> tuple[GraphModule, Report] | Refusal:
+def run_pipeline(gm: GraphModule, context: PassContext) -> tuple[GraphModule, Report] | Refusal:
     """Lower a captured graph in the global view to the graph of one rank.
 
     Args:
         gm: The captured graph, which is changed.
-        job: The context of the passes.
+        context: The context of the passes.
 
     Returns:
         The graph of one rank and the report; or a Refusal, if a pass cannot split the graph with these inputs. The
@@ -137,37 +137,37 @@ def run_pipeline(gm: GraphModule, job: PassContext) -> tuple[GraphModule, Report
     Raises:
         SpError: The graph does not support an option; see the passes.
     """
-    if job.ranks.n == 1:  # nothing is exchanged
-        job.notes += _note_idle_options(job)
-        job.options = replace(job.options, attention="auto", layout="auto")
-    pipeline = Pipeline(job)
+    if context.ranks.n == 1:  # nothing is exchanged
+        context.notes += _note_idle_options(context)
+        context.options = replace(context.options, attention="auto", layout="auto")
+    pipeline = Pipeline(context)
     check_pass_order(iterate_passes(Pipeline))
-    pipeline.run(gm, job)
-    if job.refusal is not None:
-        return job.refusal
-    assert job.input_placements is not None
+    pipeline.run(gm, context)
+    if context.refusal is not None:
+        return context.refusal
+    assert context.input_placements is not None
     # `pipeline.gm` is the graph of one rank. `gm` has the nodes of the global view, for which the placements are known.
     results = gm.graph.output_node().all_input_nodes
-    pipeline.gm.meta[OUTPUT_INFOS] = output_infos(gm, job.input_placements)
+    pipeline.gm.meta[OUTPUT_INFOS] = output_infos(gm, context.input_placements)
     return pipeline.gm, Report(
-        job.ranks.n,
-        notes=job.notes,
-        exchanges=find_exchanges(pipeline.gm, job.ranks.n),
-        attention=merge_decisions(job.decisions),
-        memory=job.memory,
-        tiled=job.tiled_regions,
-        inputs=job.sequence_inputs,
-        sharded_outputs=[n.name for n in results if isinstance(job.input_placements.of(n), Shard)],
-        work=job.work,
-        candidates=job.candidates,
-        constraints=job.constraints,
-        passes=job.runs,
+        context.ranks.n,
+        notes=context.notes,
+        exchanges=find_exchanges(pipeline.gm, context.ranks.n),
+        attention=merge_decisions(context.decisions),
+        memory=context.memory,
+        tiled=context.tiled_regions,
+        inputs=context.sequence_inputs,
+        sharded_outputs=[n.name for n in results if isinstance(context.input_placements.of(n), Shard)],
+        work=context.work,
+        candidates=context.candidates,
+        constraints=context.constraints,
+        passes=context.runs,
     )
 
 
-def _note_idle_options(job: PassContext) -> Iterator[Note]:
+def _note_idle_options(context: PassContext) -> Iterator[Note]:
     """Yield a note for each option that one rank does not use; no error, so that scripts run on any number of ranks."""
-    for option, requested in (("attention", job.options.attention), ("layout", job.options.layout)):
+    for option, requested in (("attention", context.options.attention), ("layout", context.options.layout)):
         if requested != "auto":
             yield Note(NoteKind.DECLINED, requested, f"{option}={requested!r} has no effect on one rank")
 

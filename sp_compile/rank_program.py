@@ -74,7 +74,7 @@ class RankProgram:
     @property
     def has_user_collectives(self) -> bool:
         """Return True if the user's program has collectives of its own, which passes on the joint graph may change."""
-        return bool(self.joint.job.session.groups)
+        return bool(self.joint.context.session.groups)
 
     @property
     def input_bytes(self) -> int:
@@ -92,7 +92,7 @@ class RankProgram:
         token, a tensor of one element: the backward stores the gradient of the result outside of the graph, and passes
         the number under which it is stored as the gradient of the token.
         """
-        job = BoundaryContext(
+        context = BoundaryContext(
             self.ranks,
             self.options,
             machine=self.machine,
@@ -100,9 +100,9 @@ class RankProgram:
             trains=torch.is_grad_enabled(),
             is_split_only=not self.has_user_collectives,  # the program has no collectives of its own
         )
-        BoundaryPasses(job)(self.graph)
-        self.boundary = job.boundary
-        self.report.passes += job.runs
+        BoundaryPasses(context)(self.graph)
+        self.boundary = context.boundary
+        self.report.passes += context.runs
 
     def partitioned_passes(self, options: SPConfig | None = None) -> PartitionedPasses | None:
         """Return the passes over forward and backward: overlap of collectives, and offload of saved values.
@@ -234,7 +234,7 @@ def guard_program(
             run=None, ranks=SINGLE_RANK, info=info, program=ProgramDigest(), inputs=ComparedInputs(), error=error
         )
     for ranks in reversed(session.groups):  # the first group is checked first, as in CompileProtocol.start
-        joint = None if lowered is None else lowered.joint.job
+        joint = None if lowered is None else lowered.joint.context
         # The inputs whose values the passes assume to be equal on these ranks.
         common_inputs = None if joint is None else joint.common_inputs.get(ranks.group)
         has_backward_collectives = joint is not None and ranks.group in joint.backward

@@ -131,7 +131,7 @@ class SplitProgram:
         """Run the passes over the captured graph, and return the graph of one rank, or the refusal of a pass."""
         view, ranks = self.view, self.session.ranks
         inputs = local_inputs(self.program.inputs, view.layouts, view.graph)
-        job = PassContext(
+        context = PassContext(
             ranks,
             self.config,
             seq_dims=view.seq_dims,
@@ -144,7 +144,7 @@ class SplitProgram:
             fragment=view.fragment,
             has_sharded_peer=has_sharded_outputs(ranks),
         )
-        result = run_pipeline(view.graph, job)
+        result = run_pipeline(view.graph, context)
         if isinstance(result, Refusal):
             return result
         local, report = result

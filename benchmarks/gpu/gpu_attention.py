@@ -42,7 +42,7 @@ from measuring.clock import Clock, Job
 from measuring.handwritten import zigzag
 from measuring.tables import describe_run, markdown, processor
 
-from sp_compile.functional import attention_calls as functional
+from sp_compile.functional import attention_functions as functional
 from sp_compile.lowering import triton as triton_kernels
 from sp_compile.lowering.attention.kernel_args import Kernel, KernelArgs, KernelKey
 from sp_compile.lowering.attention.kernels import BLOCK_KERNELS

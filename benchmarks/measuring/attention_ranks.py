@@ -79,7 +79,7 @@ def attention_on_shards(case: Case, group: dist.ProcessGroup) -> Attend:
     """Return the handwritten module or the operator of a case, for shards (B, s, H, D)."""
     if case.how == "handwritten":
         return UlyssesAttention(group) if case.what == "ulysses" else ZigzagRingAttention(group)
-    from sp_compile.functional.attention_calls import ring_attention, ulysses_attention
+    from sp_compile.functional.attention_functions import ring_attention, ulysses_attention
 
     op, layout = (ulysses_attention, "contiguous") if case.what == "ulysses" else (ring_attention, "zigzag")
 

@@ -132,15 +132,15 @@ class KernelSelector:
 
         A packed call computes several sequences, such as documents, each with a window (a range of keys around each
         query). Windows are used only if all kernels that would run them support windows, which kernels with mask
-        tensors (`supports_masks`) do not: if one of these is selected, the blocks of the plan without windows are
+        tensors (`can_mask`) do not: if one of these is selected, the blocks of the plan without windows are
         returned, and no packed calls.
         """
-        if not self._has_mask and not self.select(Kind.PACKED, self._rows).supports_masks:
+        if not self._has_mask and not self.select(Kind.PACKED, self._rows).can_mask:
             packed = [(call, self._select_for(call)) for call in self._plan.packed]  # for kernels with windows
             blocks = [(block, self._select_for(block)) for block in self._plan.others]  # blocks in no packed call
             window_kernels = [kernel for _, kernel in packed]
             window_kernels += [kernel for block, kernel in blocks if block.kind is not Kind.MASKED]  # no window
-            if not any(kernel.supports_masks for kernel in window_kernels):
+            if not any(kernel.can_mask for kernel in window_kernels):
                 return [*self._split_by_length(packed, len(blocks))], blocks
         return [], [(block, self._select_for(block)) for block in self._plan.blocks]
 
@@ -173,7 +173,7 @@ def _query_strips(q: Tensor, v: Tensor, masking: CallMask, mask_grad: bool) -> I
     """
     selector = KernelSelector(q, v, masking, mask_grad)
     packed_calls, block_calls = selector.select_all()
-    if any(kernel.supports_masks for _, kernel in block_calls):
+    if any(kernel.can_mask for _, kernel in block_calls):
         all_pairs = Block(0, q.shape[2], 0, v.shape[2], Kind.MASKED)
         kernel = selector.select(all_pairs.kind, min(all_pairs.q_len, all_pairs.k_len))
         if kernel.fused:
@@ -187,10 +187,10 @@ def _query_strips(q: Tensor, v: Tensor, masking: CallMask, mask_grad: bool) -> I
         calls = list(group)
         # A kernel without tensor masks has no tensors that grow with the queries, so its calls are not cut. Nor could
         # it run the lower rows of a causal block alone: the first of them attends to several keys.
-        uncut: QueryStrip = [call for call in calls if not call[1].supports_masks]
+        uncut: QueryStrip = [call for call in calls if not call[1].can_mask]
         if uncut:
             yield uncut
-        strip = [call for call in calls if call[1].supports_masks]
+        strip = [call for call in calls if call[1].can_mask]
         if strip:
             rows = min(_max_strip_rows(q, masking, mask_grad, block, kernel) for block, kernel in strip)
             for low in range(0, strip[0][0].q_len, rows):

@@ -34,7 +34,7 @@ from torch.utils.flop_counter import register_flop_formula
 from sp_compile.lowering.masks.block_plan import count_decided_pairs, plan_blocks, tiles_by_position
 from sp_compile.lowering.masks.blocks import Block, BlockPlan, Kind, count_pairs
 from sp_compile.lowering.masks.pieces import Pieces
-from sp_compile.lowering.masks.predicate import depends_on_distance, position_conditions
+from sp_compile.lowering.masks.predicate import is_distance_only, position_conditions
 from sp_compile.lowering.masks.spans import Rows, Segment, local_valid_rows, sort_by_index, span_rows
 from sp_compile.lowering.torch_compat import FakeTensor, size_hint, use_real_tensors
 
@@ -202,7 +202,7 @@ def _mean_pairs(
     else:
         row_pairs = [(rows, span_rows(k_span, keys, rank)) for rank, rows in zip(ranks, query_rows)]
     row_pairs = [(sort_by_index(q), sort_by_index(k)) for q, k in row_pairs]
-    if not depends_on_distance(conditions, sizes):
+    if not is_distance_only(conditions, sizes):
         return sum(_count_known_pairs(conditions, q, k, sizes) for q, k in row_pairs) // len(ranks)
     # The predicate depends only on the distance of a query and a key. Pairs of segments (consecutive positions) with
     # the same lengths and the same distance thus have the same count, which is computed once.

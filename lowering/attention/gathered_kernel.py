@@ -79,7 +79,7 @@ class GatheredKeys(NamedTuple):
             dq = accumulate(dq, part_dq)
             dmask = accumulate(dmask, part_dmask) if mask_grad else part_dmask
             if packed:
-                dk, dv = split_keys_values(self._reduce_scatter(dk, self._keeps_rank_order(args)), k, v)
+                dk, dv = split_keys_values(self._reduce_scatter(dk, self._is_rank_order(args)), k, v)
             elif self.frame is not None:  # one rank: add the padded rows that `_gather` has removed, as zeros
                 dk, dv = (pad_to_frame(x, SEQUENCE, self.frame, 1, edge=False) for x in (dk, dv))
             key_grads.append((dk, dv))
@@ -88,7 +88,7 @@ class GatheredKeys(NamedTuple):
         dk, dv = (parts[0] if len(parts) == 1 else torch.cat(parts, SEQUENCE) for parts in zip(*key_grads))
         return dq, dk, dv, dmask
 
-    def _keeps_rank_order(self, args: LocalArgs) -> bool:
+    def _is_rank_order(self, args: LocalArgs) -> bool:
         """Return True if queries attend to the gathered keys in rank order, which needs no copy of the keys.
 
         In rank order, keys are those of rank 0, then of rank 1, and so on, with padding; zigzag shards are gathered in
@@ -105,7 +105,7 @@ class GatheredKeys(NamedTuple):
         A span describes which rows of the sequence the part contains, in which order. ``cat`` concatenates K and V:
         torch.cat, or in a backward a function that waits for the cotangent.
         """
-        if self.frame is None or not self._keeps_rank_order(args):
+        if self.frame is None or not self._is_rank_order(args):
             keys, values = self._gather(k, v, cat)
             yield keys, values, full_span(keys.shape[SEQUENCE])
             return

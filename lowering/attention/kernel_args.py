@@ -93,7 +93,7 @@ class BiasSupport(NamedTuple):
     other: bool = False
     grad: bool = False  # the gradient of the bias
 
-    def supports(self, key: KernelKey) -> bool:
+    def can_add(self, key: KernelKey) -> bool:
         """Return True if the kernel supports the additive mask (bias) of a block with this key.
 
         If the block has no bias, return True if the kernel supports blocks without one.
@@ -141,15 +141,15 @@ class Kernel:
     switch: Callable[[], bool] = lambda: True  # returns True if further conditions of this process hold
 
     @property
-    def supports_masks(self) -> bool:
+    def can_mask(self) -> bool:
         """Return True if the kernel supports mask tensors."""
         return self.kinds is None or Kind.MASKED in self.kinds
 
     def can_run(self, key: KernelKey) -> bool:
         """Return True if the kernel can run a block with this key on its device, in this process."""
-        return self.can_run_on_type(key) and self._supports_capability(key.device) and self.switch()
+        return self.can_run_on_type(key) and self._has_capability(key.device) and self.switch()
 
-    def _supports_capability(self, device: torch.device) -> bool:
+    def _has_capability(self, device: torch.device) -> bool:
         """Return True if the device has a CUDA capability that the kernel supports.
 
         `capability` is the minimum, and `generations` are the major versions.
@@ -180,7 +180,7 @@ class Kernel:
             (self.dtypes is None or key.dtype in self.dtypes)
             and (self.kinds is None or key.kind in self.kinds)
             and self.windows(key.window, key.is_square)
-            and self.biases.supports(key)
+            and self.biases.can_add(key)
             and _is_within(key.head_dim, self.head_dim)
             and _is_within(key.repeated_elements if self.repeats_heads else key.elements, self.elements)
             and self.rows <= key.rows

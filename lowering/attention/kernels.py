@@ -231,7 +231,7 @@ _flash = partial(
 )
 _efficient = partial(
     Kernel, "efficient", cuda.efficient_forward, cuda.efficient_backward, device="cuda", aligned_at_end=True,
-    capability=(7, 0), windows=cuda.supports_efficient_window, pads=True, rate="efficient", elements=INT32_ELEMENTS,
+    capability=(7, 0), windows=cuda.can_run_efficient_window, pads=True, rate="efficient", elements=INT32_ELEMENTS,
     repeats_heads=True,
 )  # fmt: skip
 

@@ -168,7 +168,7 @@ _ALIGNED_ELEMENTS = 16  # torch pads rows of a bias to a multiple of this; it re
 _MIN_SCORE = -torch.finfo(torch.float32).max * math.log(2)
 
 
-def supports_efficient_window(window: Window, is_square: bool) -> bool:
+def can_run_efficient_window(window: Window, is_square: bool) -> bool:
     """Return True if memory-efficient attention supports the window in forward and backward.
 
     A window that is not simply causal needs equal numbers of queries and keys (``is_square``): up to torch 2.13, the

@@ -234,7 +234,7 @@ class SPConfig:
         return self.compiler in JOINT_COMPILERS
 
     @property
-    def uses_inductor(self) -> bool:
+    def is_inductor(self) -> bool:
         """Return True if Inductor compiles the graphs, for its decompositions and its memory estimate.
 
         Returns:

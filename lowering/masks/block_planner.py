@@ -110,7 +110,7 @@ class BlockPlanner:
             else:
                 runs += window_runs
         create_blocks = partial(self._merge_tiles, tile_blocks)
-        if len(runs) == 1 and not others and self._covers_all(runs[0]):
+        if len(runs) == 1 and not others and self._is_full_run(runs[0]):
             return BlockPlan(others=(block_of(runs[0]),), create_blocks=create_blocks)
         return BlockPlan(packed=tuple(packed_calls(runs)), others=tuple(others), create_blocks=create_blocks)
 
@@ -139,7 +139,7 @@ class BlockPlanner:
             runs += known_runs
         return tuple(map(block_of, runs))
 
-    def _covers_all(self, run: AttendedRun) -> bool:
+    def _is_full_run(self, run: AttendedRun) -> bool:
         """Return True if the run has all valid queries and keys.
 
         Its shape is then the same in every call, so that a kernel that is built for each shape may run it.

@@ -162,7 +162,7 @@ class AttendedRun(NamedTuple):
 
         In a document of 3 rows, a window with 2 or more keys to the left has the same effect as one without a left
         limit. False for at least two more queries than keys, for which kernels support only some windows
-        (`supports_window`), unless it is the run's own window.
+        (`can_apply_window`), unless it is the run's own window.
         """
         if window == self.window:
             return True
@@ -218,7 +218,7 @@ def _band_runs(q: Range, k: Range, lower: int, upper: int) -> list[AttendedRun]:
     right = None if upper >= keys - 1 else upper - (keys - rows)
     window = Window(left, right)
     # With at most one query more than keys, all queries have a key's position or the one before the first key.
-    if rows <= keys + 1 or supports_window(window, rows, keys):
+    if rows <= keys + 1 or can_apply_window(window, rows, keys):
         return [AttendedRun(q, k, window)]
     # Cut at the first query that attends to the last key, and at the first one that does not attend to the first key:
     # the windows of the parts have fewer limits. For `k <= q`, `q - k <= 2` on 4 queries and 2 keys, cut at 1 and 3.
@@ -228,7 +228,7 @@ def _band_runs(q: Range, k: Range, lower: int, upper: int) -> list[AttendedRun]:
     return [run for a, b in pairwise(cuts) for run in _band_runs((q[0] + a, q[0] + b), k, lower + a, upper + a)]
 
 
-def supports_window(window: Window, queries: int, keys: int) -> bool:
+def can_apply_window(window: Window, queries: int, keys: int) -> bool:
     """Return True if FlashAttention applies a window correctly to at least two more queries than keys.
 
     A window counts from the end: the last query has the position of the last key, so the first queries are before the

@@ -442,12 +442,12 @@ def as_linear(text: str, sizes: tuple[int, ...]) -> Linear | None:
 
 
 @lru_cache(maxsize=1024)
-def depends_on_distance(text: str, sizes: tuple[int, ...]) -> bool:
+def is_distance_only(text: str, sizes: tuple[int, ...]) -> bool:
     """Return True if all conditions of a predicate depend only on the distance k - q, as those of windows do."""
-    return all(_compares_distance(as_linear(condition, sizes)) for condition in split_conjuncts(text))
+    return all(_is_distance(as_linear(condition, sizes)) for condition in split_conjuncts(text))
 
 
-def _compares_distance(linear: Linear | None) -> bool:
+def _is_distance(linear: Linear | None) -> bool:
     """Return True if a linear condition depends only on the distance k - q; False for None, which is not linear."""
     if linear is None or [name for name, _ in linear.of_query + linear.of_key] != ["q", "k"]:
         return False

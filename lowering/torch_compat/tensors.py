@@ -146,7 +146,7 @@ def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(numpy.may_share_memory(x, y, max_work=10_000))  # type: ignore[arg-type]
 
 
-def follows_from_guards(mode: FakeTensorMode | None, fact: Any) -> bool:
+def is_guaranteed(mode: FakeTensorMode | None, fact: Any) -> bool:
     """Return True if a sympy relation of sizes follows from the guards so far. Adds no guard."""
     env = mode.shape_env if mode is not None else None
     return env is not None and bool(env._maybe_evaluate_static(fact) == sympy.true)  # None: not known
@@ -249,7 +249,7 @@ def _symbol_checks(size: torch.SymInt) -> list[CodeType]:
     return [compile(PythonPrinter().doprint(expr), "guard", "eval") for expr in guards]
 
 
-def depends_on_size(size: torch.SymInt) -> bool:
+def is_specialized(size: torch.SymInt) -> bool:
     """Return True if the traced program depends on a size: a guard distinguishes values of it.
 
     A guard does so if it does not hold for one of about 60 other sizes, smaller and larger ones. The result is also

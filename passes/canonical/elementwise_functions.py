@@ -57,7 +57,7 @@ _CLAMPS = parse_overloads("clamp clip")
 class ReplaceTokenFunctions(CanonicalPass):
     """Replacement of every elementwise autograd.Function."""
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Replace the Functions with one result whose forward and backward are elementwise."""
         functions = gm.graph.find_nodes(op="call_function", target=autograd_function_apply)
         return sum(self._rewrite(node) for node in functions)
@@ -76,7 +76,7 @@ class ReplaceTokenFunctions(CanonicalPass):
             return False
         if not all(_has_only_pointwise_ops(body, shape) for body in bodies):
             return False
-        if not _keeps_zero_gradients(bodies[1]):
+        if not _are_zero_gradients_kept(bodies[1]):
             self.note_refusal(node, "its operands are gathered: its backward may not be 0 for a gradient of 0")
             return False
         with self.graph.inserting_before(node):
@@ -109,7 +109,7 @@ def is_pure_pointwise(target: Any) -> bool:
     return POINTWISE in target.tags and torch.Tag.nondeterministic_seeded not in target.tags
 
 
-def _keeps_zero_gradients(backward: GraphModule) -> bool:
+def _are_zero_gradients_kept(backward: GraphModule) -> bool:
     """Return True if all gradients that a backward returns are provably 0 where the gradient of the result is 0.
 
     The rows of a rank include padded ones, whose gradients are 0. A number, such as a loss, would get its gradient from
@@ -118,13 +118,17 @@ def _keeps_zero_gradients(backward: GraphModule) -> bool:
     placeholders = backward.graph.find_nodes(op="placeholder")
     zeros = {next(node for node in placeholders if is_tensor(node))}  # the first one is the gradient of the result
     for node in backward.graph.nodes:
-        if node.op == "call_function" and is_tensor(node) and (constant_value(node) == 0 or _returns_zero(node, zeros)):
+        if (
+            node.op == "call_function"
+            and is_tensor(node)
+            and (constant_value(node) == 0 or _is_zero_result(node, zeros))
+        ):
             zeros.add(node)
     gradients = pytree.tree_leaves(backward.graph.output_node().args[0])  # None for an operand without a gradient
     return all(gradient in zeros for gradient in gradients if is_tensor(gradient))
 
 
-def _returns_zero(node: Node, zeros: set[Node]) -> bool:
+def _is_zero_result(node: Node, zeros: set[Node]) -> bool:
     """Return True if the result of an op is 0 where the values `zeros` are 0."""
     if move_source(node) in zeros or (node.target is aten.detach.default and node.args[0] in zeros):
         return True

@@ -37,8 +37,8 @@ from sp_compile.passes.sharding.matchers import (
     is_arange,
     is_cast_op,
     is_copy,
+    is_order_preserving,
     is_rearrangement,
-    keeps_order,
     move_source,
     value_origin,
 )
@@ -60,7 +60,7 @@ class RewriteSortedRows(CanonicalPass):
 
     requires = frozenset({"normalized"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Replace the sorts of vectors by keys and all uses of their order by sp ops."""
         sorts = [node for op in SORT_OPS for node in gm.graph.find_nodes(op="call_function", target=op)]
         return sum(self._rewrite(node) for node in sorts)
@@ -155,7 +155,7 @@ class _SortUses:
         """Return True if the number is R, the number of keys; a use must read or write all R rows."""
         return is_same_size(num_rows, node_shape(self.order)[0])
 
-    def depends_on_order(self, node: Any) -> bool:
+    def is_in_key_order(self, node: Any) -> bool:
         """Return True if a value has rows in the order of the keys, or is computed from that order.
 
         Every reader of such a value must be a use that `accept` supports, at the operand where that use expects it.
@@ -191,7 +191,7 @@ class _SortUses:
             return True
         times = self.tokens.get(index)  # how often each row is read; None for another index
         # x is unsorted, and all reads together are R rows.
-        if times is None or self.depends_on_order(x) or not self.has_length(node_shape(x)[0] * times):
+        if times is None or self.is_in_key_order(x) or not self.has_length(node_shape(x)[0] * times):
             return False
         self.sorted_reads[node] = times
         self.rows.add(node)
@@ -208,7 +208,7 @@ class _SortUses:
         if node.target is aten.scatter_add.default:
             index = self._row_index(index, out, rows)
         times = self.tokens.get(index)
-        if times is None or self.depends_on_order(out) or rows not in self.rows or OpCall(node).get("alpha", 1) != 1:
+        if times is None or self.is_in_key_order(out) or rows not in self.rows or OpCall(node).get("alpha", 1) != 1:
             return False
         if not self.has_length(node_shape(out)[0] * times):
             return False
@@ -231,7 +231,7 @@ class _SortUses:
             return False
         if node.target is aten.expand.default:
             vector = self.expanded.get(source)
-        elif is_same_size(shape[1], 1) and keeps_order(node):
+        elif is_same_size(shape[1], 1) and is_order_preserving(node):
             vector = source if source in self.tokens else None
         else:
             return False
@@ -256,7 +256,7 @@ class _SortUses:
             return False
         out, _, values = node.args[:3]
         is_own_buffer = out in self.buffers or out in self.rows  # its rows do not matter: all R are overwritten
-        if not self.has_length(node_shape(out)[0]) or (self.depends_on_order(out) and not is_own_buffer):
+        if not self.has_length(node_shape(out)[0]) or (self.is_in_key_order(out) and not is_own_buffer):
             return False
         if not is_same_shape(node_shape(values), node_shape(out)):  # rows are broadcast to those of out
             return False
@@ -314,7 +314,7 @@ class _SortUses:
         if name not in GROUPED_MM_OPS or len(node.args) != 3 or node.kwargs or not has_ascending_keys:
             return False
         x, w, ends = node.args  # rows (R, I), matrices (E, I, O), ends of the groups (E,)
-        if x not in self.rows or self.depends_on_order(w) or not self._is_group_ends(ends, node_shape(w)[0]):
+        if x not in self.rows or self.is_in_key_order(w) or not self._is_group_ends(ends, node_shape(w)[0]):
             return False
         self.products[node] = name
         self.rows.add(node)
@@ -336,7 +336,7 @@ class _SortUses:
             if x in self.rows:
                 row_factors.add(dims[0])
                 other_factors.update(flatten_dims(dims[1:]))
-            elif self.depends_on_order(x):
+            elif self.is_in_key_order(x):
                 return False
             else:
                 other_factors.update(flatten_dims(dims))
@@ -377,7 +377,7 @@ def _find_uses(node: Node, call: OpCall) -> _SortUses:
     if keys is not None:
         uses.rows.add(keys)
     for reader in dropwhile(lambda n: n is not node, node.graph.nodes):  # the sort and all nodes after it
-        is_use = reader not in (node, *results.values()) and any(map(uses.depends_on_order, reader.all_input_nodes))
+        is_use = reader not in (node, *results.values()) and any(map(uses.is_in_key_order, reader.all_input_nodes))
         if is_use and not uses.accept(reader):
             uses.unsupported = uses.unsupported or reader
     return uses

@@ -28,7 +28,7 @@ class RewriteElementReads(CanonicalPass):
 
     requires = frozenset({"normalized"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Replace every read of one element per row, such as x[arange(N), y], by a gather; return their number."""
         reads = [n for n in gm.graph.find_nodes(op="call_function", target=aten.index.Tensor) if _is_element_read(n)]
         for node in reads:

@@ -68,7 +68,7 @@ class ReplaceMaskedWrites(CanonicalPass):
 
     requires = frozenset({"normalized"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Replace every write at one boolean mask by where; return their number."""
         puts = [n for op in SCATTER_OPS for n in gm.graph.find_nodes(op="call_function", target=op)]
         puts = [n for n in puts if _is_masked_put(n)]

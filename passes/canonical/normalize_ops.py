@@ -62,7 +62,7 @@ class NormalizeOps(CanonicalPass):
 
     provides = frozenset({"canonical", "normalized"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Replace aliases, erase assertions on metadata, and apply `_NORMALIZERS`; return the number of changes."""
         changes = _replace_aliases(gm)
         for node in list(gm.graph.nodes):
@@ -258,7 +258,7 @@ class NormalizeRepeats(CanonicalPass):
 
     requires = frozenset({"grouped heads"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Replace repeat_interleave along a dim by views.
 
         Without a dim, it repeats the elements of the flattened tensor: such a call remains and is reported.

@@ -45,7 +45,7 @@ class FoldPaddings(CanonicalPass):
 
     requires = frozenset({"scan idioms"})  # these use the same ops
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Fold paddings into the ops that read them, then slices into the ops whose results they cut."""
         changes = 0
         for rewrite in (self._fold_into_readers, self._fold_slices):  # in this order, as a reader may itself be sliced
@@ -154,13 +154,13 @@ def pad_of_source(pad: PadMatch) -> PadMatch | None:
         return None
     source = value_origin(piece.source)
     cut_after = simplify_size(node_shape(source)[pad.dim] - piece.start - piece.length)
-    if not _hides_cut(pad.before, piece.start) or not _hides_cut(pad.after, cut_after):
+    if not _is_one_padding(pad.before, piece.start) or not _is_one_padding(pad.after, cut_after):
         return None
     before, after = simplify_size(pad.before - piece.start), simplify_size(pad.after - cut_after)
     return replace(pad, source=source, before=before, after=after)
 
 
-def _hides_cut(pad: Size, cut: Size) -> bool:
+def _is_one_padding(pad: Size, cut: Size) -> bool:
     """Return True if cutting and then padding one end of a dim equals one padding by the difference.
 
     That holds if either does nothing: no rows are cut, or no rows are added. Two rows of padding in place of two rows

@@ -42,7 +42,7 @@ class RewritePatchConvolutions(CanonicalPass):
 
     requires = frozenset({"normalized"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Replace each convolution over patches of which only (N, D, patches) is read, and return their number."""
         calls = [OpCall(n) for op in CONVOLUTIONS for n in gm.graph.find_nodes(op="call_function", target=op)]
         changes = 0

@@ -30,7 +30,7 @@ PASSTHROUGH_OPS = (c10d.all_reduce.default, c10d.wait_tensor.default, aten.detac
 class ReplaceReducePairs(CanonicalPass):
     """Replacement of every autograd.Function that only reduces."""
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Replace Functions whose forward and backward are all_reduces of one tensor by sp::reduce_pair."""
         functions = gm.graph.find_nodes(op="call_function", target=autograd_function_apply)
         return sum(self._rewrite(node) for node in functions)

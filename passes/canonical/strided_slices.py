@@ -27,12 +27,12 @@ class GroupStridedSlices(CanonicalPass):
 
     requires = frozenset({"normalized"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Replace each slice x[:, i::step] that reads one row of each group of `step` rows; return their number."""
         slices = [
             n
             for n in gm.graph.find_nodes(op="call_function", target=aten.slice.Tensor)
-            if _reads_groups(n, job.ranks.n)
+            if _is_group_read(n, context.ranks.n)
         ]
         for node in slices:
             self._rewrite(OpCall(node))
@@ -47,7 +47,7 @@ class GroupStridedSlices(CanonicalPass):
             self.replace(node, self.compute(aten.select.int, (grouped, dim + 1, call["start"] or 0), node))
 
 
-def _reads_groups(node: Node, n: int) -> bool:
+def _is_group_read(node: Node, n: int) -> bool:
     """Return True for a slice along an inner dim that reads one row of each group of `step` rows, on n ranks.
 
     For x[:, 1::2] with 6 rows, the groups are (0, 1), (2, 3) and (4, 5), of which the slice reads rows 1, 3 and 5.

@@ -157,7 +157,7 @@ def fix_lengths(gm: GraphModule, example_inputs: Sequence[Any]) -> bool:
     sizes = [
         size
         for size in _symbolic_sizes(fakes)
-        if as_size(size) not in marked_sizes and torch_compat.depends_on_size(size)
+        if as_size(size) not in marked_sizes and torch_compat.is_specialized(size)
     ]
     for size in sizes:
         int(size)  # adds a guard: another length recompiles

@@ -50,7 +50,7 @@ def require_functional(gm: GraphModule, name: str) -> None:
         SpError: If an op mutates a value.
     """
     for node in gm.graph.nodes:
-        if _mutates_shared_value(node):
+        if _can_mutate_shared_value(node):
             # c10d collectives write in place; with strict=True, Dynamo replaces them by functional ones.
             fix = STRICT_EXPORT if namespace_of(node.target) == "c10d" else None
             cause = f"{name}: expected a graph without in-place ops, got {node.target} ({node.name})."
@@ -70,7 +70,7 @@ def require_whole_memory(gm: GraphModule) -> None:
         CaptureError: If one is called on a part of the memory.
     """
     for node in gm.graph.nodes:
-        if node.target in _MEMORY_READERS and not _fills_memory(node.args[0].meta["val"]):
+        if node.target in _MEMORY_READERS and not _is_dense_memory(node.args[0].meta["val"]):
             raise CaptureError(
                 "SP228",
                 f"{node.name}: {node.target} at {node_line(node)} reads the memory of {node.args[0].name}, which is a "
@@ -78,7 +78,7 @@ def require_whole_memory(gm: GraphModule) -> None:
             )
 
 
-def _fills_memory(x: torch.Tensor) -> bool:
+def _is_dense_memory(x: torch.Tensor) -> bool:
     """Return True if the elements of a tensor are provably all elements of its memory, each of them once."""
     if is_functorch_tensor(x):  # it has no memory of its own; torch.func reads that of the tensor that it wraps
         return True
@@ -105,7 +105,7 @@ def _non_op_reason(node: Node) -> str:
     return ""
 
 
-def _mutates_shared_value(node: Node) -> bool:
+def _can_mutate_shared_value(node: Node) -> bool:
     """Return True if the node may mutate a value that other nodes read.
 
     Two mutations of captured graphs do not count: a write-back, the copy of a new value to an input at the end of the

@@ -19,7 +19,7 @@ from torch.fx import Node
 from sp_compile.passes.graph.call import node_shape
 from sp_compile.passes.graph.sizes import as_size, is_same_size, position_from_start
 from sp_compile.passes.graph.strides import has_other_strides, inverse_permutation, is_identity, stride_copy_ops
-from sp_compile.passes.sharding.matchers import keeps_order, match_piece, permutation_of
+from sp_compile.passes.sharding.matchers import is_order_preserving, match_piece, permutation_of
 
 aten = torch.ops.aten
 
@@ -45,7 +45,7 @@ def invert_view(view: ViewCall, new: Node, emit: Emit) -> Node | None:
     order = permutation_of(view.node)
     if order is not None:
         return _invert_permute(view, new, order, emit)
-    is_reshape = keeps_order(view.node)
+    is_reshape = is_order_preserving(view.node)
     return _invert_reshape(view, new, emit) if is_reshape else None
 
 

@@ -78,8 +78,10 @@ def machine(ranks: Ranks, device: torch.device, meet: MeetFunction) -> Machine:
     if device.type not in cache:
         message_device = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
         partition = (tuple(range(ranks.n)),)  # one group of all ranks
-        jobs = [_time_collective(kind, ranks.group, partition, message_device) for kind in ("all_to_all", "all_gather")]
-        lines = measure_lines([*jobs, _measure_attention(device)], group, device, MACHINE_REPEATS, meet)
+        measurements = [
+            _time_collective(kind, ranks.group, partition, message_device) for kind in ("all_to_all", "all_gather")
+        ]
+        lines = measure_lines([*measurements, _measure_attention(device)], group, device, MACHINE_REPEATS, meet)
         ranks_per_node = min(Counter(meet(None, platform.node())).values())
         base, kernel = _base_constants(device, meet), _measured_kernel(device).rate
         cache[device.type] = fit_constants(lines, ranks.n, ranks_per_node, base, kernel)
@@ -134,8 +136,8 @@ def measure_reductions(
     Returns:
         The line of each group of this rank.
     """
-    jobs = [_time_collective("all_reduce", name, partition, device) for name, partition in groups]
-    lines = measure_lines(jobs, dist.group.WORLD, device, REDUCTION_REPEATS, meet)
+    measurements = [_time_collective("all_reduce", name, partition, device) for name, partition in groups]
+    lines = measure_lines(measurements, dist.group.WORLD, device, REDUCTION_REPEATS, meet)
     return {name: line for (name, _), line in zip(groups, lines) if name is not None}
 
 
@@ -231,73 +233,74 @@ def _measure_attention(device: torch.device) -> Measurement:
 
 
 def measure_lines(
-    jobs: Sequence[Measurement], group: Any, device: torch.device, repeats: int, meet: MeetFunction
+    measurements: Sequence[Measurement], group: Any, device: torch.device, repeats: int, meet: MeetFunction
 ) -> list[LatencyBandwidth]:
-    """Return the lines of the jobs, equal on all ranks of the group, which must call it together.
+    """Return the lines of the measurements, equal on all ranks of the group, which must call it together.
 
     A line is taken from this process, else from the cache file of rank 0, else measured by all ranks.
 
     Args:
-        jobs: Measurements.
+        measurements: Measurements.
         group: Process group.
         device: Device of the model.
         repeats: Timed calls of each size.
         meet: Exchange of the group.
     """
     lines = _measured.setdefault(group, {})
-    unknown = list({job.key: job for job in jobs if job.key not in lines}.values())
+    unknown = list({m.key: m for m in measurements if m.key not in lines}.values())
     if unknown:
         is_first, cached = dist.get_rank(group) == 0, {}
         with _raised_on_all(meet):  # a failure on one rank must not leave the others waiting
             path = _cache_path(group, device)
             cached = _read_cache(path) if is_first else {}
-        lines_of_first = meet(None, [cached.get(repr(job.key)) for job in unknown])[0]
-        lines.update((job.key, line) for job, line in zip(unknown, lines_of_first) if line is not None)
-        missing = [job for job in unknown if job.key not in lines]
+        lines_of_first = meet(None, [cached.get(repr(m.key)) for m in unknown])[0]
+        lines.update((m.key, line) for m, line in zip(unknown, lines_of_first) if line is not None)
+        missing = [m for m in unknown if m.key not in lines]
         if missing:
-            lines.update(zip([job.key for job in missing], _measure_and_fit(missing, repeats, meet)))
+            lines.update(zip([m.key for m in missing], _measure_and_fit(missing, repeats, meet)))
         if missing and is_first:
-            _write_cache(path, cached | {repr(job.key): lines[job.key] for job in missing})
-    return [lines[job.key] for job in jobs]
+            _write_cache(path, cached | {repr(m.key): lines[m.key] for m in missing})
+    return [lines[m.key] for m in measurements]
 
 
-def _measure_and_fit(jobs: Sequence[Measurement], repeats: int, meet: MeetFunction) -> list[LatencyBandwidth]:
+def _measure_and_fit(measurements: Sequence[Measurement], repeats: int, meet: MeetFunction) -> list[LatencyBandwidth]:
     """Time all sizes of the measurements and fit their lines; the slowest rank of a round counts.
 
-    The first round warms up. Jobs alternate, so that disturbances affect all of them. Sizes do not alternate, because a
-    small message after a large one would find other cache contents than in a program with small messages.
+    The first round warms up. Measurements alternate, so that disturbances affect all of them. Sizes do not alternate,
+    because a small message after a large one would find other cache contents than in a program with small messages.
     """
-    points: dict[Hashable, list[tuple[float, float]]] = {job.key: [] for job in jobs}  # (x, y) on the line of a job
-    for k in range(max(len(job.sizes) for job in jobs)):
-        timed_jobs = [job for job in jobs if k < len(job.sizes)]
+    # (x, y) on the line of each measurement
+    points: dict[Hashable, list[tuple[float, float]]] = {m.key: [] for m in measurements}
+    for k in range(max(len(m.sizes) for m in measurements)):
+        timed = [m for m in measurements if k < len(m.sizes)]
         with torch.no_grad():
             with _raised_on_all(meet):
-                calls = [(job.call(job.sizes[k]), job) for job in timed_jobs]
-            rounds = [[_time_calls(call, job, meet) for call, job in calls] for _ in range(repeats + 1)]
-        by_rank = torch.tensor(meet(None, rounds[1:]), dtype=torch.float64)  # (ranks, rounds, jobs), seconds
-        for job, seconds in zip(timed_jobs, mean_of_middle(by_rank.amax(0)).tolist()):
-            points[job.key].append(job.point(job.sizes[k], seconds))
-    return [fit_line(*zip(*points[job.key])) for job in jobs]
+                calls = [(m.call(m.sizes[k]), m) for m in timed]
+            rounds = [[_time_calls(call, m, meet) for call, m in calls] for _ in range(repeats + 1)]
+        by_rank = torch.tensor(meet(None, rounds[1:]), dtype=torch.float64)  # (ranks, rounds, measurements), seconds
+        for m, seconds in zip(timed, mean_of_middle(by_rank.amax(0)).tolist()):
+            points[m.key].append(m.point(m.sizes[k], seconds))
+    return [fit_line(*zip(*points[m.key])) for m in measurements]
 
 
-def _time_calls(call: Callable[[], object] | None, job: Measurement, meet: MeetFunction) -> float:
-    """Return the seconds of a call of a job between two barriers; 0 for a rank that does not take part.
+def _time_calls(call: Callable[[], object] | None, measurement: Measurement, meet: MeetFunction) -> float:
+    """Return the seconds of a call of a measurement between two barriers; 0 for a rank that does not take part.
 
     The barrier at the end is the exchange by which an exception of these calls is raised on all ranks; the one at the
     start is that of the previous calls, or of the setup. The ranks leave a barrier at different times. The first call
     of a collective waits for the last rank, so it is not timed (unless it is the only one), and the others run back to
     back.
     """
-    seconds, timed = 0.0, max(1, job.calls - 1)
+    seconds, timed = 0.0, max(1, measurement.calls - 1)
     with _raised_on_all(meet):
         if call is not None:
-            for _ in range(job.calls - timed):
+            for _ in range(measurement.calls - timed):
                 call()
-            synchronize(job.device)
+            synchronize(measurement.device)
             start = time.perf_counter()
             for _ in range(timed):
                 call()
-            synchronize(job.device)
+            synchronize(measurement.device)
             seconds = (time.perf_counter() - start) / timed
     return seconds
 

@@ -111,7 +111,7 @@ def settle_dtypes(graph: Graph) -> None:
         return
     changed_nodes: set[Node] = set()
     with mode, enable_python_dispatcher(), torch.no_grad():
-        for node in filter(_returns_tensors, graph.nodes):
+        for node in filter(_has_tensor_results, graph.nodes):
             if changed_nodes.isdisjoint(node.all_input_nodes) and not autocast_regions(node):
                 continue
             args, kwargs = map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
@@ -123,7 +123,7 @@ def settle_dtypes(graph: Graph) -> None:
                 changed_nodes.add(node)
 
 
-def _returns_tensors(node: Node) -> bool:
+def _has_tensor_results(node: Node) -> bool:
     """Return True if the node is an op or getitem that returns tensors."""
     return bool(node_tensors(node)) and (isinstance(node.target, OpOverload) or node.target is operator.getitem)
 

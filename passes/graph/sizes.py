@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, Node, map_arg
 
 from sp_compile.lowering.base.errors import CaptureError
-from sp_compile.lowering.torch_compat import FloorDiv, Max, detect_fake_mode, follows_from_guards, size_hint
+from sp_compile.lowering.torch_compat import FloorDiv, Max, detect_fake_mode, is_guaranteed, size_hint
 
 Size: TypeAlias = int | sympy.Expr
 
@@ -151,7 +151,7 @@ def position_from_start(position: Size, extent: Size, value: torch.Tensor) -> Si
     """
     mode = detect_fake_mode([value])
     for is_negative, sign in ((False, position >= 0), (True, position < 0)):
-        if sign in (True, sympy.true) or (isinstance(sign, sympy.Basic) and follows_from_guards(mode, sign)):
+        if sign in (True, sympy.true) or (isinstance(sign, sympy.Basic) and is_guaranteed(mode, sign)):
             return extent + position if is_negative else position
     return None
 

@@ -109,7 +109,7 @@ class LowerExchanges(Pass):
 
     def apply(self, gm: GraphModule, context: JointContext) -> int:
         """Replace every exchange, an sp:: op, by functional collectives and ATen ops, in place; return their number."""
-        return lower_exchanges(gm, torch_compat.inductor_decompositions() if context.options.uses_inductor else None)
+        return lower_exchanges(gm, torch_compat.inductor_decompositions() if context.options.is_inductor else None)
 
 
 class ScatterEachGroup(Passes):
@@ -223,7 +223,7 @@ class JointPasses(Passes):
 
     name = "joint"
     steps = (AnnotateBackwardSources, SaveAttentionInCheckpoints, OptimizeUserExchanges, SeparateResultStorage)
-    job: JointContext
+    context: JointContext
 
     def __init__(self, context: JointContext | None = None) -> None:
         """Check that earlier passes provide what each pass requires. The default context is that of one rank."""
@@ -240,9 +240,9 @@ class JointPasses(Passes):
     @property
     def report(self) -> Report:
         """Return the report of the passes that have run: their notes, and the scattered layers."""
-        group_sizes = sorted({ranks.n for ranks in self.job.session.groups})
-        report = Report(n=1, passes=self.job.runs, layers=self.job.layers, parallel=group_sizes)
-        report.add(self.job.notes)
+        group_sizes = sorted({ranks.n for ranks in self.context.session.groups})
+        report = Report(n=1, passes=self.context.runs, layers=self.context.layers, parallel=group_sizes)
+        report.add(self.context.notes)
         return report
 
     def key(self) -> str | None:
@@ -251,7 +251,7 @@ class JointPasses(Passes):
         It is None if the program has process groups, since the passes then exchange messages between ranks. A rank
         that loads a cached result would send none, and the others would wait.
         """
-        if self.job.session.groups:
+        if self.context.session.groups:
             return None
         # After a change of this package's sources, older results must not be loaded. The folders are `passes`, which is
         # a link in the repository, and the package `sp_compile`, which is two folders above this one.

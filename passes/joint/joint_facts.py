@@ -42,7 +42,7 @@ def map_facts(gm: GraphModule, facts: InputFacts, shapes: Sequence[tuple[Any, ..
     inputs = gm.graph.find_nodes(op="placeholder")
     primals = inputs[: len(inputs) - len(graph_tangents(gm.graph))]
     tensors = [n for n in primals if is_tensor(n)]
-    if len(tensors) != len(shapes) or not all(map(_matches_shape, tensors, shapes)):
+    if len(tensors) != len(shapes) or not all(map(_can_have_shape, tensors, shapes)):
         return None
     symbols = [n for n in primals if isinstance(n.meta.get("val"), torch.SymInt)]
     names = {  # name of the argument -> name of its placeholder
@@ -75,7 +75,7 @@ def _can_be_gradient(tangent: Node, result: Node) -> bool:
     return is_tensor(tangent) and is_same_shape(node_shape(result), node_shape(tangent))
 
 
-def _matches_shape(node: Node, shape: tuple[Any, ...]) -> bool:
+def _can_have_shape(node: Node, shape: tuple[Any, ...]) -> bool:
     """Return True if an input of the joint graph can be the argument with this shape.
 
     Its number of dims and its static sizes are then equal; a symbolic size may have any value.

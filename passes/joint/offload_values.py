@@ -108,7 +108,7 @@ class OffloadValues(Pass):
         is_sharded = bool(context.memory) and context.options.state == "sharded"
         # The bytes of a model that FSDP shards. None if every device stores all parameters: they are counted below.
         state = context.memory[-1].state if is_sharded else None
-        graph_step = GraphStep.of(forward, backward, context.options.uses_inductor, context.input_bytes)
+        graph_step = GraphStep.of(forward, backward, context.options.is_inductor, context.input_bytes)
         step, n = StepMemory(state or ModelBytes(0, 0, 0, 0), graphs=[graph_step]), context.ranks.n
         if state is not None:
             constant_bytes = step.sharded_state(n)

@@ -43,7 +43,7 @@ class PartitionedPasses(Passes):
     """
 
     steps = (PartitionPasses, OffloadValues)
-    job: PartitionContext
+    context: PartitionContext
 
     def __init__(self, context: PartitionContext | None = None) -> None:
         """Check that earlier passes provide what each pass requires. The default context is that of one rank."""
@@ -56,9 +56,9 @@ class PartitionedPasses(Passes):
 
         It contains all that the result of the passes depends on, except the graph.
         """
-        job, options = self.job, self.job.options
+        context, options = self.context, self.context.options
         # The memory determines how much "auto" offloads.
-        memory = f"{options.state} {job.memory} {job.input_bytes}" if options.offload == "auto" else ""
+        memory = f"{options.state} {context.memory} {context.input_bytes}" if options.offload == "auto" else ""
         return f"{sources_digest(*passes.__path__)} {options.offload} {options.cost} {memory}"
 
     def run_training(self, forward: GraphModule, backward: GraphModule, results: int) -> None:
@@ -69,14 +69,14 @@ class PartitionedPasses(Passes):
             backward: The backward graph.
             results: The number of the forward's outputs that are returned to its caller.
         """
-        self.job.backward, self.job.results = backward, results
+        self.context.backward, self.context.results = backward, results
         _mark_recomputed_draws(backward)
-        self.run(forward, self.job)
+        self.run(forward, self.context)
 
     def run_inference(self, forward: GraphModule) -> None:
         """Run the passes on a forward without a backward."""
-        self.job.backward = None
-        self.run(forward, self.job)
+        self.context.backward = None
+        self.run(forward, self.context)
 
 
 def _mark_recomputed_draws(gm: GraphModule) -> None:

@@ -45,7 +45,7 @@ class SeparateResultStorage(Pass):
         waits = [wait for wait in waits if storage_of(wait.meta["val"]) in result_storages]
         for wait in waits:
             wait.args[0].meta["val"] = wait.meta["val"]
-        views = [node for node in results if node.op == "call_function" and _returns_input_storage(node)]
+        views = [node for node in results if node.op == "call_function" and _has_input_storage(node)]
         for view in views:
             with gm.graph.inserting_after(view):
                 args = (view, self.sizes.list(node_shape(view)))
@@ -60,7 +60,7 @@ def _is_strided(node: Node) -> bool:
     return is_tensor(node) and node.meta["val"].layout == torch.strided
 
 
-def _returns_input_storage(node: Node) -> bool:
+def _has_input_storage(node: Node) -> bool:
     """Return True if the value of a node has the storage of an operand, as that of a view has."""
     inputs = filter(_is_strided, node.all_input_nodes)
     return any(storage_of(x.meta["val"]) == storage_of(node.meta["val"]) for x in inputs)

@@ -77,19 +77,19 @@ class BalanceLayout(Pass):
     provides = frozenset({"balanced rows"})
 
     @classmethod
-    def of(cls, job: Any) -> Pass | None:
-        """Create the pass for a job with the layout "balanced", or return None."""
-        return cls() if row_order(job.folds).is_balanced else None
+    def of(cls, context: Any) -> Pass | None:
+        """Create the pass for a context with the layout "balanced", or return None."""
+        return cls() if row_order(context.folds).is_balanced else None
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Reorder the rows of every call with a balanced frame, in place; return the number of these calls."""
         calls = [(OpCall(n), _balanced_frames(n)) for n in gm.graph.nodes if _balanced_frames(n)]
-        balanced = balanced_inputs(job)
+        balanced = balanced_inputs(context)
         if not calls and not balanced:
             return 0
         # Another graph may read the neighbors of an output's rows, so that the first and last rows keep their place.
-        self.fixed_ends = FIXED_END_POSITIONS if _has_sharded_output(gm, job) else 0
-        self._emit_order(gm, calls, job.ranks.n, balanced)
+        self.fixed_ends = FIXED_END_POSITIONS if _has_sharded_output(gm, context) else 0
+        self._emit_order(gm, calls, context.ranks.n, balanced)
         for call, frames in calls:
             self._rewrite_call(call, frames)
         self.drop(*self.optional_nodes)  # those without readers
@@ -358,19 +358,19 @@ def _require_length(calls: Sequence[tuple[OpCall, FrameMap]], length: Size) -> N
             )
 
 
-def balanced_inputs(job: PassContext) -> list[Shard]:
+def balanced_inputs(context: PassContext) -> list[Shard]:
     """Return the placements of the inputs that are in a balanced order already, which another graph has computed."""
-    return [p for p in job.inputs.values() if isinstance(p, Shard) and p.frame.order.is_balanced]
+    return [p for p in context.inputs.values() if isinstance(p, Shard) and p.frame.order.is_balanced]
 
 
-def _has_sharded_output(gm: GraphModule, job: PassContext) -> bool:
+def _has_sharded_output(gm: GraphModule, context: PassContext) -> bool:
     """Return True if an output of the local graph stays sharded.
 
     Another graph may then read the neighbors of its rows, as for shifted labels, so that the end rows keep their place.
     """
-    assert job.input_placements is not None
+    assert context.input_placements is not None
     origins = [node_info(node).origin for node in gm.graph.output_node().all_input_nodes]  # in the global graph
-    return any(isinstance(job.input_placements.of(origin), Shard) for origin in origins if origin is not None)
+    return any(isinstance(context.input_placements.of(origin), Shard) for origin in origins if origin is not None)
 
 
 def _balanced_frames(node: Node) -> FrameMap:

@@ -50,13 +50,13 @@ def find_loose_padding(gm: GraphModule, plan: PlacementPlan, n: int) -> set[Node
     read_if_cut, read_if_finite = set[Node](), set[Node]()
     for node in reversed(gm.graph.nodes):
         for read_nodes, ignores_padding in ((read_if_cut, is_pure_move), (read_if_finite, is_smooth)):
-            if any(_reaches_reader(node, user, plan, read_nodes, ignores_padding) for user in node.users):
+            if any(_can_reach_reader(node, user, plan, read_nodes, ignores_padding) for user in node.users):
                 read_nodes.add(node)
     cut_nodes = {node for node in read_if_cut if _is_cut(node, plan)}
     return cut_nodes | {node for node in read_if_finite if _is_loose(node, plan, n)}
 
 
-def _reaches_reader(
+def _can_reach_reader(
     node: Node, user: Node, plan: PlacementPlan, read_nodes: set[Node], ignores_padding: Callable[[Node], bool]
 ) -> bool:
     """Return True if the user, or a reader of its result, may depend on padded rows of the node.
@@ -77,7 +77,7 @@ def _reaches_reader(
     if user in read_nodes and not needs_only_valid_rows(user):
         return True  # the user's result has the same padded rows, and a reader of the result depends on them
     indices = [i for i, x in enumerate(OpCall(user).operands) if x is node]
-    return any(_depends_on_padding(user, i, plan, ignores_padding) for i in indices)
+    return any(_can_read_padding(user, i, plan, ignores_padding) for i in indices)
 
 
 def _is_sharded(node: Node, plan: PlacementPlan) -> bool:
@@ -133,7 +133,7 @@ def needs_only_valid_rows(node: Node) -> bool:
     return PADDED.get(node.target) == "nearest"
 
 
-def _depends_on_padding(user: Node, operand: int, plan: PlacementPlan, ignores_padding: Callable[[Node], bool]) -> bool:
+def _can_read_padding(user: Node, operand: int, plan: PlacementPlan, ignores_padding: Callable[[Node], bool]) -> bool:
     """Return True if padded rows of an operand of `user` may change valid rows or derivatives, or cause an error.
 
     Args:
@@ -211,7 +211,7 @@ class PaddingProof:
         loose_operands = list(self._loose_operands(node, origin))
         for operand in loose_operands:
             ignores_padding = is_pure_move if operand.is_cut else is_smooth
-            if _depends_on_padding(origin, operand.operand_index, self.plan, ignores_padding):
+            if _can_read_padding(origin, operand.operand_index, self.plan, ignores_padding):
                 raise _padding_error(describe_node(node), operand.node)
         passes_padding = loose_operands and not needs_only_valid_rows(
             origin

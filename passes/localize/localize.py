@@ -56,19 +56,19 @@ class Localize(Pass):
     requires = frozenset({"no demands", "checked"})
     provides = frozenset({"local"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Replace the graph, `self.gm`, by the program of one rank, and return the number of nodes that run on shards.
 
-        The plan is also stored as `job.input_placements`, the placements in the global graph, which is the input of
+        The plan is also stored as `context.input_placements`, the placements in the global graph, which is the input of
         this pass. Later passes need them, and cannot compute them from local values.
         """
-        plan = job.input_placements = job.plan(gm)
+        plan = context.input_placements = context.plan(gm)
         if plan.demands:
             first = plan.demands[0]
             cause = f"needs an exchange between ranks that no pass has inserted (a demand of kind {first.kind!r})"
             why = f": {first.why}" if first.why else ""
             raise SpError("SP913", f"{describe_node(first.node)} {cause}{why}.")
-        self.gm = _Localizer(gm, plan, job).run()
+        self.gm = _Localizer(gm, plan, context).run()
         return len(plan.wants)
 
 
@@ -79,8 +79,8 @@ class _Localizer(GraphEditor):
     gradient is summed. Each conversion is emitted once, for all users.
     """
 
-    def __init__(self, gm: GraphModule, plan: PlacementPlan, job: PassContext) -> None:
-        self.old, self.plan, self.ranks, self.param_grads = gm, plan, job.ranks, job.options.param_grads
+    def __init__(self, gm: GraphModule, plan: PlacementPlan, context: PassContext) -> None:
+        self.old, self.plan, self.ranks, self.param_grads = gm, plan, context.ranks, context.options.param_grads
         self.graph = Graph()
         keep_calling_convention(self.graph, gm.graph)
         self.env: dict[Node, Node] = {}  # global node -> local node

@@ -36,7 +36,7 @@ class HoistMaskTables(Pass):
     requires = frozenset({"balanced rows", "restored strides"})  # it moves vectors and their copies, and adds no copies
     provides = frozenset({"mask tables"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Emit sp::pieces, which computes the tables of mask vectors, for all attentions that have none.
 
         One call serves all attentions, unless a vector depends on the result of an attention. Returns the number of

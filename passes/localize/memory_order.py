@@ -38,7 +38,7 @@ class RestoreStrides(Pass):
     requires = frozenset({"validated", "balanced rows"})  # reordered values are replicated, too
     provides = frozenset({"restored strides"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Add a copy after each gathered value whose strides differ from its global ones; return their number."""
         copies = 0
         for node in list(gm.graph.nodes):
@@ -58,7 +58,7 @@ class KeepDimOrder(Pass):
 
     requires = frozenset({"validated"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Copy each local value whose order of dims differs from that of its global value.
 
         The values (`meta["val"]`) of nodes that depend on a copy are inferred again, as their strides may change.

@@ -66,7 +66,7 @@ def find_partial_grad_nodes(gm: GraphModule, plan: PlacementPlan, differentiable
     partial_grad_nodes: set[Node] = set()
     for node in reversed(gm.graph.nodes):
         can_be_partial = node in differentiable and node.users and _is_replicated_call(node, plan)
-        if can_be_partial and all(_gives_partial_grad(node, user, plan, partial_grad_nodes) for user in node.users):
+        if can_be_partial and all(_has_partial_grad(node, user, plan, partial_grad_nodes) for user in node.users):
             partial_grad_nodes.add(node)
     # A result (getitem) of an op with several is included only with the op, and so with all results: the reduction is
     # at the operands of the op, or at each result.
@@ -94,7 +94,7 @@ def _has_linear_backward(node: Node) -> bool:
     return node.target.namespace in ("aten", "prims", "sp") and not has_sparse_gradient(OpCall(node))
 
 
-def _gives_partial_grad(node: Node, user: Node, plan: PlacementPlan, partial_grad_nodes: set[Node]) -> bool:
+def _has_partial_grad(node: Node, user: Node, plan: PlacementPlan, partial_grad_nodes: set[Node]) -> bool:
     """Return True if each rank's gradient of the node from this user is a summand, to be added over the ranks.
 
     It is one if the user is a partial-gradient node itself, whose backward maps summands to summands, or if the user

@@ -22,7 +22,7 @@ from sp_compile.lowering.torch_compat import (
     OpOverload,
     detect_fake_mode,
     enable_python_dispatcher,
-    follows_from_guards,
+    is_guaranteed,
     namespace_of,
 )
 from sp_compile.passes.base import Pass
@@ -47,10 +47,10 @@ class ValidateShapes(Pass):
     requires = frozenset({"local", "local ops"})
     provides = frozenset({"validated"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Validate the graph and set its values to local ones; return 0, as no node changes."""
-        assert job.input_placements is not None  # the plan of the global graph, stored by `Localize`
-        validate(gm, job.input_placements, job.ranks.n)
+        assert context.input_placements is not None  # the plan of the global graph, stored by `Localize`
+        validate(gm, context.input_placements, context.ranks.n)
         return 0
 
 
@@ -163,7 +163,7 @@ def _check_shape(node: Node, plan: PlacementPlan, n: int, mode: Any) -> None:
     for placement, local_value, global_value in results:
         expected, actual = local_shape(placement, global_value, n), as_sizes(local_value.shape)
         # Sizes must be equal for all values of their symbols that the guards of the program admit.
-        is_equal = [is_same_size(a, b) or follows_from_guards(mode, sympy.Eq(a, b)) for a, b in zip(expected, actual)]
+        is_equal = [is_same_size(a, b) or is_guaranteed(mode, sympy.Eq(a, b)) for a, b in zip(expected, actual)]
         if len(expected) != len(actual) or not all(is_equal):
             raise SpError(
                 "SP926",

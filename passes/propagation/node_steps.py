@@ -237,7 +237,7 @@ def propagate_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], 
             demands.append(Demand(node, i, "attend", shards[i], keeps_sharding, "attention mixes the sequence"))
         elif base is None or factor != main_factor or not _has_same_positions(call, rule, i, factor, shard, base, n):
             kind, why = "align", f"operand {leading} is sharded differently"
-            if _reads_pairs(call, rule, leading, i, main_factor, factor):
+            if _is_pairwise(call, rule, leading, i, main_factor, factor):
                 kind, why = "pairs", f"every row of operand {leading} reads it"
             demands.append(Demand(node, i, kind, shards[i], keeps_sharding, why))
     if base is not None:
@@ -247,7 +247,7 @@ def propagate_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], 
     return NodeStep(tuple(have) if only_lenders else None, (REPLICATE,) * len(rule.results), tuple(demands))
 
 
-def _reads_pairs(call: OpCall, rule: BoundRule, leading: int | None, i: int, main_factor: str, factor: str) -> bool:
+def _is_pairwise(call: OpCall, rule: BoundRule, leading: int | None, i: int, main_factor: str, factor: str) -> bool:
     """Return True if an op combines each row of the leading operand with each row of another: q @ k.T, weights @ v.
 
     A value of all pairs of rows, scores or weights, remains sharded along the rows of the leading operand, and the

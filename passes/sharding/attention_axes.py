@@ -59,7 +59,7 @@ def mask_predicate(call: OpCall) -> str | None:
     return "k <= q" if call["is_causal"] else ""
 
 
-def depends_on_query(call: OpCall) -> bool:
+def has_query_position(call: OpCall) -> bool:
     """Return True if the mask's condition reads the query position, directly or as the index of a vector.
 
     "k <= q" does, and so does "row0 == col0", where row0 is the document id of the query.

@@ -480,13 +480,13 @@ def _passed_factor(axes: Axes, dim: Dim | None, factor: str, rule: BoundRule, si
     # A single row, such as x[:, :1], is no sequence.
     sliding = rule.slides.get(factor)
     has_other_rows = sliding is not None and sliding.stride > 1 and not axes.keeps_strided  # for `name_factors`
-    is_window = rule.kind(factor) == "window" or (sliding is not None and _keeps_class(sliding, rows))
+    is_window = rule.kind(factor) == "window" or (sliding is not None and _is_same_class(sliding, rows))
     if is_window and not has_other_rows and len(dim) == 1 and not is_same_size(size, 1):
         return (Atom(dim[0].name, size),)
     return (axes.new_atom(size),)
 
 
-def _keeps_class(sliding: SlidingRows, rows: Size) -> bool:
+def _is_same_class(sliding: SlidingRows, rows: Size) -> bool:
     """Return True if the result of an op with sliding windows belongs to the same sequence as its operand.
 
     It does if it is no longer than the operand, as for a convolution, or if the op is a pad: each row of the result

@@ -180,7 +180,7 @@ def _derive_order(node: Node, source: Node, rule: BoundRule) -> tuple[int, ...] 
     return tuple(before.index(f) for f in after) if is_permutation else None
 
 
-def keeps_order(node: Any) -> bool:
+def is_order_preserving(node: Any) -> bool:
     """Return True if the op changes only the shape, not the row-major order: view, flatten, unsqueeze, or a copy."""
     movement = _match_movement(node)
     if movement is None or not _has_same_type(movement[0], node):
@@ -223,7 +223,7 @@ def skip_ops(node: Node, passes: Callable[[Node], bool]) -> Node:
 def skip_reshapes(node: Node) -> Node:
     """Return the first value, from a node upwards, that is not the result of a reshape, or of a copy."""
     node = value_origin(node)
-    while keeps_order(node):
+    while is_order_preserving(node):
         node = value_origin(OpCall(node).operands[0])
     return node
 
@@ -253,7 +253,7 @@ def value_origin(node: Any) -> Any:
 
 def is_rearrangement(node: Any) -> bool:
     """Return True if the op is a permutation, a reshape or a copy: its result has each element of the operand once."""
-    return permutation_of(node) is not None or keeps_order(node)
+    return permutation_of(node) is not None or is_order_preserving(node)
 
 
 def _cancel_chain(node: Node, operand: Node, origins: dict[Node, Node]) -> Node:
@@ -267,7 +267,7 @@ def _cancel_chain(node: Node, operand: Node, origins: dict[Node, Node]) -> Node:
         operand: Origin of its operand.
         origins: Origins of the values before it: the first values with the same elements at the same positions.
     """
-    order, is_reshape, source = permutation_of(node), keeps_order(node), operand
+    order, is_reshape, source = permutation_of(node), is_order_preserving(node), operand
     # Go back from the operand, `source`, as long as there are only permutations between it and the node, which bring
     # its dims to `order`, or only reshapes; stop at a source that is equal to the node.
     while True:
@@ -275,7 +275,7 @@ def _cancel_chain(node: Node, operand: Node, origins: dict[Node, Node]) -> Node:
             return origins[source]
         inner_order = permutation_of(source)
         order = tuple(inner_order[d] for d in order) if order is not None and inner_order is not None else None
-        is_reshape = is_reshape and keeps_order(source)
+        is_reshape = is_reshape and is_order_preserving(source)
         if order is None and not is_reshape:
             return node
         source = OpCall(source).operands[0]

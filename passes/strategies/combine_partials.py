@@ -29,13 +29,13 @@ class MarkPartialSums(DemandPass):
 
     requires = DemandPass.requires | {"decomposed means"}
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Mark additions of two partial sums, and the ops that scale the sums first; return the number of additions.
 
         For all_reduce(a) / n + all_reduce(b), the division and the addition are marked, so that ranks compute a / n + b
         and reduce once. Scalings alone are not marked, because they would save no all_reduce.
         """
-        plan, num_additions = job.plan(gm), 0
+        plan, num_additions = context.plan(gm), 0
         # Values that could be partial -> the ops between a partial sum and the value, which scale the sum.
         scalings: dict[Node, tuple[Node, ...]] = {}
         for node in gm.graph.nodes:

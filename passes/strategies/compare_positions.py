@@ -31,11 +31,11 @@ class ComparePositions(Pass):
     requires = frozenset({"canonical", "sequences"})
     provides = frozenset({"compared positions"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Replace each triangle or identity whose last two dims are a sequence, and return their number."""
-        if job.ranks.n == 1:
+        if context.ranks.n == 1:
             return 0
-        axes, targets = job.axes(gm), (*FILLED_SIDES, *IDENTITIES)
+        axes, targets = context.axes(gm), (*FILLED_SIDES, *IDENTITIES)
         nodes = [node for target in targets for node in gm.graph.find_nodes(op="call_function", target=target)]
         found = [node for node in nodes if _has_pairs(node, axes) and not is_written(node)]
         for node in found:

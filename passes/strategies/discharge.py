@@ -39,9 +39,9 @@ class DemandPass(Pass):
     kinds: frozenset[str] = frozenset()  # kinds of the demands that the pass may claim, see `Demand.kind`
     plan: PlacementPlan  # the placements and demands of the graph, during `apply`
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Rewrite each node whose demands the pass claims, and return the number of these nodes."""
-        self.plan = job.plan(gm)
+        self.plan = context.plan(gm)
         demands_of: dict[Node, list[Demand]] = {}
         for demand in self.plan.demands:
             if demand.kind in self.kinds:
@@ -103,17 +103,17 @@ class RepeatPasses(Passes):
 
     provides = frozenset({"no demands"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Run the parts in rounds until no demand remains, and return the number of their changes.
 
         Raises:
             SpError: No part claims a demand (SP912).
         """
         changes = rounds = 0
-        while demands := job.plan(gm).demands:
+        while demands := context.plan(gm).demands:
             if rounds == MAX_REWRITE_ROUNDS:  # a demand that no part claims is still there after every round
                 cause = f"{describe_node(demands[0].node)} has a demand ({demands[0].kind}) that no strategy claims"
                 raise SpError("SP912", f"{cause}: {demands[0].why}.")
-            changes += super().apply(gm, job)
+            changes += super().apply(gm, context)
             rounds += 1
         return changes

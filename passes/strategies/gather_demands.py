@@ -52,7 +52,7 @@ class GatherOperands(DemandPass):
                 demand "invariant" gathers nothing, and "pairs" gathers less than remains sharded (`GatherPairs`).
         """
         is_fallback = any(demand.kind not in ("invariant", "pairs") for demand in demands)
-        if node.op == "output" or self.job.options.fallback == "gather" or not is_fallback:
+        if node.op == "output" or self.context.options.fallback == "gather" or not is_fallback:
             return None
         reasons = "; ".join(self._gather_reason(demand) for demand in demands)
         raise SpError("SP305", f"fallback='error': operands of {describe_node(node)} would be gathered: {reasons}.")
@@ -103,7 +103,7 @@ class GatherOperands(DemandPass):
         op = sp.all_gather.default if demand.keeps_sharding else sp.unshard.default
         gathered = next((user for user in source.users if user.target is op and user.args[0] is source), None)
         if gathered is None:
-            args = (source, have.dim, self.sizes.list(have.frame_arg()), self.job.ranks.n, self.job.ranks.group)
+            args = (source, have.dim, self.sizes.list(have.frame_arg()), self.context.ranks.n, self.context.ranks.group)
             with self.insert_after(source):
                 gathered = self.emit(op, args, source.meta["val"], node)
         replace_operand(node, demand.operand, gathered)

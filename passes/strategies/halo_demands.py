@@ -105,7 +105,7 @@ class ExchangeHalos(DemandPass):
             value: The fake result, in the global view.
             like: The node whose metadata the op gets.
         """
-        ranks, frames = self.job.ranks, [self.sizes.list(shard.frame_arg()) for shard in (have, result)]
+        ranks, frames = self.context.ranks, [self.sizes.list(shard.frame_arg()) for shard in (have, result)]
         if window_call.sliding.rolls is not None:  # the result of a roll is placed as its operand
             frames = frames[:1]
         args = (x, *window_call.args(have.frame.length), *frames, ranks.n, ranks.group)
@@ -136,7 +136,7 @@ class ExchangeHalos(DemandPass):
         if not same_dtype or not is_row or not isinstance(placements[1 - i], (Replicate, Partial)):
             return None
         # The shard of the result, or a str: the reason why ranks lack rows for it that no neighbor has.
-        result = place_window(self._rows_of_x(call, i), shard, self.job.ranks.n)
+        result = place_window(self._rows_of_x(call, i), shard, self.context.ranks.n)
         return CatOfRow(i, shard, result) if isinstance(result, Shard) else None
 
     def _rows_of_x(self, call: OpCall, index: int) -> SlidingRows:
@@ -179,7 +179,7 @@ class ExchangeHalos(DemandPass):
         if demand.kind != "align" or not isinstance(have, Shard) or not isinstance(want, Shard):
             return None
         # Windows of one row without padding: only to learn if rows can move to neighbors (a str is the reason why not).
-        placed = place_window(SlidingRows(have.frame.length), have, self.job.ranks.n)
+        placed = place_window(SlidingRows(have.frame.length), have, self.context.ranks.n)
         if isinstance(placed, str) or have.dim != want.dim or not want.frame.order.is_in_order:
             return None
         # Both frames are windows of equal length in equal sequences, which differ in their start only.

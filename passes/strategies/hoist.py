@@ -98,17 +98,17 @@ class HoistSlices(DemandPass):
 
     kinds = frozenset({"gathered"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Move short slices, for which full sequences would be gathered, before the ops that widen their rows.
 
         Return the number of slices that are moved.
         """
-        self.demanding, self.axes = {demand.node for demand in job.plan(gm).demands}, job.axes(gm)
+        self.demanding, self.axes = {demand.node for demand in context.plan(gm).demands}, context.axes(gm)
         self.no_grad = no_grad_nodes(gm.graph)
-        placed = (p for placements in job.plan(gm).placements.values() for p in placements)
+        placed = (p for placements in context.plan(gm).placements.values() for p in placements)
         self.is_balanced = any(isinstance(p, Shard) and p.frame.order.is_balanced for p in placed)
         self.rows_read: dict[Node, int] = {}  # by sliced value: rows that all of its slices read together
-        return super().apply(gm, job)
+        return super().apply(gm, context)
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
         """Return None to claim the demands of a node, else the reason ("" if they do not concern this pass)."""
@@ -137,7 +137,7 @@ class HoistSlices(DemandPass):
         The search starts with the operand itself, and adds one op after the other, upwards in the graph.
         """
         pieces = _slices_read(node)
-        if not pieces or not self._saves_work(node, pieces):
+        if not pieces or not self._is_less_work(node, pieces):
             return None
         piece = next(iter(pieces.values()))  # all have the same source and dim
         best = RowChain({piece.source: (piece.dim, 0)})
@@ -153,7 +153,7 @@ class HoistSlices(DemandPass):
         can_move = _late_inputs(node, piece.source, min(best.nodes)) is not None
         return best if can_move else None
 
-    def _saves_work(self, node: Node, pieces: dict[int, RowRequest]) -> bool:
+    def _is_less_work(self, node: Node, pieces: dict[int, RowRequest]) -> bool:
         """Return True if no rank would compute more rows for the slices of a value than for its shard of the value.
 
         Slices that are sequences are sharded again, but are not moved if a value is in the load-balanced order. Every
@@ -163,7 +163,7 @@ class HoistSlices(DemandPass):
             node: The slice, or split.
             pieces: The rows that it selects, for each result.
         """
-        n, source = self.job.ranks.n, OpCall(node).operands[0]
+        n, source = self.context.ranks.n, OpCall(node).operands[0]
         results = [node] if is_tensor(node) else list(read_results(node).values())
         # A slice that is a sequence is sharded in its own frame. The balanced order is computed for one sequence only.
         if all(self.axes.sequence_dims(x) for x in results):
@@ -213,7 +213,7 @@ class HoistSlices(DemandPass):
             return False
         if (node in self.no_grad) != (cut in self.no_grad):
             return False
-        if self.job.ranks.n > 1 or isinstance(self.job.options.tiles, int):
+        if self.context.ranks.n > 1 or isinstance(self.context.options.tiles, int):
             return True
         chain_nodes = {*chain.nodes, cut}
         return all(user in chain_nodes or (user in self.demanding and user.target in SLICE_OPS) for user in node.users)

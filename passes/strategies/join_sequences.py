@@ -59,36 +59,36 @@ class JoinSequences(Pass):
     requires = frozenset({"canonical", "marked collectives"})
     provides = frozenset({"joined sequences"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Replace concatenations, in at most MAX_JOIN_ROUNDS rounds, and splits of their results; return their number.
 
         First, concatenations of all pieces of one value, cat(split(x)), are replaced by the value (`_cancel_split`).
         Each round finds all concatenations along the sequence, and chooses for each the parts with frames of their own
         (`_find_apart`), before any of them is replaced, since a replacement makes the analysis `axes` outdated.
         """
-        if job.ranks.n == 1:
+        if context.ranks.n == 1:
             return 0
         cats = gm.graph.find_nodes(op="call_function", target=aten.cat.default)
         changes = sum(map(self._cancel_split, cats))
         if changes:
-            job.invalidate()
+            context.invalidate()
         self.apart: set[tuple[Size, Size, Size]] = set()  # (start, length, total) of parts with frames of their own
         # With the balanced layout only cat: it does not support the shifted rows of a write (slice_scatter).
-        ops = JOIN_OPS[:1] if job.is_balanced else JOIN_OPS
+        ops = JOIN_OPS[:1] if context.is_balanced else JOIN_OPS
         for _ in range(MAX_JOIN_ROUNDS):
-            axes = job.axes(gm)
+            axes = context.axes(gm)
             nodes = [n for n in gm.graph.nodes if n.target in ops and OpCall(n).dim() in axes.sequence_dims(n)]
             parts_of = {n: _find_parts(n) for n in nodes}
             joins = {n: parts for n, parts in parts_of.items() if _is_joined(parts)}
             if not joins:
                 break
             work = RowWork(gm, axes)
-            apart = [_find_apart(parts, OpCall(n).dim(), job.ranks.n, work, axes) for n, parts in joins.items()]
+            apart = [_find_apart(parts, OpCall(n).dim(), context.ranks.n, work, axes) for n, parts in joins.items()]
             for node, indices in zip(joins, apart):
                 self._join(node, _find_parts(node), indices)  # an earlier join may have replaced a value of a part
             changes += len(joins)
-            job.invalidate()
-        return changes + (self._split(gm, job) if changes else 0)
+            context.invalidate()
+        return changes + (self._split(gm, context) if changes else 0)
 
     def _cancel_split(self, node: Node) -> bool:
         """Replace a concatenation of all pieces of one value, cat(split(x)), by a copy of the value.
@@ -185,13 +185,13 @@ class JoinSequences(Pass):
         set_node_info(placed, is_apart=True)  # its frame is that of the concatenation, not that of its operand
         return placed
 
-    def _split(self, gm: GraphModule, job: PassContext) -> int:
+    def _split(self, gm: GraphModule, context: PassContext) -> int:
         """Replace splits of sequences into pieces of given sizes by slices, and return the number of changes.
 
         A piece of a split, or a slice, that is a part with a frame of its own (`self.apart`) becomes sp::rows, at which
         the frame changes.
         """
-        axes, changes = job.axes(gm), 0
+        axes, changes = context.axes(gm), 0
         for node in [n for n in gm.graph.nodes if n.target in PIECE_OPS]:
             call, rule = lookup_rule(node) or (None, None)
             # `rule.window_dim` is the dim of the pieces, and `rule.spans` is the start and length of each.
@@ -212,7 +212,7 @@ class JoinSequences(Pass):
                 self.replace(node, pieces if is_split else pieces[0])
                 changes += 1
         if changes:
-            job.invalidate()
+            context.invalidate()
         return changes
 
 

@@ -30,9 +30,9 @@ class UseFastScans(Pass):
     requires = frozenset({"no demands"})
     provides = frozenset({"planned"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Replace the scans that need no exchange and are slow in torch; return their number."""
-        demanding = {demand.node for demand in job.plan(gm).demands}
+        demanding = {demand.node for demand in context.plan(gm).demands}
         scans = [n for n in gm.graph.nodes if n.op == "call_function" and n.target in TORCH_SCANS]
         slow_scans = [n for n in scans if n not in demanding and is_slow(n)]
         for node in slow_scans:

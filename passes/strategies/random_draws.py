@@ -35,7 +35,7 @@ class BroadcastDraws(DemandPass):
 
         sp::broadcast_grad, before the op, is the identity in the forward.
         """
-        group = self.job.ranks.group
+        group = self.context.ranks.group
         with self.graph.inserting_before(node):
             for operand in filter(is_tensor, node.all_input_nodes):
                 value = operand.meta["val"]

@@ -39,10 +39,10 @@ class DecomposeMeans(DemandPass):
     provides = frozenset({"claimed", "decomposed means"})
     kinds = frozenset({"mean", "total"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Decompose every mean and summed loss over the sequence; return their number."""
         settle_dtypes(gm.graph)  # half types get wider sums
-        return super().apply(gm, job)
+        return super().apply(gm, context)
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         """Replace a mean or a loss by a sum over the sequence; a mean is divided by the count of the full sequence."""
@@ -128,7 +128,7 @@ class ReducePartials(DemandPass):
                 if source.target in SUM_OPS and source.meta["val"].dtype in HALF:
                     self._reduce_half(source)
                     continue
-                args = (source, self.job.ranks.n, self.job.ranks.group)
+                args = (source, self.context.ranks.n, self.context.ranks.group)
                 with self.insert_after(source):
                     self.insert_between(source, self.emit(sp.all_reduce.default, args, source.meta["val"], source))
                 self.note(source, "adds the partial sums of the ranks")
@@ -144,7 +144,7 @@ class ReducePartials(DemandPass):
             # sum(x, dtype=torch.float16) rounds the elements of x before it adds them, so they are rounded here, too.
             operand = self.cast(operand, source.meta["val"].dtype, source)
             partial = self.compute(source.target, (operand, *others), source, kwargs)
-            reduce_args = (partial, self.job.ranks.n, self.job.ranks.group)
+            reduce_args = (partial, self.context.ranks.n, self.context.ranks.group)
             total = self.emit(sp.all_reduce.default, reduce_args, partial.meta["val"], source)
             rounded = self.cast(total, source.meta["val"].dtype, source)
         self.replace(source, rounded)
@@ -167,7 +167,7 @@ class ReduceExtremes(DemandPass):
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         """Replace a maximum by an sp::extreme: the maximum of the results of all ranks for their rows."""
         call, x = OpCall(node), node.all_input_nodes[0]
-        have, ranks = self.plan.of(x), self.job.ranks
+        have, ranks = self.plan.of(x), self.context.ranks
         assert isinstance(have, Shard)
         dims = [d % call.ndim() for d in call.get("dim") or range(call.ndim())]
         with self.graph.inserting_before(node):

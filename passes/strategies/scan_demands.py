@@ -67,16 +67,16 @@ class SplitNestedScans(DemandPass):
     provides = frozenset({"claimed", "flat scans"})
     kinds = frozenset({"scan"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Split scans until each runs along the sequence only; return the number of splits.
 
         A scan of a dim (batch, sequence, choices of a token) takes two splits.
         """
-        total_splits, splits = 0, super().apply(gm, job)
+        total_splits, splits = 0, super().apply(gm, context)
         while splits:
             total_splits += splits
-            job.invalidate()  # the plan is computed again for the rewritten graph
-            splits = super().apply(gm, job)
+            context.invalidate()  # the plan is computed again for the rewritten graph
+            splits = super().apply(gm, context)
         return total_splits
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
@@ -162,7 +162,7 @@ class ShardScans(DemandPass):
     def call(self, graph_module: GraphModule) -> PassResult:
         """Run the pass on a graph module, then replace slow scans without an exchange by the kernels of the package."""
         modified = super().call(graph_module).modified
-        return PassResult(graph_module, UseFastScans(self.job)(graph_module).modified or modified)
+        return PassResult(graph_module, UseFastScans(self.context)(graph_module).modified or modified)
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
         """Return None to claim the demands of a node, else the reason ("" if they do not concern this pass)."""
@@ -182,11 +182,11 @@ class ShardScans(DemandPass):
         """
         shard = scan_shard(self.plan, node)
         scan = to_sp_scan(self, node)
-        call, ranks, folds = OpCall(scan), self.job.ranks, shard.frame.folds
+        call, ranks, folds = OpCall(scan), self.context.ranks, shard.frame.folds
         carry_bytes, _ = message_bytes(call, folds, size_hint)  # of the forward
         # The exchange is one all-gather, or steps in which each rank sends to the rank 1, 2, 4, ... after it.
         supports_steps = scan.target not in (sp.affine_scan.default, *LINEAR_ATTENTION_OPS)
-        cost = choose_exchange(int(carry_bytes), ranks.n, self.job.machine_of(scan), folds, supports_steps)
+        cost = choose_exchange(int(carry_bytes), ranks.n, self.context.machine_of(scan), folds, supports_steps)
         options = {"exchange": cost.exchange, "n": ranks.n, "group": ranks.group}
         frame = self.sizes.list(shard.frame_arg())
         scan.args, scan.kwargs = call.with_operands(call.operands, frame=frame, **options)

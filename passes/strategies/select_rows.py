@@ -37,10 +37,10 @@ class SelectRows(DemandPass):
     requires = DemandPass.requires | {"selected rows"}
     kinds = frozenset({"gathered"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Replace slices of few rows of a sharded sequence, and return their number."""
-        self.axes = job.axes(gm)
-        return super().apply(gm, job)
+        self.axes = context.axes(gm)
+        return super().apply(gm, context)
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
         """Return None to claim the demands of a node, or "" if it is no slice of few rows of a sharded dim."""
@@ -66,7 +66,7 @@ class SelectRows(DemandPass):
         assert span is not None
         x, (start, length) = call.operands[0], span
         has_all_rows = is_same_size(length, node_shape(x)[have.dim])
-        placement = (self.sizes.list(have.frame_arg()), self.job.ranks.n, self.job.ranks.group)
+        placement = (self.sizes.list(have.frame_arg()), self.context.ranks.n, self.context.ranks.group)
         with self.graph.inserting_before(node):
             if has_all_rows:
                 rows = self.emit(sp.all_gather.default, (x, have.dim, *placement), node.meta["val"], node)
@@ -90,7 +90,7 @@ class SelectRows(DemandPass):
         # Without a scatter the rows remain partial. Their reader demands another placement: a sum on all ranks.
         if shard is None or shard.frame.order.is_balanced:  # a balanced order is a table, which no frame contains
             return rows
-        args = (rows, shard.dim, self.sizes.list(shard.frame_arg()), self.job.ranks.n, self.job.ranks.group)
+        args = (rows, shard.dim, self.sizes.list(shard.frame_arg()), self.context.ranks.n, self.context.ranks.group)
         return self.emit(sp.reduce_scatter.default, args, rows.meta["val"], node)
 
 

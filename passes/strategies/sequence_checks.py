@@ -3,7 +3,7 @@
 The passes of this module change no value. `FindSequences` runs before placements are chosen and stops for a model
 without a sequence; `PlaceOutputs` runs when no demand remains and explains why results are gathered.
 
-A fragment is a graph between graph breaks, a part of a model. A refusal (`job.refusal`) ends the passes; the caller
+A fragment is a graph between graph breaks, a part of a model. A refusal (`context.refusal`) ends the passes; the caller
 changes the inputs of the graph and runs them again, or raises it as an error. Aligned groups of the program's own
 collectives have the same rows of the sequence on all their ranks.
 """
@@ -48,108 +48,111 @@ class MarkUserCollectives(Pass):
 
     provides = frozenset({"marked collectives"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Mark collectives between ranks with different rows of the sequence; return 0, as no op is changed.
 
         Propagation does not apply the sharding rule of a marked node (`no_rule`), so its operands are gathered.
         """
-        if job.aligned is None:  # the groups whose ranks have the same rows; None for all
+        if context.aligned is None:  # the groups whose ranks have the same rows; None for all
             return 0
         # A group that is no process group here, as in a simulation, is not marked.
         for node in gm.graph.nodes:
-            if any(is_known_process_group(group) and group not in job.aligned for group in named_groups(node)):
+            if any(is_known_process_group(group) and group not in context.aligned for group in named_groups(node)):
                 set_node_info(node, no_rule="it exchanges with ranks that have other rows of the sequence")
-        job.invalidate()
+        context.invalidate()
         return 0
 
 
 class FindSequences(Pass):
     """Search for the sequences of the inputs.
 
-    For a complete model without a sequence, the pass sets the job's refusal (SP301). It raises SpError if the sequence
-    of local inputs is unknown (SP306, SP307), or if fallback='error' and no op can start on shards (SP304).
+    For a complete model without a sequence, the pass sets the context's refusal (SP301). It raises SpError if the
+    sequence of local inputs is unknown (SP306, SP307), or if fallback='error' and no op can start on shards (SP304).
     """
 
     requires = frozenset({"canonical", "marked collectives", "sharded inputs"})
     provides = frozenset({"sequences"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Set `sequence_inputs` and `candidates` of the job; return True if a symbolic length became constant.
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
+        """Set `sequence_inputs` and `candidates` of the context; return True if a symbolic length became constant.
 
         Lengths that do not exceed the number of ranks are made constant, see `_fix_short_lengths`. `sequence_inputs`
-        has the sequence dims of each input that has any. Set `job.refusal` or raise SpError if the graph cannot run on
-        shards, and must not run replicated. On one rank nothing is sharded, so nothing is refused.
+        has the sequence dims of each input that has any. Set `context.refusal` or raise SpError if the graph cannot run
+        on shards, and must not run replicated. On one rank nothing is sharded, so nothing is refused.
         """
-        fixed = _fix_short_lengths(gm, job.axes(gm), job.ranks.n)
+        fixed = _fix_short_lengths(gm, context.axes(gm), context.ranks.n)
         if fixed:
-            job.invalidate()
-        axes = job.axes(gm)
+            context.invalidate()
+        axes = context.axes(gm)
         inputs = [node for node in gm.graph.find_nodes(op="placeholder") if not node_info(node).parameter]
         sequence_dims = {node: axes.sequence_dims(node) for node in inputs}
-        job.sequence_inputs = {argument_name(node): dims for node, dims in sequence_dims.items() if dims}
-        job.candidates = sequence_candidates(gm, axes)
-        if job.ranks.n == 1:
+        context.sequence_inputs = {argument_name(node): dims for node, dims in sequence_dims.items() if dims}
+        context.candidates = sequence_candidates(gm, axes)
+        if context.ranks.n == 1:
             return fixed
         # With inputs="local", inputs have the rows of a rank. If `seq_dims` does not name their sequence dims, those in
-        # `job.inputs` were guessed before the capture; they are compared with the ones found here.
-        if job.options.inputs == "local" and job.seq_dims is None and axes.sequences:
-            _check_local_inputs(sequence_dims, job)
+        # `context.inputs` were guessed before the capture; they are compared with the ones found here.
+        if context.options.inputs == "local" and context.seq_dims is None and axes.sequences:
+            _check_local_inputs(sequence_dims, context)
         if not axes.sequences:
-            self._refuse_or_replicate(gm, inputs, job)
-        elif not any(isinstance(placement, Shard) for placement in chain(*job.plan(gm).placements.values())):
-            self._note_nothing_sharded(inputs, job)
+            self._refuse_or_replicate(gm, inputs, context)
+        elif not any(isinstance(placement, Shard) for placement in chain(*context.plan(gm).placements.values())):
+            self._note_nothing_sharded(inputs, context)
         return fixed
 
-    def _refuse_or_replicate(self, gm: GraphModule, inputs: list[Node], job: PassContext) -> None:
-        """Set `job.refusal` for a complete model without a sequence; otherwise note that the graph runs replicated.
+    def _refuse_or_replicate(self, gm: GraphModule, inputs: list[Node], context: PassContext) -> None:
+        """Set `context.refusal` for a complete model without a sequence; otherwise note that the graph runs replicated.
 
-        It runs replicated if it is a fragment (`job.fragment`), or if it is called after a graph with sharded outputs
-        (`has_sharded_peer`): eager code between them may have gathered its inputs. With fallback="error", a graph of
-        the second kind is refused, too.
+        It runs replicated if it is a fragment (`context.fragment`), or if it is called after a graph with sharded
+        outputs (`has_sharded_peer`): eager code between them may have gathered its inputs.
+        With fallback="error", a graph of the second kind is refused, too.
         """
         names = [argument_name(node) for node in inputs if is_tensor(node)]
         fix = f"Name the sequence: options={{'seq_dims': {{'<input>': <dim>}}}} with an input out of {names}."
-        if not job.fragment and (not job.has_sharded_peer or job.options.fallback == "error"):
+        if not context.fragment and (not context.has_sharded_peer or context.options.fallback == "error"):
             text = f"the model has no attention or scan whose dim could be traced to an input{_describe_loops(gm)}"
-            job.refusal = Refusal(RefusalKind.NO_SEQUENCE, "SP301", "no sequence found", text, fix)
+            context.refusal = Refusal(RefusalKind.NO_SEQUENCE, "SP301", "no sequence found", text, fix)
             return
-        if job.fragment:
+        if context.fragment:
             kind, text = NoteKind.REPLICATED, FRAGMENT_TEXT
         else:
             kind, text = NoteKind.SEQUENCE_LOST, f"{LOST_IN_EAGER_CODE} {fix}"
         where = next((node_line(node) for node in gm.graph.nodes if node.op == "call_function"), "the graph")
         self.notes.append(Note(kind, self.name, text, where=where))
 
-    def _note_nothing_sharded(self, inputs: list[Node], job: PassContext) -> None:
+    def _note_nothing_sharded(self, inputs: list[Node], context: PassContext) -> None:
         """Note that a graph with a sequence runs replicated; raise SpError if fallback='error'."""
         why = "every rank runs the unsplit graph, as no op has the sequence as a separate dim to shard"
-        if job.seq_dims:
-            named = {argument_name(node): job.seq_dims[node.name] for node in inputs if node.name in job.seq_dims}
+        if context.seq_dims:
+            named = {
+                argument_name(node): context.seq_dims[node.name] for node in inputs if node.name in context.seq_dims
+            }
             why += f". seq_dims={named} may name several sequences"
-        if job.options.fallback == "error":
-            fix = "Pass seq_dims with the dims of one sequence, or use fallback='gather'." if job.seq_dims else None
+        if context.options.fallback == "error":
+            fix = "Pass seq_dims with the dims of one sequence, or use fallback='gather'." if context.seq_dims else None
             raise SpError("SP304", f"fallback='error': {why}.", fix)
         self.notes.append(Note(NoteKind.REPLICATED, self.name, why))
 
 
-def _check_local_inputs(sequence_dims: dict[Node, list[int]], job: PassContext) -> None:
+def _check_local_inputs(sequence_dims: dict[Node, list[int]], context: PassContext) -> None:
     """Raise SpError for inputs='local' unless every input with a sequence was captured with the rows of a rank.
 
-    `job.inputs` has the inputs that were captured with these rows. An input with a sequence is missing there if its
-    length sets the number of steps of the program (SP306). `job.inputs` is empty if the sequence is unknown (SP307).
+    `context.inputs` has the inputs that were captured with these rows. An input with a sequence is missing there if
+    its length sets the number of steps of the program (SP306). `context.inputs` is empty if the sequence is unknown
+    (SP307).
 
     Args:
         sequence_dims: The dims of each input along the sequence.
-        job: The context.
+        context: The context.
     """
     for node, dims in sequence_dims.items():
-        if dims and node.name not in job.inputs:
+        if dims and node.name not in context.inputs:
             raise SpError(
                 "SP306",
                 f"inputs='local': dim {dims[0]} of {argument_name(node)!r} is a sequence whose length sets the number "
                 "of steps of the program (a loop, a scan in rounds or as a tree, torch.scan).",
             )
-    if not job.inputs:
+    if not context.inputs:
         names = [argument_name(node) for node in sequence_dims if is_tensor(node)]
         raise SpError(
             "SP307",
@@ -187,26 +190,26 @@ class PlaceOutputs(Pass):
     requires = frozenset({"planned"})
     provides = frozenset({"checked"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Add notes to the report on gathered results and replicated work; return 0.
 
-        Set `constraints`, `candidates` and `work` of the job, for the report, too.
+        Set `constraints`, `candidates` and `work` of the context, for the report, too.
         """
-        plan = job.plan(gm)
-        _check_local_outputs(gm, plan, job)
-        for node, options in output_options(gm.graph.output_node(), job.outputs).items():
+        plan = context.plan(gm)
+        _check_local_outputs(gm, plan, context)
+        for node, options in output_options(gm.graph.output_node(), context.outputs).items():
             if node.target is not torch.ops.sp.unshard.default:
                 continue
             source = node.all_input_nodes[0]  # gathered, if it is sharded
             why = gather_reason(source.meta["val"], options) if isinstance(plan.of(source), Shard) else ""
             if why not in ("", GATHER_REASON):  # the user has not requested it by outputs='gather'
                 self.note(source, why, source.name, NoteKind.UNSHARDED)
-        job.constraints = _plan_constraints(gm, job.axes(gm), plan, job.ranks.n)
-        job.candidates = _mark_split(job.candidates, gm, plan)
-        job.work = count_work(gm, plan, differentiable_nodes(gm), job.times, job.ranks.n)
-        has_shards = job.ranks.n > 1 and job.work.sharded_flops
+        context.constraints = _plan_constraints(gm, context.axes(gm), plan, context.ranks.n)
+        context.candidates = _mark_split(context.candidates, gm, plan)
+        context.work = count_work(gm, plan, differentiable_nodes(gm), context.times, context.ranks.n)
+        has_shards = context.ranks.n > 1 and context.work.sharded_flops
         # Lines of the program that compute a large part of all FLOPs on every rank.
-        for line, share in job.work.large_replicated_lines() if has_shards else ():
+        for line, share in context.work.large_replicated_lines() if has_shards else ():
             text = f"it runs unsharded on every rank: {share:.0%} of the FLOPs"
             self.notes.append(Note(NoteKind.REPLICATED_WORK, self.name, text, where=line))
         return 0
@@ -227,9 +230,9 @@ def _fix_short_lengths(gm: GraphModule, axes: Axes, n: int) -> bool:
     return fixed
 
 
-def _check_local_outputs(gm: GraphModule, plan: PlacementPlan, job: PassContext) -> None:
+def _check_local_outputs(gm: GraphModule, plan: PlacementPlan, context: PassContext) -> None:
     """Raise SpError if an output with outputs='local', returned as a rank's rows, has padding on some rank."""
-    n, options_of_node = job.ranks.n, output_options(gm.graph.output_node(), job.outputs)
+    n, options_of_node = context.ranks.n, output_options(gm.graph.output_node(), context.outputs)
     for node, options in options_of_node.items():
         have = plan.of(node)
         if "local" not in options or not isinstance(have, Shard):

@@ -17,7 +17,7 @@ from sp_compile.passes.base import Pass
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.node_info import node_info, set_node_info
-from sp_compile.passes.sharding.attention_axes import attention_nodes, depends_on_query
+from sp_compile.passes.sharding.attention_axes import attention_nodes, has_query_position
 from sp_compile.passes.sharding.placement import REPLICATE
 
 
@@ -27,16 +27,16 @@ class ShardAttentionInputs(Pass):
     requires = frozenset({"canonical", "marked collectives", "joined sequences"})
     provides = frozenset({"sharded inputs"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Clone replicated queries, keys and values of masked attention, and return the number of clones.
 
         The clones are marked, so that propagation shards them: a rank then computes only its rows.
         """
         # `replicated` marks attention at which no sequence may start.
-        masked = [n for n in attention_nodes(gm) if depends_on_query(OpCall(n)) and not node_info(n).replicated]
-        if job.ranks.n == 1 or not masked:
+        masked = [n for n in attention_nodes(gm) if has_query_position(OpCall(n)) and not node_info(n).replicated]
+        if context.ranks.n == 1 or not masked:
             return 0
-        axes, plan = job.axes(gm), job.plan(gm)
+        axes, plan = context.axes(gm), context.plan(gm)
         clones: dict[Node, Node] = {}  # by operand; several attentions may share one
         for node in masked:
             operands = dict.fromkeys(OpCall(node).operands[:3])  # q, k, v, of which two may be the same node

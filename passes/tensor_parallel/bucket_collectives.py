@@ -35,17 +35,17 @@ class BucketReductions(Pass):
     requires = frozenset({"local"})
     provides = frozenset({"local ops"})  # which the validation requires
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Bucket all_reduces of partial sums with equal reader, dtype, device and group; return the number of buckets.
 
         The reader is the output, or the cat of another bucket, such as one that then reduces these sums over another
         group. The new nodes are inserted before it.
         """
-        assert job.input_placements is not None
+        assert context.input_placements is not None
         groups: dict[tuple[Any, ...], list[Node]] = {}  # reductions that may share a bucket
         for node in gm.graph.find_nodes(op="call_function", target=sp.all_reduce.default):
             origin = node_info(node).origin  # its node in the global view
-            if origin is None or not isinstance(job.input_placements.of(origin.args[0]), Partial):
+            if origin is None or not isinstance(context.input_placements.of(origin.args[0]), Partial):
                 continue
             value = node.meta["val"]
             _, readers = _find_moves_and_readers(node)  # empty if other ops read the sum

@@ -25,7 +25,7 @@ from .varying import ScatterContext, find_varying_nodes, is_exchange, is_move_op
 sp = torch.ops.sp
 
 
-def choose_scatter_dims(gm: GraphModule, job: ScatterContext) -> dict[Node, Shard | None]:
+def choose_scatter_dims(gm: GraphModule, context: ScatterContext) -> dict[Node, Shard | None]:
     """Choose the dim of rows along which the all_reduce of each linear would become a reduce_scatter.
 
     The rows are all dims but the last one, the features. An axis is a set of dims of several values with the same rows,
@@ -34,15 +34,15 @@ def choose_scatter_dims(gm: GraphModule, job: ScatterContext) -> dict[Node, Shar
 
     Args:
         gm: The tensor-parallel graph.
-        job: The context, with the all_reduces in `summed`.
+        context: The context, with the all_reduces in `summed`.
 
     Returns:
         The placement of each sum of a linear, or None for one without a suitable dim.
     """
-    axes, n = name_axes(gm), job.ranks.n
-    varying = find_varying_nodes(gm, axes, job.varying)  # the values that differ between the ranks
+    axes, n = name_axes(gm), context.ranks.n
+    varying = find_varying_nodes(gm, axes, context.varying)  # the values that differ between the ranks
     # A sum of values that are equal on all ranks is no sum of partial products; an empty one moves nothing.
-    sums = [node for node in job.summed if node.args[0] in varying and num_elements(node.meta["val"])]
+    sums = [node for node in context.summed if node.args[0] in varying and num_elements(node.meta["val"])]
     remaining = [node for node in sums if _is_linear_output(node.args[0])]
     chosen: dict[Node, Shard | None] = {}
     while remaining:
@@ -122,11 +122,11 @@ def count_row_nodes(plan: PlacementPlan, start: Node) -> int:
     With 0, the scatter is idle: the rows are gathered again before any op computes on them. The keys of `plan.wants`
     are the ops that run on shards; those that only move elements, such as views, are not counted (`is_move_op`).
     """
-    reached = reachable_set([start], lambda node: [user for user in node.users if _runs_on_rows(plan, user)])
+    reached = reachable_set([start], lambda node: [user for user in node.users if _is_on_rows(plan, user)])
     return sum(node in plan.wants and not is_move_op(node) for node in reached - {start})
 
 
-def _runs_on_rows(plan: PlacementPlan, node: Node) -> bool:
+def _is_on_rows(plan: PlacementPlan, node: Node) -> bool:
     """Return True if the node runs on shards, or is a getitem of an op on shards.
 
     `plan.wants` has the placements that a node needs of its operands, for nodes that run on shards.

@@ -28,7 +28,7 @@ class GatherScattered(GatherOperands):
 
     name = "full"
     kinds = GatherOperands.kinds | {"varying"}
-    job: ScatterContext
+    context: ScatterContext
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         """Gather the sharded operands of the demands; other operands have all rows, on every rank, already."""
@@ -43,9 +43,9 @@ class GatherScattered(GatherOperands):
         """Return the gathered value of a sharded node; emit an all_gather if there is none yet.
 
         For a view or cast, its operand is gathered, and the op is repeated on the result. Results are cached in
-        `job.gathered`, so that several views of one value share a gather.
+        `context.gathered`, so that several views of one value share a gather.
         """
-        gathered = self.job.gathered
+        gathered = self.context.gathered
         if source not in gathered:
             if _can_gather_operand(source) and isinstance(self.plan.of(OpCall(source).operands[0]), Shard):
                 operand = self._gather_upstream(OpCall(source).operands[0])
@@ -60,7 +60,7 @@ class GatherScattered(GatherOperands):
         """Emit an all_gather of a sharded value, and a contiguous clone if its result would not be contiguous."""
         have = self.plan.of(source)
         assert isinstance(have, Shard)
-        args = (source, have.dim, self.sizes.list(have.frame_arg()), self.job.ranks.n, self.job.ranks.group)
+        args = (source, have.dim, self.sizes.list(have.frame_arg()), self.context.ranks.n, self.context.ranks.group)
         value = source.meta["val"]
         with self.insert_after(source):
             result = self.emit(sp.all_gather.default, args, value, source)

@@ -51,26 +51,26 @@ class ScatterReductions(Pass):
     requires = frozenset({"known differences", "replicated draws"})
     provides = frozenset({"scattered sums"})
 
-    def apply(self, gm: GraphModule, job: ScatterContext) -> int:
+    def apply(self, gm: GraphModule, context: ScatterContext) -> int:
         """Replace the chosen all_reduces by reduce_scatters; return their number.
 
-        `job.layers` gets a row of the report for each all_reduce, by the node that now computes it.
+        `context.layers` gets a row of the report for each all_reduce, by the node that now computes it.
         """
-        chosen = choose_scatter_dims(gm, job)
-        layers = {node: _make_layer(node, chosen) for node in job.summed}
+        chosen = choose_scatter_dims(gm, context)
+        layers = {node: _make_layer(node, chosen) for node in context.summed}
         scattered: dict[Node, LinearLayer] = {}  # by reduce_scatter
         for node, shard in chosen.items():
             if shard is not None:
                 layer = layers.pop(node)
                 scattered[self._scatter(node, shard)] = layer
-        job.layers = {**layers, **scattered}
+        context.layers = {**layers, **scattered}
         return len(scattered)
 
     def _scatter(self, node: Node, shard: Shard) -> Node:
         """Replace an all_reduce and its wait by a reduce_scatter to the placement `shard`, and return its node."""
         wait, frame = find_wait(node), SizeBuilder(self.graph).list(shard.frame_arg())
         assert wait is not None
-        args = (node.args[0], shard.dim, frame, self.job.ranks.n, self.job.ranks.group)
+        args = (node.args[0], shard.dim, frame, self.context.ranks.n, self.context.ranks.group)
         return self.replace_call(wait, sp.reduce_scatter.default, args, node)
 
 
@@ -96,26 +96,26 @@ class RevertIdleScatters(Pass):
     requires = frozenset({"scattered sums"})
     provides = frozenset({"chosen layers"})
 
-    def apply(self, gm: GraphModule, job: ScatterContext) -> int:
+    def apply(self, gm: GraphModule, context: ScatterContext) -> int:
         """Revert idle scatters until none remains, and return their number.
 
         A scatter is idle if no op runs on its shards of rows. Without it, another one may become idle.
         """
         num_reverted = 0
         while True:
-            plan = job.plan(gm)
-            counts = {node: count_row_nodes(plan, node) for node in job.scattered_nodes}
+            plan = context.plan(gm)
+            counts = {node: count_row_nodes(plan, node) for node in context.scattered_nodes}
             for node, count in counts.items():
-                job.layers[node] = replace(job.layers[node], ops=count)  # for the report
+                context.layers[node] = replace(context.layers[node], ops=count)  # for the report
             idle = [node for node, count in counts.items() if not count]
             if not idle:
                 return num_reverted
             for node in idle:
-                job.layers[node] = replace(job.layers[node], mode="full", dim=None, why=IDLE_REASON)
+                context.layers[node] = replace(context.layers[node], mode="full", dim=None, why=IDLE_REASON)
                 x, _, _, *ranks_and_group = node.args  # without the dim and the frame of the reduce_scatter
                 node.target, node.args = sp.all_reduce.default, (x, *ranks_and_group)
             num_reverted += len(idle)
-            job.invalidate()
+            context.invalidate()
 
 
 class DischargeDemands(RepeatPasses):
@@ -132,9 +132,9 @@ class LocalizeLayers(Passes):
     steps = (DischargeDemands, Localize, BucketReductions, ValidateShapes, KeepDimOrder)
 
     @classmethod
-    def of(cls, job: ScatterContext) -> Pass | None:
+    def of(cls, context: ScatterContext) -> Pass | None:
         """Create the passes, or return None if no layer is scattered."""
-        return cls() if job.scattered_nodes else None
+        return cls() if context.scattered_nodes else None
 
 
 class SequenceParallelLinear(Passes):
@@ -166,35 +166,35 @@ class SequenceParallelLinear(Passes):
         self.layers: list[LinearLayer] = []
         self.assumed: list[str] = []
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Scatter layers, set `self.gm` to the graph of one rank, and return the number of scattered layers.
 
         If the graph is not changed, return 0 and set `self.gm` to the input. This also happens if a pass raises
         SpError: its cause becomes the reason of all layers in the report. Else return at least 1.
         """
-        self._check_ranks(job.ranks)
+        self._check_ranks(context.ranks)
         # `facts` may have nodes of the graph. The caller then passes a copy, and discards it if the result is 0.
         refers_to_nodes = self.facts.gradients or self.facts.tangents
         local = gm if refers_to_nodes else copy_graph(gm)
-        summed = find_reductions(local, job.ranks.group)
-        if job.ranks.n == 1 or not summed:
+        summed = find_reductions(local, context.ranks.group)
+        if context.ranks.n == 1 or not summed:
             return 0
-        context = ScatterContext(job.ranks, runs=job.runs, facts=self.facts, summed=summed)
+        scatter = ScatterContext(context.ranks, runs=context.runs, facts=self.facts, summed=summed)
         self.gm = local
         try:
-            super().apply(local, context)
-            self.layers, self.notes = [*context.layers.values()], context.notes
+            super().apply(local, scatter)
+            self.layers, self.notes = [*scatter.layers.values()], scatter.notes
         except SpError as error:
-            context.input_placements = None
-            layers, why = context.layers.values(), error.cause
+            scatter.input_placements = None
+            layers, why = scatter.layers.values(), error.cause
             self.layers = [replace(layer, mode="full", dim=None, ops=0, why=why) for layer in layers]
-            self.notes = [Note(NoteKind.DECLINED, self.name, why, where=f"group {job.ranks.group}")]
-        job.notes += self.notes
-        if context.input_placements is None:  # not localized: no layer is scattered, or a pass raised
+            self.notes = [Note(NoteKind.DECLINED, self.name, why, where=f"group {context.ranks.group}")]
+        context.notes += self.notes
+        if scatter.input_placements is None:  # not localized: no layer is scattered, or a pass raised
             self.gm = gm
             return 0
-        self.assumed = sorted(common_inputs(context.input_placements))
-        return max(1, len(context.scattered_nodes))  # not 0, which would mean that the graph is unchanged
+        self.assumed = sorted(common_inputs(scatter.input_placements))
+        return max(1, len(scatter.scattered_nodes))  # not 0, which would mean that the graph is unchanged
 
     def _check_ranks(self, ranks: Ranks) -> None:
         """Raise SpError if the group exists in this process with another number of ranks."""

@@ -39,14 +39,14 @@ class DrawFullTensors(Pass):
     requires = frozenset({"known differences"})
     provides = frozenset({"replicated draws"})
 
-    def apply(self, gm: GraphModule, job: ScatterContext) -> int:
+    def apply(self, gm: GraphModule, context: ScatterContext) -> int:
         """Rewrite the draws whose operands are replicated, and return their number.
 
         The ranks have the same random state, so they draw equal values for the full tensor. If a rank drew only for its
         shard, all ranks would use the first values.
         """
         draws = [n for n in gm.graph.nodes if is_random(n) and n.target in (*LIKE_OPS, *DROPOUT_OPS)]
-        varying = find_varying_nodes(gm, name_axes(gm), job.varying) if draws else set()
+        varying = find_varying_nodes(gm, name_axes(gm), context.varying) if draws else set()
         replicated = [node for node in draws if node not in varying]
         for node in replicated:
             if node.target in LIKE_OPS:
@@ -94,10 +94,10 @@ class DropOverwrites(Pass):
 
     provides = frozenset({"no overwrites"})
 
-    def apply(self, gm: GraphModule, job: ScatterContext) -> int:
+    def apply(self, gm: GraphModule, context: ScatterContext) -> int:
         """Replace aten.copy(x, y), the values of y with the strides of x, by y or a contiguous clone of y.
 
-        Return the number of replaced copies. `job.facts`, which may refer to them, is updated.
+        Return the number of replaced copies. `context.facts`, which may refer to them, is updated.
         """
         replaced: dict[Node, Node] = {}
         num_cloned = 0
@@ -114,5 +114,5 @@ class DropOverwrites(Pass):
                 node.target, node.args = aten.clone.default, (y,)
                 node.kwargs = {"memory_format": torch.contiguous_format}
                 num_cloned += 1
-        job.facts = job.facts.for_graph(replaced)
+        context.facts = context.facts.for_graph(replaced)
         return len(replaced) + num_cloned

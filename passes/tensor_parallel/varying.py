@@ -134,19 +134,19 @@ class MarkVarying(Pass):
     requires = frozenset({"captured", "no overwrites"})
     provides = frozenset({"known differences"})
 
-    def apply(self, gm: GraphModule, job: ScatterContext) -> int:
-        """Mark the placements of collectives' results, and set `job.varying`, the inputs that differ by rank.
+    def apply(self, gm: GraphModule, context: ScatterContext) -> int:
+        """Mark the placements of collectives' results, and set `context.varying`, the inputs that differ by rank.
 
-        `job.summed` has the program's all_reduces, before which values are assumed to differ by rank. Return 0, as no
-        op is changed.
+        `context.summed` has the program's all_reduces, before which values are assumed to differ by rank. Return 0, as
+        no op is changed.
         """
-        mark_collectives(gm, job.ranks.group, job.facts.grid)
-        mark_readers_of_varying_scalars(gm, job.facts)
+        mark_collectives(gm, context.ranks.group, context.facts.grid)
+        mark_readers_of_varying_scalars(gm, context.facts)
         for node in gm.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 # No gradient leaves the graph through autograd: a joint graph computes those of its inputs by nodes.
                 set_node_info(node, requires_grad=False)
-        job.varying = varying_inputs(gm, name_axes(gm), job.summed, job.facts)
+        context.varying = varying_inputs(gm, name_axes(gm), context.summed, context.facts)
         return 0
 
 
@@ -217,7 +217,7 @@ def varying_inputs(gm: GraphModule, axes: Axes, summed: Sequence[Node], facts: I
     # its factors, and `find` returns the same name for all dims with the same rows.
     token_axes = {axes.find(atom.name) for node in summed for dim in axes.dims[node, 0][:-1] for atom in dim}
     weights = set(_weight_inputs(gm, axes, token_axes))
-    sharded = known | {weight for weight in weights if not _remains_equal(weight, facts)}
+    sharded = known | {weight for weight in weights if not _is_always_equal(weight, facts)}
     varying = _close_over_training(gm, axes, sharded, inputs, facts)
     varying_nodes = find_varying_nodes(gm, axes, varying)
     if any(node.args[0] in varying_nodes for node in summed):
@@ -238,7 +238,7 @@ def _exchange_ancestors(gm: GraphModule, facts: InputFacts) -> set[Node]:
     return reachable_set(exchanges, lambda n: n.all_input_nodes)
 
 
-def _remains_equal(matrix: Node, facts: InputFacts) -> bool:
+def _is_always_equal(matrix: Node, facts: InputFacts) -> bool:
     """Return True if a weight is known to be equal on all ranks, also after an optimizer step.
 
     Equal values prove nothing for a weight with one value for all elements, such as zeros: it may be a shard of a

@@ -40,7 +40,7 @@ from .choose_tiles import TILE_BYTES, choose_tile_counts, inner_bytes, is_scalar
 from .tile_regions import MIN_WIDENING, TileRegion, count_rows, find_regions, has_thin_results, row_width, sort_groups
 from .tile_symbols import has_symbols, split_row_dim, symbol_places
 from .tile_view import TokenView, is_dropout, token_view
-from .trace_tile import draws_same_numbers, tile_program
+from .trace_tile import has_same_draws, tile_program
 
 sp, aten = torch.ops.sp, torch.ops.aten
 SEED_LIMIT = 1 << 62  # seeds of dropout in tiles are non-negative int64 numbers below this
@@ -53,28 +53,28 @@ class RunInTiles(Pass):
     requires = frozenset({"validated", "saved attention"})  # no pass reads the program of a tile
     provides = frozenset({"tiled"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Replace regions of the local graph by sp::tiled calls, in place; return their number.
 
         A region computes wide values from rows, such as logits; `sp::tiled` runs it for some rows (a tile) at a time.
         """
-        option = job.options.tiles  # "never", "auto" or a number of tiles
+        option = context.options.tiles  # "never", "auto" or a number of tiles
         if option == "never" or (option == "auto" and not any(node_bytes(n) > TILE_BYTES for n in gm.graph.nodes)):
             _clear_recomputed(gm)
             return 0
-        assert job.input_placements is not None
+        assert context.input_placements is not None
         settle_dtypes(gm.graph)  # meta["val"] of the nodes then has the dtypes of autocast regions
         # A copy of the graph in which propagation places the rows of each value, with tiles in the role of ranks. Which
         # ops can run on tiles does not depend on the number of tiles, as long as there are at least 2.
         view_tiles = max(2, option) if isinstance(option, int) else 2
-        view = token_view(gm, job.input_placements, job.ranks.n, view_tiles)
+        view = token_view(gm, context.input_placements, context.ranks.n, view_tiles)
         regions = [region for region in find_regions(view) if self._can_tile(view, region)]
         if isinstance(option, int):
             tile_counts = [option] * len(regions)
         else:
-            memory = job.memory[-1] if job.memory else None  # the current estimate of a rank's memory, if any
-            tile_counts = choose_tile_counts(view, regions, memory, job.times)
-        changes = sum(self._tile_region(view, region, tiles, job) for region, tiles in zip(regions, tile_counts))
+            memory = context.memory[-1] if context.memory else None  # the current estimate of a rank's memory, if any
+            tile_counts = choose_tile_counts(view, regions, memory, context.times)
+        changes = sum(self._tile_region(view, region, tiles, context) for region, tiles in zip(regions, tile_counts))
         if changes:
             erase_dead(gm.graph)
             return changes
@@ -91,7 +91,7 @@ class RunInTiles(Pass):
             self.note_refusal(view.to_local[region.seed_products[0]], reason)
         return reason is None
 
-    def _tile_region(self, view: TokenView, region: TileRegion, tiles: int, job: PassContext) -> bool:
+    def _tile_region(self, view: TokenView, region: TileRegion, tiles: int, context: PassContext) -> bool:
         """Replace the region by an sp::tiled call and report it; return True, or False if it is not tiled.
 
         A region is a set of token-wise nodes that compute wide values, such as logits. Updates `view.to_local`, since
@@ -101,7 +101,7 @@ class RunInTiles(Pass):
             view: The token view; `view.to_local` maps its nodes to those of the local graph.
             region: The region, of nodes of the view.
             tiles: The number of tiles; 0 if the region is not to be tiled.
-            job: The context, to which the tiled region is added for the report.
+            context: The context, to which the tiled region is added for the report.
         """
         node = view.to_local[region.seed_products[0]]
         if not tiles:
@@ -113,7 +113,7 @@ class RunInTiles(Pass):
         total = count_rows(view, region)
         tiles = min(tiles, total)
         program = tile_program(view, region, tiles)
-        if not draws_same_numbers(program):
+        if not has_same_draws(program):
             self.note_refusal(node, "a backward that recomputes it would draw different random numbers")
             return False
         last_line = node_line(view.to_local[region.nodes[-1]])
@@ -133,7 +133,7 @@ class RunInTiles(Pass):
             node=node.name, where=node_line(node), tiles=tiles, rows=total, inside=nbytes, tile=tile_bytes,
             layer=node_layer(node), ends=last_line, recomputed=is_recomputed, repeated=bool(region.shared),
         )  # fmt: skip
-        job.tiled_regions.append(tiled_region)
+        context.tiled_regions.append(tiled_region)
         view.to_local.update(replacements)
         return True
 
@@ -211,7 +211,7 @@ def _refusal(view: TokenView, region: TileRegion) -> str | None:
     """
     nodes = (*region.nodes, *region.rows, *region.replicated)
     # `symbol_places` is None if a tile cannot read a symbolic size from the dims of its operands.
-    if any(_reads_symbols(n) for n in nodes) or symbol_places(view, region) is None:
+    if any(_has_size_symbols(n) for n in nodes) or symbol_places(view, region) is None:
         return "a size is a symbol that no operand has as a dim: compile one graph a size with dynamic=False"
     if has_symbols(view, region) and not SYMBOLIC_GRAPHS:
         return "a size is a symbol, which requires torch 2.13: compile with dynamic=False"
@@ -235,7 +235,7 @@ def _refusal(view: TokenView, region: TileRegion) -> str | None:
     if insertion_node is None:
         return "it starts in grad mode and ends in no_grad mode"
     for node in late_nodes:  # which would move after the insertion node
-        if _depends_on_autocast(node) and not has_same_autocast([node, insertion_node]):
+        if _can_depend_on_autocast(node) and not has_same_autocast([node, insertion_node]):
             return f"{node.name} is between its nodes, in another autocast region than its end"
     for node in late_nodes:
         if not is_pure(node) and node.target not in COMPOSITES:
@@ -243,7 +243,7 @@ def _refusal(view: TokenView, region: TileRegion) -> str | None:
     return None
 
 
-def _depends_on_autocast(node: Node) -> bool:
+def _can_depend_on_autocast(node: Node) -> bool:
     """Return True if autocast may determine the dtype of the node's result.
 
     Such a node cannot move to another autocast region. An sp operator counts, as it may call such ops. One with a 0-dim
@@ -257,7 +257,7 @@ def _depends_on_autocast(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and has_autocast_kernel(node.target, value.device.type)
 
 
-def _reads_symbols(node: Node) -> bool:
+def _has_size_symbols(node: Node) -> bool:
     """Return True if a node has a symbolic size as an argument that a tile cannot replace by its own size.
 
     A tile replaces the shape that a reshape or an expand has as its argument, `rule.sizes`.

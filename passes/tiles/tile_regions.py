@@ -220,7 +220,7 @@ def _grow(view: TokenView, seed: Node, sorts: Sequence[set[Node]]) -> set[Node]:
         wide = [x for x in node.all_input_nodes if row_width(view, x) >= MIN_WIDENING * input_width or not is_tensor(x)]
         local_nodes_of_sorts = [n for group in sorts if view.to_local[node] in group for n in group]
         same_sort = [view.to_view[n] for n in local_nodes_of_sorts if n in view.to_view]
-        return [x for x in (*users, *wide, *same_sort) if _belongs_to(view, x, seed)]
+        return [x for x in (*users, *wide, *same_sort) if _can_join_region(view, x, seed)]
 
     return _drop_partial_sums(view, reachable_set([seed], neighbors))
 
@@ -242,7 +242,7 @@ def _row_copies(view: TokenView, seed: Node, nodes: set[Node]) -> set[Node]:
         An example is x.repeat_interleave(k, 1), which has k times the elements per token of x.
         """
         is_wider = move_source(x) is not None and row_width(view, _skip_moves(view, x)) < row_width(view, x)
-        return is_wider and _belongs_to(view, x, seed)
+        return is_wider and _can_join_region(view, x, seed)
 
     extended = reachable_set(nodes, lambda node: [x for x in node.all_input_nodes if is_repeat(x)])
     # Drop nodes with other readers, then those that these read, until no other reader remains.
@@ -261,7 +261,7 @@ def _drop_partial_sums(view: TokenView, nodes: set[Node]) -> set[Node]:
     return nodes
 
 
-def _belongs_to(view: TokenView, node: Node, seed: Node) -> bool:
+def _can_join_region(view: TokenView, node: Node, seed: Node) -> bool:
     """Return True if a region with this seed may contain the node.
 
     It then is a token-wise call with the same number of rows, in the same checkpointed region (or in none) as the seed.

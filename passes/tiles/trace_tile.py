@@ -218,7 +218,7 @@ def _tile_functions(
     return mode, {n: TileFunction(view, region, places, rows, sizes) for n, rows in lengths.items()}
 
 
-def draws_same_numbers(program: TileProgram) -> bool:
+def has_same_draws(program: TileProgram) -> bool:
     """Return True if the backward, which runs the forward of each tile again, draws the same random numbers.
 
     Each tile sets the same seed in both, so that the number of draws has to be equal. A program whose gradients are

@@ -44,7 +44,7 @@ def graph_step(lowered: RankProgram, options: SPConfig, with_hosted: bool) -> Gr
     # step is predicted after `passes`, then the values are offloaded below, and the second step is predicted.
     if with_hosted:
         requested = lowered.partitioned_passes(replace(options, offload=1.0))
-        passes = requested and PartitionedPasses(replace(requested.job, options=replace(options, offload="never")))
+        passes = requested and PartitionedPasses(replace(requested.context, options=replace(options, offload="never")))
     else:
         requested = passes = lowered.partitioned_passes(options)
     # Partition a copy into forward and backward, as the compiler of the program does.
@@ -52,23 +52,25 @@ def graph_step(lowered: RankProgram, options: SPConfig, with_hosted: bool) -> Gr
     fuse_on_meta(local)  # attention as the kernels that a GPU runs
     joint = lowered.joint if lowered.options.has_joint_passes else None
     with memory_budget(lowered.options.activation_memory_budget), apply_checkpoint_policies(local):
-        forward, backward = partition_joint_graph(local, lowered.inputs, joint, options.uses_inductor, passes)
+        forward, backward = partition_joint_graph(local, lowered.inputs, joint, options.is_inductor, passes)
     lowered.report.merge(lowered.joint.report)
 
     def walk_graphs() -> GraphStep:
         """Return the memory of both graphs as they are: before or after offloading."""
         graphs = forward.graph, backward.graph if backward is not None else None
-        return GraphStep.of(*graphs, options.uses_inductor, lowered.input_bytes)
+        return GraphStep.of(*graphs, options.is_inductor, lowered.input_bytes)
 
     step = walk_graphs()
     if requested is None or passes is None:
         return step
     if with_hosted and backward is not None:  # the partition has set `results`, the number of the forward's results
-        OffloadValues().run(forward, replace(requested.job, backward=backward, results=passes.job.results))
+        OffloadValues().run(forward, replace(requested.context, backward=backward, results=passes.context.results))
         step = replace(step, hosted=walk_graphs())
     offloaded_step = step if step.hosted is None else step.hosted
-    offloaded_step.offloaded = next(iter(requested.job.on_host), None)  # one entry for each graph with offloaded values
-    lowered.report.passes += requested.job.runs
+    offloaded_step.offloaded = next(
+        iter(requested.context.on_host), None
+    )  # one entry for each graph with offloaded values
+    lowered.report.passes += requested.context.runs
     return step
 
 

@@ -85,7 +85,7 @@ class StepPlan:
         """
         return min((r for r in self.rows if r.ranks == ranks and r.fits), key=_time_key, default=None)
 
-    def fits_on_device(self, ranks: int) -> bool:
+    def can_fit_on_device(self, ranks: int) -> bool:
         """Return True if a variant fits with nothing on the host.
 
         Args:
@@ -245,7 +245,7 @@ def _is_settled(result: StepPlan, n: int) -> bool:
     if best is None:
         return False
     as_written = min((row.seconds for row in result.rows if row.ranks == n and not row.checkpoint), default=0.0)
-    return result.fits_on_device(n) or best.seconds <= EQUAL_RATIO * as_written
+    return result.can_fit_on_device(n) or best.seconds <= EQUAL_RATIO * as_written
 
 
 def _count_tokens(values: Iterable[Any]) -> int:
@@ -300,7 +300,7 @@ def _plan_first(planner: StepPlanner, result: StepPlan, all_ranks: Sequence[int]
         return
     has_own_checkpoints = any(step.dry_run.checkpoints for step in steps)
     checkpoint = bool(planner.blocks) and not has_own_checkpoints
-    if not checkpoint and not all(map(result.fits_on_device, all_ranks)):
+    if not checkpoint and not all(map(result.can_fit_on_device, all_ranks)):
         result.notes.append(OWN_CHECKPOINTS if has_own_checkpoints else NO_BLOCKS)
     attempts = [tiles] if checkpoint else []  # numbers of tiles: first with checkpoints alone, then with more tiles
     if more_tiles is not None:
@@ -368,7 +368,7 @@ def _update_rows(planner: StepPlanner, result: StepPlan, rows: Sequence[Variant]
 
     A variant that moves a share of the saved values to the host may move more than it must. Another one, with the
     smallest share with which it fits, is then added. Its numbers are exact if one dry run is sufficient for all shares
-    (`covers_any_share`). Otherwise they are an estimate, which is added only with `adds_estimates`.
+    (`is_for_any_share`). Otherwise they are an estimate, which is added only with `adds_estimates`.
     """
     steps = {step.config: step for step in planner.plan_steps([row.config for row in rows])}
     for row in rows:
@@ -381,7 +381,7 @@ def _update_rows(planner: StepPlanner, result: StepPlan, rows: Sequence[Variant]
         result.rows.append(variant)
         if not row.offload or not planner.shares:  # nothing is on the host, or the user has fixed the share
             continue
-        if step.covers_any_share:
+        if step.is_for_any_share:
             with_least_share = planner.min_offload(step, attention, row.state)
             if with_least_share and with_least_share.config != row.config:
                 result.rows.append(with_least_share)

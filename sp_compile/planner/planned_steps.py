@@ -107,7 +107,7 @@ class PlannedStep:
         return max((region.tiles for region in self.dry_run.report.tiled), default=0)
 
     @property
-    def recomputes_attention(self) -> bool:
+    def is_attention_recomputed(self) -> bool:
         """Return True if the backward recomputes attention."""
         return bool(self.dry_run.report.find_notes(NoteKind.RECOMPUTED))
 
@@ -147,23 +147,23 @@ class PlannedStep:
         return StepPeaks.of(replace(self.step, graphs=graphs), n)
 
     @property
-    def covers_any_share(self) -> bool:
+    def is_for_any_share(self) -> bool:
         """Return True if this dry run is sufficient for every share on the host.
 
         It is not if the step recomputes attention: a step that may offload values saves the results of attention
         instead.
         """
-        return self.exact and not self.recomputes_attention
+        return self.exact and not self.is_attention_recomputed
 
     def is_exact(self, choice: AttentionChoice, state: str, share: float) -> bool:
         """Return True if a dry run with these options would return the same numbers."""
         has_options = choice.key == self.config.key and state == self.config.state
-        return has_options and (share == self.config.offload or self.covers_any_share)
+        return has_options and (share == self.config.offload or self.is_for_any_share)
 
     def seconds(self, choice: AttentionChoice, machine: Machine) -> float:
         """Return the seconds of a step; `plan_row` adds exchanges of weights and gradients, optimizer and offload."""
         flops, traffic = self._work  # FLOPs of products, bytes that all other kernels but attention move
-        attention = choice.seconds + (choice.forward if self.recomputes_attention else 0.0)
+        attention = choice.seconds + (choice.forward if self.is_attention_recomputed else 0.0)
         return attention + flops / machine.flops + machine.copy(traffic) + self._exchange_seconds(machine)
 
     @cached_property

@@ -50,14 +50,14 @@ def settings_fields(options: Mapping[str, Any]) -> dict[str, str]:
     settings = {f"option {name}": _without_addresses(value) for name, value in all_options.items()}
     for config, patterns in ((functorch_config, FUNCTORCH), (inductor_config, INDUCTOR)):
         for name, value in config.get_config_copy().items():
-            if _matches_pattern(name, patterns) and not _matches_pattern(name, IGNORED_SETTINGS):
+            if _is_matching_name(name, patterns) and not _is_matching_name(name, IGNORED_SETTINGS):
                 settings[f"{config.__name__}.{name}"] = _without_addresses(value)
     settings["deterministic algorithms"] = str(torch.are_deterministic_algorithms_enabled())
     settings["torch.nn.attention.current_flash_attention_impl()"] = active_flash_attention() or "torch's"
     return {**settings, "version of torch": torch.__version__, "operators of sp_compile": sources_digest()}
 
 
-def _matches_pattern(name: str, patterns: Sequence[str]) -> bool:
+def _is_matching_name(name: str, patterns: Sequence[str]) -> bool:
     """Return True if the name of a setting matches one of the patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sp_compile.functional.scans import linear_scan
+from sp_compile.functional.scan_functions import linear_scan
 
 VOCABULARY = 256
 

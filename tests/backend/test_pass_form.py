@@ -232,12 +232,12 @@ def test_a_record_is_not_shared_by_copies() -> None:
 
 def test_a_context_repeats_the_analysis_after_a_change() -> None:
     gm = captured(Sums(), torch.randn(1, 8, 4))
-    job = PassContext.of(2, seq_dims={"x": 1})
-    assert job.plan(gm) is job.plan(gm)
-    before = job.plan(gm)
-    passes.GatherOperands().run(gm, job)
-    assert job.plan(gm) is not before
-    assert [lap.name for lap in job.runs] == ["gather_operands"]
+    context = PassContext.of(2, seq_dims={"x": 1})
+    assert context.plan(gm) is context.plan(gm)
+    before = context.plan(gm)
+    passes.GatherOperands().run(gm, context)
+    assert context.plan(gm) is not before
+    assert [lap.name for lap in context.runs] == ["gather_operands"]
 
 
 def step_by_step(step: Callable[[Tensor, Tensor, int], Tensor]) -> Callable[[Tensor], Tensor]:

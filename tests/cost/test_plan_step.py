@@ -321,7 +321,7 @@ def test_the_best_estimate_is_dry_run_until_exact() -> None:
     planner = mock.Mock(shares=(0.25, 0.5, 0.75), tokens=64, options={}, host=math.inf)
     planner.attention_choices.return_value = [mock.Mock(key=row.config.key) for row in plan.rows]
     planner.plan_steps = lambda ways: [
-        mock.Mock(config=way, covers_any_share=False) for way in ways if way.attention == "gather"
+        mock.Mock(config=way, is_for_any_share=False) for way in ways if way.attention == "gather"
     ]
     holds = {0.5: 130.0, 0.75: 95.0}  # of 200 without a share
     planner.plan_row = lambda step, attend, state, share: predicted(
@@ -355,7 +355,7 @@ def test_a_dry_run_of_few_layers_gives_the_share() -> None:
         plan = StepPlan(100, ModelBytes(1, 1, 0, 1), [here, replace(guess, offload=first)])
         planner = mock.Mock(shares=(0.25, 0.5, 0.75, 1.0), tokens=64, options={})
         planner.attention_choices.return_value = [mock.Mock(key=here.config.key)]
-        planner.plan_steps.side_effect = lambda ways: [mock.Mock(config=way, covers_any_share=True) for way in ways]
+        planner.plan_steps.side_effect = lambda ways: [mock.Mock(config=way, is_for_any_share=True) for way in ways]
 
         def row(step: Any, attend: Any, state: str, share: float, enough: float = enough) -> Variant:
             memory, config = 200 - 101 * share / enough, replace(step.config, offload=share)
@@ -405,7 +405,7 @@ def test_checkpoints_are_tried_if_only_an_estimate_fits() -> None:
     def look(ways: Sequence[PlanConfig]) -> list[Any]:
         seen.extend(ways)
         return [
-            mock.Mock(config=way, max_tiles=0, covers_any_share=False, dry_run=looked(checkpoints=way.checkpoint))
+            mock.Mock(config=way, max_tiles=0, is_for_any_share=False, dry_run=looked(checkpoints=way.checkpoint))
             for way in ways
         ]
 

@@ -17,8 +17,8 @@ from sp_compile.passes.sharding.matchers import (
     constant_value,
     is_cast_op,
     is_copy,
+    is_order_preserving,
     is_same_call,
-    keeps_order,
     match_join,
     match_pad,
     match_piece,
@@ -97,9 +97,9 @@ def test_orders_and_copies() -> None:
     assert not is_copy(last(lambda x: x.detach()))
     assert is_cast_op(last(lambda x: x.half()))
     assert not is_copy(last(lambda x: x.half()))
-    assert keeps_order(last(lambda x: x.flatten(0, 1)))
-    assert not keeps_order(last(lambda x: x.mT))
-    assert not keeps_order(last(lambda x: x[:, None].expand(2, 5, 6, 3)))
+    assert is_order_preserving(last(lambda x: x.flatten(0, 1)))
+    assert not is_order_preserving(last(lambda x: x.mT))
+    assert not is_order_preserving(last(lambda x: x[:, None].expand(2, 5, 6, 3)))
 
 
 def test_pads() -> None:

@@ -166,8 +166,8 @@ def test_every_stage_is_a_lap() -> None:
     stages = "drop_overwrites mark_varying draw_full_tensors scatter_reductions revert_idle_scatters".split()
     rounds = "mean reduce_partials full localize bucket_reductions validate_shapes keep_dim_order".split()
     for program, expected in ((mlp, stages + rounds), (wanted_full, stages)):
-        job = PassContext.of(Ranks(2, GROUP))
+        context = PassContext.of(Ranks(2, GROUP))
         gm = captured(program, torch.randn(2, 4, 3), torch.randn(3, 5), torch.randn(5, 3))
-        SequenceParallelLinear(job.ranks).run(gm, job)
-        assert [lap.name for lap in job.runs] == expected
-        assert {lap.name: lap.changes for lap in job.runs}["scatter_reductions"] == (2 if program is mlp else 1)
+        SequenceParallelLinear(context.ranks).run(gm, context)
+        assert [lap.name for lap in context.runs] == expected
+        assert {lap.name: lap.changes for lap in context.runs}["scatter_reductions"] == (2 if program is mlp else 1)

@@ -33,9 +33,9 @@ def test_a_context_repeats_no_option(context: type[PassContext]) -> None:
 
 
 def test_a_context_separates_options_from_fields() -> None:
-    job = PassContext.of(2, tiles=8, folds=2, seq_dims={"x": 1})
-    assert (job.options, job.folds, job.seq_dims) == (SPConfig(tiles=8), 2, {"x": 1})
-    assert PassContext.of(job) is job
+    context = PassContext.of(2, tiles=8, folds=2, seq_dims={"x": 1})
+    assert (context.options, context.folds, context.seq_dims) == (SPConfig(tiles=8), 2, {"x": 1})
+    assert PassContext.of(context) is context
 
 
 @pytest.mark.parametrize(
@@ -75,4 +75,4 @@ def test_a_read_of_a_mapping(source: str) -> None:
 
 
 def test_a_read_of_an_attribute() -> None:
-    assert not list(mapping_reads("def f(job: PassContext): return job.options.layout"))
+    assert not list(mapping_reads("def f(context: PassContext): return context.options.layout"))

@@ -21,7 +21,7 @@ OTHER_MEANINGS = {
         "sp_compile.passes.strategies.gather_demands",
         "sp_compile.passes.cost.scan_cost",  # exchanges of scans
         "sp_compile.functional.scan_shards",
-        "sp_compile.functional.scans",
+        "sp_compile.functional.scan_functions",
         "sp_compile.lowering.scan.carries",
         "sp_compile.lowering.scan.scan_autograd",
         "sp_compile.lowering.scan.scan_ops",
@@ -53,7 +53,10 @@ def test_no_other_file_names_a_strategy() -> None:
 
 
 def test_no_other_file_names_a_layout() -> None:
-    defaults = {"sp_compile.functional.attention_calls", "sp_compile.functional.scans"}  # of public signatures
+    defaults = {
+        "sp_compile.functional.attention_functions",
+        "sp_compile.functional.scan_functions",
+    }  # of public signatures
     found = places(set(LAYOUTS))
     assert found == {name: {"sp_compile.lowering.base.frames"} | found[name] & defaults for name in LAYOUTS}
     assert {name for name in LAYOUTS if found[name] & defaults} == {"contiguous"}

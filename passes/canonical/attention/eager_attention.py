@@ -93,7 +93,7 @@ class FuseEagerAttention(CanonicalPass):
     requires = frozenset({"normalized", "rolled loops"})
     provides = frozenset({"canonical", "fused attention"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Replace every eager attention, and report why each other softmax between two products remains."""
         self._may_contain_fills = fill_nodes(gm)
         reasons: dict[Node, str | None] = {}  # result of a softmax -> why it remains, None for a replaced one
@@ -374,7 +374,7 @@ def _match_weights(softmax: Node, source: SoftmaxSource, order: tuple[int, ...])
             sinks, matched_ops = None, [user]
         elif user.target is aten.dropout.default and not weights.dropout:
             weights.dropout = user.args[1] if user.args[2] else 0.0  # dropout(x, p, train)
-        elif not canceling_ops and not is_cast_op(user) and not _keeps_weights(user, node):
+        elif not canceling_ops and not is_cast_op(user) and not _is_identity_on_weights(user, node):
             permuted_order = order_after(user, order)
             if permuted_order is None:
                 break
@@ -384,7 +384,7 @@ def _match_weights(softmax: Node, source: SoftmaxSource, order: tuple[int, ...])
     return weights
 
 
-def _keeps_weights(user: Node, weights: Node) -> bool:
+def _is_identity_on_weights(user: Node, weights: Node) -> bool:
     """Return True if an op does not change the weights: x * 1, x + 0, ..., or nan_to_num to 0.
 
     nan_to_num changes the rows of queries without keys, for which torch's attention op returns 0, too.

@@ -71,7 +71,7 @@ class ReplaceFlashFunctions(RewriteVarlenAttention):
 
     provides = frozenset({"canonical", "mask predicates"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Replace every flash kernel, alone or in an autograd.Function, or report why it remains."""
         calls = [n for n in gm.graph.nodes if n.target is autograd_function_apply or _kernel_name(n) in FLASH_KERNELS]
         return sum(self._rewrite_call(node) for node in calls)

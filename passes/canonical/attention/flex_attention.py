@@ -86,7 +86,7 @@ class RewriteFlexAttention(RewriteMasks):
     requires = frozenset({"normalized"})
     provides = frozenset({"canonical", "fused attention"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Replace every call of flex_attention whose mask_mod and score_mod are functions of one query and one key."""
         self.mask_nodes: list[Node] = []  # inlined masks, which are erased at the end
         self._nodes_with_fills: set[Node] | None = None  # nodes that may contain fills, computed at the first use

@@ -34,7 +34,7 @@ class GroupKeyHeads(CanonicalPass):
     requires = frozenset({"mask predicates"})  # a mask is recognized by the scores of all heads
     provides = frozenset({"canonical", "grouped heads"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Replace repeated keys and values of every attention, and report repetitions that remain."""
         changes = 0
         for node in attention_nodes(gm):

@@ -282,7 +282,7 @@ class RewriteMasks(base.CanonicalPass):
         self.biases: dict[tuple[Any, ...], tuple[AttentionMask, ScoreOperands] | None] = {}
         return super().edit(graph)
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Replace the mask tensors of attention by predicates and score functions; return their number."""
         calls = {node: OpCall(node) for node in attention_nodes(gm)}
         masked = [n for n, call in calls.items() if call["attn_mask"] is not None and not call.get("predicate")]

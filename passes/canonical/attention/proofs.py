@@ -137,13 +137,13 @@ class IndexBox:
         for condition in list(needed):
             others = [p for p in needed if p is not condition]
             if conjunction:
-                is_redundant = any(self._implies(p, condition) for p in others)
+                is_redundant = any(self._is_stronger(p, condition) for p in others)
             else:
-                is_redundant = any(self._implies(condition, p) for p in others)
+                is_redundant = any(self._is_stronger(condition, p) for p in others)
             needed = others if is_redundant else needed
         return needed
 
-    def _implies(self, a: Boolean, b: Boolean) -> bool:
+    def _is_stronger(self, a: Boolean, b: Boolean) -> bool:
         """Return True if inequality `a` provably implies inequality `b`; False for other conditions."""
         if not all(isinstance(p, Relational) and not isinstance(p, (Eq, Ne)) for p in (a, b)):
             return False

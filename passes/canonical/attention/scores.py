@@ -35,7 +35,7 @@ from sp_compile.passes.graph.sizes import Size, as_sizes, is_same_shape, is_same
 from sp_compile.passes.graph.strides import is_identity
 from sp_compile.passes.sharding.matchers import (
     is_cast_op,
-    keeps_order,
+    is_order_preserving,
     move_source,
     permutation_of,
     scalar_value,
@@ -134,7 +134,7 @@ def _undo_merged_batch(x: Node, leading: tuple[Size, ...]) -> Node | None:
     node = value_origin(x)
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
-    before_reshape = move_source(node) if keeps_order(node) else None
+    before_reshape = move_source(node) if is_order_preserving(node) else None
     if before_reshape is not None:
         expected_shape = (*leading, *node_shape(x)[-2:])
         return before_reshape if is_same_shape(node_shape(before_reshape), expected_shape) else None
@@ -267,7 +267,7 @@ def is_neutral_op(x: Node) -> bool:
 
 def is_leading_reshape(x: Node) -> bool:
     """Return True if the node reshapes only dims before the last two, such as (B * H, Q, K) to (B, H, Q, K)."""
-    source = move_source(x) if keeps_order(x) else None
+    source = move_source(x) if is_order_preserving(x) else None
     if source is None:
         return False
     before, after = (node_shape(n) for n in (source, x))
@@ -400,10 +400,12 @@ def _regroup_chain(inner: ScoreChain, shape: tuple[Size, ...]) -> ScoreChain | N
 
 def is_between_products(softmax: Node) -> bool:
     """Return True if a softmax is between two matrix products, so that a report on it is of interest."""
-    return _reaches_product(softmax, lambda n: n.all_input_nodes) and _reaches_product(softmax, lambda n: list(n.users))
+    return _has_product_after(softmax, lambda n: n.all_input_nodes) and _has_product_after(
+        softmax, lambda n: list(n.users)
+    )
 
 
-def _reaches_product(start: Node, neighbors: Callable[[Node], Sequence[Node]]) -> bool:
+def _has_product_after(start: Node, neighbors: Callable[[Node], Sequence[Node]]) -> bool:
     """Return True if one of the next MAX_STEPS nodes from `start` on is a matrix product.
 
     `neighbors` returns the next nodes of a node: its operands, or its users.
@@ -433,7 +435,7 @@ def scores_refusal(x: Node) -> str:
             return f"another op reads the scores ({node.name})"
         operands = [n for n in node.all_input_nodes if is_tensor(n) and n.op == "call_function"]
         # The operand that is computed from a product; others are factors, biases and masks.
-        scores = [n for n in operands if _is_product(n) or _reaches_product(n, lambda n: n.all_input_nodes)]
+        scores = [n for n in operands if _is_product(n) or _has_product_after(n, lambda n: n.all_input_nodes)]
         # Follow ops that only move elements: views and permutes are not pointwise; copies and casts have a move_source.
         is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) and move_source(node) is None
         if not scores or (is_pointwise and node.target not in SCORE_OPS):

@@ -22,7 +22,7 @@ from torch.fx import Node
 from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape
 from sp_compile.passes.graph.closure import reachable_set
 from sp_compile.passes.graph.sizes import is_same_shape
-from sp_compile.passes.sharding.matchers import keeps_order, skip_ops, value_origin
+from sp_compile.passes.sharding.matchers import is_order_preserving, skip_ops, value_origin
 
 aten = torch.ops.aten
 SOFTMAX = (aten.softmax.int, aten._softmax.default)
@@ -117,7 +117,7 @@ def _match_reduction(x: Node, row: Node, reductions: tuple[Any, ...]) -> int | N
     may_detach = reductions is MAXIMA
     # Skip reshapes, such as the unsqueeze of a reduction without keepdim.
     reduced = value_origin(x)
-    while keeps_order(reduced) or (may_detach and reduced.target is aten.detach.default):
+    while is_order_preserving(reduced) or (may_detach and reduced.target is aten.detach.default):
         reduced = value_origin(reduced.args[0])
     if reduced.target is operator.getitem and reduced.args[1] == 0:  # the values of max(dim)
         reduced = reduced.args[0]

@@ -44,7 +44,7 @@ class RewriteVarlenAttention(CanonicalPass):
         self.token_indices: dict[Any, Node] = {}  # document or aligned key of each token, by the ends it depends on
         return super().edit(graph)
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Replace every call of varlen_attn, and report the reason for those that remain."""
         changes = 0
         # `varlen_attention` is None if this torch has no such op.

@@ -38,7 +38,7 @@ from sp_compile.passes.sharding.factors import BoundRule, Dims
 from sp_compile.passes.sharding.matchers import constant_value
 from sp_compile.passes.sharding.rule import lookup_rule
 
-from .recurrence import refuse_infinite_factor, rounds_numbers
+from .recurrence import has_rounded_numbers, refuse_infinite_factor
 from .steps import ColumnRef, NotALoop, SeededList, StepColumn
 from .vectorize import BatchedOps, BatchedValue, Value, leaf_names
 
@@ -142,7 +142,7 @@ class CoupledStates:
         self.like = self.states[0].column.node
         value = self.like.meta["val"]
         self.shape, self.dtype, self.state_dtype = node_shape(self.like), value.dtype, value.dtype
-        if rounds_numbers([x for operands in leaves for x in operands], value.dtype):
+        if has_rounded_numbers([x for operands in leaves for x in operands], value.dtype):
             self.dtype = accumulation_dtype(value.dtype)  # of the scan, as for a recurrence (`recurrence.py`)
         self.options = {"dtype": self.dtype, "device": value.device}
         if any(node_shape(x.column.node) != self.shape for x in self.states) or not value.is_floating_point():

@@ -58,7 +58,7 @@ class StackWrittenRows(CanonicalPass):
     requires = frozenset({"normalized"})
     provides = frozenset({"canonical", "stacked rows"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Redirect reads of written rows to the rows, then replace complete chains of writes by stacks.
 
         A chain is y.select_scatter(row, dim, index) for one index after the other, as `y[:, t] = row` in a loop gives.

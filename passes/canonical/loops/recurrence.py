@@ -392,7 +392,7 @@ def refuse_infinite_factor(node: Node) -> None:
         raise NotALoop("a factor that is infinite")
 
 
-def rounds_numbers(values: Iterable[Value], dtype: torch.dtype) -> bool:
+def has_rounded_numbers(values: Iterable[Value], dtype: torch.dtype) -> bool:
     """Return True if a Python number among the values is rounded in a dtype of 16 bits, as 0.999 in bfloat16."""
     numbers = [torch.tensor(x, dtype=accumulation_dtype(dtype)) for x in values if _is_number(x)]
     return any(bool(x.to(dtype) != x) for x in numbers)
@@ -410,7 +410,7 @@ def _scan_dtype(affine: AffineValue) -> torch.dtype:
     is_wider = any(
         x.meta["val"].ndim and x.meta["val"].dtype == accumulation_dtype(dtype) for x in nodes if is_tensor(x)
     )
-    return accumulation_dtype(dtype) if is_wider or rounds_numbers(coefficients, dtype) else dtype
+    return accumulation_dtype(dtype) if is_wider or has_rounded_numbers(coefficients, dtype) else dtype
 
 
 def _is_row_factor(x: Value) -> bool:

@@ -282,7 +282,7 @@ class RerollLoops(CanonicalPass, ScanBuilder):
     requires = frozenset({"normalized", "stacked rows"})
     provides = frozenset({"canonical", "rolled loops"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Replace every stack or cat of values that the steps of a loop compute; return the number of loops."""
         self.budget = 4 * len(gm.graph.nodes)  # remaining number of nodes to examine
         self.emitted: list[Node] = []  # nodes of the loop in progress

@@ -163,7 +163,7 @@ class LoopMatcher:
             # with the state first.
             first_leaves.reverse()
         column.operands = [self._match_operand(values, column.first) for values in zip(*leaves)]
-        if not all(_broadcasts_seeds(column.node, i, x) for i, x in enumerate(column.operands)):
+        if not all(_can_expand_seeds(column.node, i, x) for i, x in enumerate(column.operands)):
             raise NotALoop("an initial value of another shape")
 
     def _match_operand(self, values: Sequence[Any], first: int) -> Operand:
@@ -243,7 +243,7 @@ class LoopMatcher:
         return column
 
 
-def _broadcasts_seeds(node: Node, leaf: int, operand: Operand) -> bool:
+def _can_expand_seeds(node: Node, leaf: int, operand: Operand) -> bool:
     """Return True if the initial values of an operand may be expanded to the shape of the later values.
 
     The op must then compute the same as with the initial values themselves: each expanded dim passes through it to the

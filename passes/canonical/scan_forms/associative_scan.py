@@ -195,7 +195,7 @@ class RewriteAssociativeScans(CanonicalPass):
     requires = frozenset({"normalized"})
     provides = frozenset({"canonical", "scans"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Replace each recognized associative_scan by one sp scan per leaf; record why others are gathered."""
         changes, calls = 0, _associative_scan_calls(self.gm)
         if calls:
@@ -203,14 +203,14 @@ class RewriteAssociativeScans(CanonicalPass):
         for node in calls:
             function, leaves = node.args[:2]  # the get_attr of the combine function's graph, and the scanned tensors
             scans = recognize_combine(self.gm.get_submodule(function.target), len(leaves))
-            if scans is not None and all(self.supports_dtypes(leaves, scan) for scan in scans):
+            if scans is not None and all(self.can_scan_dtypes(leaves, scan) for scan in scans):
                 self._rewrite(node, scans)
                 changes += 1
             else:
                 set_node_info(node, no_rule=UNKNOWN_FUNCTION if scans is None else OTHER_DTYPE)
         return changes
 
-    def supports_dtypes(self, leaves: Sequence[Node], scan: CombineOp) -> bool:
+    def can_scan_dtypes(self, leaves: Sequence[Node], scan: CombineOp) -> bool:
         """Return True if the sp op of a scan supports the dtypes of its leaves.
 
         Args:
@@ -311,7 +311,7 @@ class ExpandAssociativeScans(Pass):
     requires = frozenset({"local"})
     provides = frozenset({"local ops"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Replace every remaining associative_scan by the ops of a tree of combinations; return their number."""
         calls = _associative_scan_calls(self.gm)
         for node in calls:

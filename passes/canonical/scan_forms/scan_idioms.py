@@ -107,7 +107,7 @@ class RewriteScanIdioms(CanonicalPass):
     requires = frozenset({"scans", "mask predicates"})  # masks are matched in their original form
     provides = frozenset({"canonical", "scan idioms"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Replace every idiom by one scan, and report scans between flips that are no reverse scans."""
         changes = 0
         if not any(node.target in SCAN_FORM_OPS for node in self.graph.nodes):

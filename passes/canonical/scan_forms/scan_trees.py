@@ -44,7 +44,7 @@ class MarkScanTrees(CanonicalPass):
 
     requires = frozenset({"scans"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Mark the remaining scan ops and unrolled trees of scans, so that their operands are gathered once.
 
         Returns the number of trees, without the marked scan ops. The mark `scanned`, the index of an argument and the

@@ -71,7 +71,7 @@ class RewriteUnrolledScans(RewriteAssociativeScans):
 
     requires = frozenset({"rolled loops"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Replace every outermost tree whose levels combine by one known function; return the number of trees."""
         if outermost_trees(gm.graph):
             erase_dead(self.graph)  # a dead node would count as a reader of a join
@@ -93,7 +93,7 @@ class RewriteUnrolledScans(RewriteAssociativeScans):
         leaves = [x for x in (combine.factors, level.leaf) if x is not None]  # as sp.linear_scan or sp.scan reads them
         scan = CombineOp(combine.op, tuple(range(len(leaves))))  # of all leaves, by their indices
         has_equal_types = len({(node_shape(x), x.meta["val"].dtype) for x in (*leaves, *results)}) == 1
-        if not has_equal_types or not self.supports_dtypes(leaves, scan):
+        if not has_equal_types or not self.can_scan_dtypes(leaves, scan):
             return False
         with self.graph.inserting_before(level.join):
             # Scan the leaves as they were before torch moved the dim to the front, and flipped it for a reverse scan.

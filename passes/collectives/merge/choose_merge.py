@@ -147,12 +147,12 @@ class MergeChooser:
             return chain.links[block[0]].group
         kind = chain.links[0].kind
         union = COMPOSERS[kind](self._link_groups(chain, block))  # each row: the ranks of one group of the union
-        if union is None or not self._keeps_rows(chain, block, len(union[0])):
+        if union is None or not self._has_same_rows(chain, block, len(union[0])):
             return None
         # The order of the ranks determines which chunk a rank has; a sum does not depend on it.
         return self.groups.communicator(union, ordered=kind != "all_reduce")
 
-    def _keeps_rows(self, chain: CollectiveChain, block: LinkIndices, ranks: int) -> bool:
+    def _has_same_rows(self, chain: CollectiveChain, block: LinkIndices, ranks: int) -> bool:
         """Return True if a merged collective provably gives each rank the same rows as the separate ones.
 
         A reduce_scatter does so if `ranks`, the number of ranks of the union, divides its rows; others always do.

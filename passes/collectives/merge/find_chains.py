@@ -25,7 +25,7 @@ from sp_compile.lowering.torch_compat import statically_known_true
 from sp_compile.passes.cost.group_names import exchange_group
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.mutation import is_mutation
-from sp_compile.passes.sharding.matchers import is_cast_op, is_copy, is_wider_dtype, keeps_order, permutation_of
+from sp_compile.passes.sharding.matchers import is_cast_op, is_copy, is_order_preserving, is_wider_dtype, permutation_of
 from sp_compile.passes.sharding.rule import rule_of
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -284,23 +284,25 @@ def _commuting_operand(node: Node, link: ChainLink) -> Node | None:
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
         return None
     if node.target is aten.copy.default:  # copy(buffer, x) is x in the dtype of the buffer
-        return node.args[1] if _preserves_values(node.args[1], node, link) else None
+        return node.args[1] if _can_commute(node.args[1], node, link) else None
     x = node.args[0]
     if is_copy(node) or node.target in (c10d.wait_tensor.default, aten.detach.default):
         commutes = True
     elif is_cast_op(node):
-        commutes = _preserves_values(x, node, link)
+        commutes = _can_commute(x, node, link)
     elif node.target in MULTIPLICATIONS or node.target in DIVISIONS:
         commutes = _is_scaled(node, link)
     elif node.target is aten.neg.default:
         commutes = FAMILIES.get(link.op, "linear") == "linear"  # an all_gather, without a reduction, counts as linear
     else:  # a gather and a scatter depend on the order of rows
-        moves_elements = keeps_order(node) or permutation_of(node) is not None or node.target is aten.expand.default
+        moves_elements = (
+            is_order_preserving(node) or permutation_of(node) is not None or node.target is aten.expand.default
+        )
         commutes = moves_elements and link.kind == "all_reduce"
     return x if commutes else None
 
 
-def _preserves_values(x: Node, node: Node, link: ChainLink) -> bool:
+def _can_commute(x: Node, node: Node, link: ChainLink) -> bool:
     """Return True if a cast or copy of x commutes with the link.
 
     With a reduction it does if the result has exactly the values of x, possibly in a wider dtype. An all_gather only

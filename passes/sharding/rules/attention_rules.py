@@ -16,7 +16,7 @@ from __future__ import annotations
 from sp_compile.lowering.attention.op_args import SEQUENCE
 from sp_compile.passes.graph.call import OpCall, node_shape
 from sp_compile.passes.graph.sizes import Size
-from sp_compile.passes.sharding.attention_axes import ATTENTION, depends_on_query
+from sp_compile.passes.sharding.attention_axes import ATTENTION, has_query_position
 from sp_compile.passes.sharding.placement import Placement, Replicate, Shard
 from sp_compile.passes.sharding.rule import BoundRule, Dims, register_rule_function
 
@@ -45,7 +45,7 @@ def _attention_rule(call: OpCall) -> BoundRule:
     kinds, last = {"k": "attend", "d": "whole"}, "e"
     if call.get("lse"):  # the last dim of the result also has the log-sum-exp, so it is not that of v
         kinds["e"], last = "whole", "out"
-    if depends_on_query(call):
+    if has_query_position(call):
         kinds["q"] = "attend"
     kinds |= {f: "whole" for names in operands[3:] for f in names if f and f not in (*leading, "q", "k")}
     result = (*leading, "q", last)

@@ -59,7 +59,7 @@ class AttentionPass(DemandPass):
         default strategy may claim any attention that remains.
         """
         choice = node_info(node).choice
-        strategy = choice.kind if choice is not None else self.job.options.attention
+        strategy = choice.kind if choice is not None else self.context.options.attention
         return self.is_default or strategy in ("auto", self.name)
 
 
@@ -108,7 +108,7 @@ class ShardAttention(AttentionPass):
         if why is None:
             return None
         # The report has the reason only if the user requested this strategy by name.
-        return why if self.job.options.attention == self.name else ""
+        return why if self.context.options.attention == self.name else ""
 
     def _refusal(self, call: OpCall) -> str | None:
         """Return the reason, for the report, why the strategy cannot shard an attention, or None if it can."""
@@ -135,7 +135,7 @@ class ShardAttention(AttentionPass):
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         """Replace an attention by the op of the strategy on shards; other than four dims are reshaped around it."""
-        call, value, ranks = OpCall(node), node.meta["val"], self.job.ranks
+        call, value, ranks = OpCall(node), node.meta["val"], self.context.ranks
         shape = as_sizes(value.shape)
         query, key = (sequence_shard(self.plan, call, i) for i in range(2))
         assert query is not None

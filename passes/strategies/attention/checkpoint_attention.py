@@ -27,7 +27,7 @@ class SaveAttentionOutputs(Pass):
     requires = frozenset({"local", "mask tables"})  # attention in its final form
     provides = frozenset({"saved attention"})
 
-    def apply(self, gm: GraphModule, job: Any) -> int:
+    def apply(self, gm: GraphModule, context: Any) -> int:
         """Mark the results of attention in checkpointed regions as saved, and return their number.
 
         Regions with a selective policy of the user are unchanged. So are all regions if the results, together with all
@@ -37,17 +37,23 @@ class SaveAttentionOutputs(Pass):
         found = [node for node in all_attention_nodes(gm) if "ac_graph_id" in node.meta and not has_policy(node)]
         if not found:
             return 0
-        counts = [job.times(node) for node in found]  # the number of equal layers that each node represents
+        counts = [context.times(node) for node in found]  # the number of equal layers that each node represents
         nbytes = sum(count * _output_bytes(node) for node, count in zip(found, counts))
-        memory = job.memory[-1] if job.memory else None  # the current estimate; `used_with_tiles` excludes attention
+        memory = (
+            context.memory[-1] if context.memory else None
+        )  # the current estimate; `used_with_tiles` excludes attention
         subject = f"results of {sum(counts)} attentions in checkpointed regions, {nbytes / GIB:.2f} GiB"
         # Saved values that exceed the memory are moved to the host later, unless the options forbid it.
-        if memory is not None and job.options.offload == "never" and memory.used_with_tiles + nbytes > memory.device:
+        if (
+            memory is not None
+            and context.options.offload == "never"
+            and memory.used_with_tiles + nbytes > memory.device
+        ):
             why = f"with all other values they exceed the {memory.device / GIB:.1f} GiB of the device"
             self.notes.append(Note(NoteKind.RECOMPUTED, "attention", why, where=subject))
             return 0
         if memory is not None:
-            job.memory[-1] = replace(memory, saved=memory.saved + nbytes)
+            context.memory[-1] = replace(memory, saved=memory.saved + nbytes)
         for node in found:
             mark_saved(node)
         self.notes.append(Note(NoteKind.SAVED, "attention", "the backward does not recompute them", where=subject))

@@ -62,15 +62,15 @@ class ChooseAttention(Pass):
     requires = frozenset({"canonical", "sequences"})
     provides = frozenset({"chosen attention"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Choose a strategy for every sharded attention (`NodeInfo.choice`), and the row order of the program.
 
         For each order of rows that is possible, the best strategy of each attention is found; the order with the fewest
-        predicted seconds is used. `job.folds` identifies it: 1 contiguous, 2 zigzag (chunks of a rank), 0 balanced.
+        predicted seconds is used. `context.folds` identifies it: 1 contiguous, 2 zigzag (chunks of a rank), 0 balanced.
 
         Args:
             gm: The graph.
-            job: The context of the compilation.
+            context: The context of the compilation.
 
         Returns:
             0, as no op is changed.
@@ -78,37 +78,37 @@ class ChooseAttention(Pass):
         Raises:
             SpError: The requested strategy supports none of the attention.
         """
-        plan, trained = job.plan(gm), differentiable_nodes(gm)  # trained: nodes that receive a gradient
+        plan, trained = context.plan(gm), differentiable_nodes(gm)  # trained: nodes that receive a gradient
         nodes = [n for n in attention_nodes(gm) if _is_decided_by_cost(n, plan)]
-        shapes = {n: _attention_shape(n, plan, job, trained) for n in nodes}
-        machines = {n: job.machine_of(n) for n in nodes}
+        shapes = {n: _attention_shape(n, plan, context, trained) for n in nodes}
+        machines = {n: context.machine_of(n) for n in nodes}
         # Estimate the memory for the choice here, and for `OffloadValues`, which reads the bytes of sharded weights.
-        may_offload = job.options.offload == "auto" and job.options.state == "sharded"
+        may_offload = context.options.offload == "auto" and context.options.state == "sharded"
         if nodes or may_offload:
-            machine = job.machine_of_nodes(nodes or gm.graph.nodes)
-            memory = memory_needed(gm, plan, job, trained, machine.memory)
-            job.memory.append(memory)
+            machine = context.machine_of_nodes(nodes or gm.graph.nodes)
+            memory = memory_needed(gm, plan, context, trained, machine.memory)
+            context.memory.append(memory)
             machines = {n: replace(machine, memory=memory.available) for n, machine in machines.items()}
-        orders = candidate_orders(list(shapes.values()), plan, job)
-        decisions = {order: _decide_all(shapes, machines, order, plan, job) for order in orders}
+        orders = candidate_orders(list(shapes.values()), plan, context)
+        decisions = {order: _decide_all(shapes, machines, order, plan, context) for order in orders}
         seconds = {order: _order_seconds(order, of_order.values()) for order, of_order in decisions.items()}
         order = min(seconds, key=seconds.__getitem__)
         folds = order.folds
         has_ring = any(d.chosen.ring > 1 for d in decisions[order].values())
-        if order.is_balanced and not balanced_inputs(job) and not has_ring:
-            # Without a ring the chosen strategies have full sequences, so the program keeps its own order, `job.folds`.
+        if order.is_balanced and not balanced_inputs(context) and not has_ring:
+            # Without a ring the chosen strategies have full sequences, so the program keeps its order, `context.folds`.
             why = "attention is not sharded along the sequence, so there is no work to balance"
             self._reject_balanced(why)
-            folds = job.folds
+            folds = context.folds
         elif order.is_balanced:
-            order = self._accept_balanced(order, decisions[order], seconds, gm, plan, job)
+            order = self._accept_balanced(order, decisions[order], seconds, gm, plan, context)
             folds = order.folds
         for node, decision in decisions[order].items():
             set_node_info(node, choice=decision.chosen)
-        job.decisions += decisions[order].values()
-        if folds != job.folds:
-            job.folds = folds
-            job.invalidate()  # the cached placements are of the old order
+        context.decisions += decisions[order].values()
+        if folds != context.folds:
+            context.folds = folds
+            context.invalidate()  # the cached placements are of the old order
         return 0
 
     def _accept_balanced(
@@ -118,7 +118,7 @@ class ChooseAttention(Pass):
         seconds: Mapping[RowOrder, float],
         gm: GraphModule,
         plan: PlacementPlan,
-        job: PassContext,
+        context: PassContext,
     ) -> RowOrder:
         """Return the load-balanced order; the best other one if the program does not allow it, or it saves too little.
 
@@ -130,27 +130,27 @@ class ChooseAttention(Pass):
             seconds: The predicted seconds in each order.
             gm: The graph.
             plan: The placements.
-            job: The context of the compilation.
+            context: The context of the compilation.
 
         Raises:
             SpError: The program does not allow the order, which the option `layout` names. With sharded inputs,
-                `job.refusal` is set instead.
+                `context.refusal` is set instead.
         """
-        has_balanced_inputs = bool(balanced_inputs(job))
+        has_balanced_inputs = bool(balanced_inputs(context))
         # Attention without a ring has full sequences in the program's own order between its exchanges.
         without_ring = {node for node, d in found.items() if d.chosen.ring == 1}
-        refusal = balanced_layout_refusal([n for n in attention_nodes(gm) if n not in without_ring], plan, job)
-        if has_balanced_inputs or job.options.layout != "auto":  # the order is required
-            if refusal is not None and not job.inputs:
+        refusal = balanced_layout_refusal([n for n in attention_nodes(gm) if n not in without_ring], plan, context)
+        if has_balanced_inputs or context.options.layout != "auto":  # the order is required
+            if refusal is not None and not context.inputs:
                 raise refusal.error()
-            job.refusal = refusal
+            context.refusal = refusal
             return balanced
         best_other = min((order for order in seconds if not order.is_balanced), key=lambda order: seconds[order])
         if refusal is not None:
             self._reject_balanced(refusal.text)
             return best_other
         # The seconds to restore the order of the results, and a text that names these.
-        reorder_seconds, results = unpermute_seconds(gm, plan, job)
+        reorder_seconds, results = unpermute_seconds(gm, plan, context)
         saved_seconds = seconds[best_other] - seconds[balanced]
         if reorder_seconds <= saved_seconds:
             return balanced
@@ -178,7 +178,7 @@ def _decide_all(
     machines: dict[Node, Machine],
     order: RowOrder,
     plan: PlacementPlan,
-    job: PassContext,
+    context: PassContext,
 ) -> dict[Node, Decision]:
     """Return the best strategy of each attention that has one, if the program has its rows in this order.
 
@@ -187,15 +187,15 @@ def _decide_all(
         machines: The machine of each attention, with the memory that is available for it.
         order: The order of rows.
         plan: The placements.
-        job: The context of the compilation.
+        context: The context of the compilation.
     """
     decisions: dict[Node, Decision] = {}
-    is_requested = _requested_strategy(job) != "auto"
+    is_requested = _requested_strategy(context) != "auto"
     for node, shape in shapes.items():
         candidates = candidates_in_order(replace(shape, order=order), machines[node])
-        chosen = _choose_candidate(candidates, node, plan, job)
+        chosen = _choose_candidate(candidates, node, plan, context)
         if chosen is not None:
-            decisions[node] = Decision(shape, candidates, chosen, job.times(node), is_requested)
+            decisions[node] = Decision(shape, candidates, chosen, context.times(node), is_requested)
     return decisions
 
 
@@ -213,7 +213,7 @@ def _is_decided_by_cost(node: Node, plan: PlacementPlan) -> bool:
 
 
 def _choose_candidate(
-    found: Collection[Candidate], node: Node, plan: PlacementPlan, job: PassContext
+    found: Collection[Candidate], node: Node, plan: PlacementPlan, context: PassContext
 ) -> Candidate | None:
     """Return the best candidate that options and sizes allow.
 
@@ -224,17 +224,17 @@ def _choose_candidate(
         found: The candidates of all strategies.
         node: The attention.
         plan: The placements.
-        job: The context of the compilation.
+        context: The context of the compilation.
 
     Raises:
         SpError: The requested strategy does not support the attention.
     """
     # A relayout exchanges the rows to zigzag order for this attention only. Each rank then has two equal chunks of rows
     # without padding.
-    n, placed = job.ranks.n, [plan.of(x) for x in OpCall(node).operands[:2]]
+    n, placed = context.ranks.n, [plan.of(x) for x in OpCall(node).operands[:2]]
     can_relayout = all(isinstance(p, Shard) and p.frame.is_exact(n) and is_divisor(2 * n, p.frame.size) for p in placed)
-    allowed = [c for c in found if _is_allowed(c, job) and (can_relayout or not c.relayout)]
-    requested = STRATEGIES.get(_requested_strategy(job))
+    allowed = [c for c in found if _is_allowed(c, context) and (can_relayout or not c.relayout)]
+    requested = STRATEGIES.get(_requested_strategy(context))
     if has_fills(OpCall(node)):  # results over blocks of keys cannot be merged
         allowed = [c for c in allowed if not STRATEGIES[c.kind].rewrite.merges_blocks]
         if requested is not None and requested.rewrite.merges_blocks:
@@ -248,31 +248,33 @@ def _choose_candidate(
     if requested is None or requested.rewrite.is_explained:  # the strategy's pass reports why it is not possible
         return None
     is_possible_elsewhere = any(c.refusal is None and c.kind == requested.name for c in found)  # in another layout
-    if job.inputs and is_possible_elsewhere:  # inputs that an earlier graph returned in its layout
-        options, inputs = job.options, ", ".join(map(repr, job.inputs))
+    if context.inputs and is_possible_elsewhere:  # inputs that an earlier graph returned in its layout
+        options, inputs = context.options, ", ".join(map(repr, context.inputs))
         raise SpError(
             "SP403",
             f"attention={options.attention!r} with layout={options.layout!r} does not support {describe_node(node)} in "
             f"the layout in which an earlier graph returned {inputs}.",
         )
-    raise _unsupported_error(node, job, allowed, {c.kind for c in found if c.refusal is None})
+    raise _unsupported_error(node, context, allowed, {c.kind for c in found if c.refusal is None})
 
 
-def _unsupported_error(node: Node, job: PassContext, allowed: Iterable[Candidate], alternatives: set[str]) -> SpError:
+def _unsupported_error(
+    node: Node, context: PassContext, allowed: Iterable[Candidate], alternatives: set[str]
+) -> SpError:
     """Return the error of a requested strategy that does not support an attention, with reasons and a fix.
 
     Args:
         node: The attention.
-        job: The context of the compilation.
+        context: The context of the compilation.
         allowed: The candidates of the requested strategy, none of which can run.
         alternatives: The names of strategies that support the attention.
     """
-    n, requested = job.ranks.n, job.options.attention
+    n, requested = context.ranks.n, context.options.attention
     heads, key_heads, _ = head_counts(OpCall(node))
     why = "; ".join(f"{c.kind} (ulysses {c.ulysses} x ring {c.ring}): {c.refusal}" for c in allowed)
     if not why:  # a hybrid without a possible number of Ulysses ranks has no candidates
         why = f"no number of Ulysses ranks u with 1 < u < {n} divides both {n} and the query heads"
-    of_mesh = f", {job.ranks.ulysses} of them along the mesh's 'ulysses' axis" if job.ranks.ulysses else ""
+    of_mesh = f", {context.ranks.ulysses} of them along the mesh's 'ulysses' axis" if context.ranks.ulysses else ""
     sizes = f"{heads} query heads and {key_heads} key heads on {n} ranks{of_mesh}"
     values = ", ".join(map(repr, ["auto", *sorted(alternatives)]))
     return SpError(
@@ -282,19 +284,19 @@ def _unsupported_error(node: Node, job: PassContext, allowed: Iterable[Candidate
     )
 
 
-def _is_allowed(candidate: Candidate, job: PassContext) -> bool:
+def _is_allowed(candidate: Candidate, context: PassContext) -> bool:
     """Return True if the options `attention`, `mesh` and `layout` allow a candidate.
 
     A candidate with a relayout moves the rows to another order for one attention only. With layout="contiguous", the
     candidate must run in contiguous order. If another order is requested, it is that of the whole program, so that no
     relayout is allowed.
     """
-    if _requested_strategy(job) not in ("auto", candidate.kind):
+    if _requested_strategy(context) not in ("auto", candidate.kind):
         return False
-    is_hybrid = 1 < candidate.ulysses < job.ranks.n
-    if is_hybrid and job.ranks.ulysses not in (None, candidate.ulysses):  # the mesh has another "ulysses" axis
+    is_hybrid = 1 < candidate.ulysses < context.ranks.n
+    if is_hybrid and context.ranks.ulysses not in (None, candidate.ulysses):  # the mesh has another "ulysses" axis
         return False
-    requested = LAYOUTS.get(job.options.layout)
+    requested = LAYOUTS.get(context.options.layout)
     if requested is None:  # "auto"
         return True
     if requested.is_in_order:  # the contiguous order
@@ -302,24 +304,26 @@ def _is_allowed(candidate: Candidate, job: PassContext) -> bool:
     return not candidate.relayout
 
 
-def _requested_strategy(job: PassContext) -> str:
+def _requested_strategy(context: PassContext) -> str:
     """Return the strategy that the user requested by name, or else by the shape of the mesh, or "auto".
 
     A mesh with a "ulysses" axis of some, but not all ranks, for example, requests "hybrid".
     """
-    if job.options.attention != "auto":
-        return job.options.attention
-    of_mesh = [strategy.name for strategy in attention_strategies() if strategy.rewrite.is_used_on_mesh(job.ranks)]
+    if context.options.attention != "auto":
+        return context.options.attention
+    of_mesh = [strategy.name for strategy in attention_strategies() if strategy.rewrite.is_used_on_mesh(context.ranks)]
     return of_mesh[0] if of_mesh else "auto"
 
 
-def _attention_shape(node: Node, plan: PlacementPlan, job: PassContext, trained: Collection[Node]) -> AttentionShape:
+def _attention_shape(
+    node: Node, plan: PlacementPlan, context: PassContext, trained: Collection[Node]
+) -> AttentionShape:
     """Return the sizes, mask and kernel of an attention for the cost model.
 
     Args:
         node: The attention.
         plan: The placements; the mask may be sharded.
-        job: The job.
+        context: The context.
         trained: The nodes with gradients.
     """
     call = OpCall(node)
@@ -328,7 +332,7 @@ def _attention_shape(node: Node, plan: PlacementPlan, job: PassContext, trained:
     predicate = mask_predicate(call)  # None for a mask that is known as a tensor only
     causal, window = (False, None) if predicate is None else _causal_and_window(predicate, q[-2], k[-2])
     return AttentionShape(
-        n=job.ranks.n,
+        n=context.ranks.n,
         batch=math.prod(q[:-3]),
         q_len=q[-2],
         kv_len=k[-2],
@@ -341,7 +345,7 @@ def _attention_shape(node: Node, plan: PlacementPlan, job: PassContext, trained:
         window=window,
         mask=predicate is None,
         # Excludes strategies that need all rows of the mask. One requested by name gathers a sharded mask instead.
-        mask_rows=is_mask_sharded and _requested_strategy(job) == "auto",
+        mask_rows=is_mask_sharded and _requested_strategy(context) == "auto",
         documents=predicate is not None and is_within_documents(predicate),
         kernel=_kernel_rate_name(call, predicate, window, max(q[-1], v[-1]), trained),
         training=node in trained,
@@ -398,7 +402,7 @@ def _causal_and_window(predicate: str, queries: int, keys: int) -> tuple[bool, i
     """
     unknown = {name: (-math.inf, math.inf) for name in predicate_symbols(predicate)}  # ranges of other symbols
 
-    def attends_to_none(query: int, first_key: int, last_key: int) -> bool:
+    def is_fully_masked(query: int, first_key: int, last_key: int) -> bool:
         """Return True if a query attends to none of a range of keys."""
         return evaluate_over(predicate, {**unknown, "q": (query, query), "k": (first_key, last_key)}) is False
 
@@ -408,27 +412,27 @@ def _causal_and_window(predicate: str, queries: int, keys: int) -> tuple[bool, i
     middle = last // 2
     # Evaluate the later keys of two queries, and the number of visible keys of three. The three are late queries, from
     # which a window usually does not reach back to the first key.
-    causal = attends_to_none(0, 1, last) and attends_to_none(middle, middle + 1, last)
-    windows = [_max_visible_keys(attends_to_none, query) for query in (last, last * 7 // 8, last * 2 // 3)]
+    causal = is_fully_masked(0, 1, last) and is_fully_masked(middle, middle + 1, last)
+    windows = [_max_visible_keys(is_fully_masked, query) for query in (last, last * 7 // 8, last * 2 // 3)]
     known_windows = [window for window in windows if window is not None]
     return causal, max(known_windows) if len(known_windows) == len(windows) else None
 
 
-def _max_visible_keys(attends_to_none: Callable[[int, int, int], bool], query: int) -> int | None:
+def _max_visible_keys(is_fully_masked: Callable[[int, int, int], bool], query: int) -> int | None:
     """Return the number of keys to which a query attends, counted back from its own; None if the first key is one.
 
     It is the smallest distance d such that the query attends to none of the keys 0 to query - d: 4 in a window of 4
     keys.
 
     Args:
-        attends_to_none: Returns True for (query, first, last) if the query attends to none of the keys from `first` to
+        is_fully_masked: Returns True for (query, first, last) if the query attends to none of the keys from `first` to
             `last`.
         query: The position of the query.
     """
-    if not attends_to_none(query, 0, 0):
+    if not is_fully_masked(query, 0, 0):
         return None
     if query == 0:
         return 0  # it does not attend to the only key before or at its position
-    # Once `attends_to_none` is True for a distance, it is for all larger ones: bisect.
+    # Once `is_fully_masked` is True for a distance, it is for all larger ones: bisect.
     distances = range(1, query + 1)
-    return distances[bisect_left(distances, True, key=lambda distance: attends_to_none(query, 0, query - distance))]
+    return distances[bisect_left(distances, True, key=lambda distance: is_fully_masked(query, 0, query - distance))]

@@ -36,7 +36,7 @@ class ExpandHeads(DemandPass):
         super().__init__(*args, **options)
         self.except_on = except_on
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Repeat the key and value heads of each masked attention whose heads a pass has grouped; return their number.
 
         The fused kernels of CUDA do not support a mask together with grouped heads.

@@ -56,9 +56,9 @@ class AttendWithHybrid(ShardAttention):
         """
         if self._ulysses_ranks(call) is not None:
             return None
-        n, (heads, *_) = self.job.ranks.n, head_counts(call)
-        if self.job.ranks.ulysses:
-            subject = f"the mesh's 'ulysses' axis has {self.job.ranks.ulysses} ranks, which do not divide"
+        n, (heads, *_) = self.context.ranks.n, head_counts(call)
+        if self.context.ranks.ulysses:
+            subject = f"the mesh's 'ulysses' axis has {self.context.ranks.ulysses} ranks, which do not divide"
         else:
             subject = f"no number of Ulysses ranks u with 1 < u < {n} divides"
         cause = f"attention='hybrid': {subject} both the {n} ranks and the {heads} query heads"
@@ -72,7 +72,7 @@ class AttendWithHybrid(ShardAttention):
         """Return the line of the report for a rewritten attention."""
         ulysses = self._ulysses_ranks(OpCall(node))
         assert ulysses is not None  # `unsupported_reason` refuses calls without such a number
-        return f"heads over {ulysses} neighbors, a ring of {self.job.ranks.n // ulysses} such groups"
+        return f"heads over {ulysses} neighbors, a ring of {self.context.ranks.n // ulysses} such groups"
 
     def _ulysses_ranks(self, call: OpCall) -> int | None:
         """Return the number of neighbors that exchange heads: as chosen, or that of the mesh, or the largest possible.
@@ -82,8 +82,8 @@ class AttendWithHybrid(ShardAttention):
         choice = node_info(call.node).choice
         if choice is not None:
             return choice.ulysses
-        n, (heads, *_) = self.job.ranks.n, head_counts(call)
-        of_mesh = self.job.ranks.ulysses
+        n, (heads, *_) = self.context.ranks.n, head_counts(call)
+        of_mesh = self.context.ranks.ulysses
         for u in [of_mesh] if of_mesh else range(n - 1, 1, -1):
             if n % u == 0 and is_divisor(u, heads):
                 return u

@@ -41,7 +41,7 @@ LOSS_OPS = frozenset({aten.cross_entropy_loss.default})
 
 
 def memory_needed(
-    gm: GraphModule, plan: PlacementPlan, job: PassContext, trained: set[Node], device: float
+    gm: GraphModule, plan: PlacementPlan, context: PassContext, trained: set[Node], device: float
 ) -> RankMemory:
     """Estimate the memory that one rank needs outside of attention, for a graph in the global view.
 
@@ -50,22 +50,22 @@ def memory_needed(
     Args:
         gm: The graph.
         plan: The placements.
-        job: The context.
+        context: The context.
         trained: The nodes that gradients reach.
         device: The memory of a device, in bytes.
 
     Returns:
         The bytes of weights, gradients, saved values and tiled values.
     """
-    n, options = job.ranks.n, job.options
+    n, options = context.ranks.n, context.options
     inputs = [node for op in ("placeholder", "get_attr") for node in gm.graph.find_nodes(op=op) if is_tensor(node)]
-    # A graph of a few layers may represent one of many (`job.repeats`), whose weights are known.
-    state = _weight_bytes(inputs, plan, n) if job.repeats is None else job.repeats.weights
+    # A graph of a few layers may represent one of many (`context.repeats`), whose weights are known.
+    state = _weight_bytes(inputs, plan, n) if context.repeats is None else context.repeats.weights
     weights, gradients = state.parameters, state.trainable
     if options.state == "sharded":  # FSDP
         weights, gradients = state.sharded_bytes(n)
     counts = Counter[Node]()  # of saved values; above 1 for a node that represents equal layers
-    for value, count in _saved_values(trained, job):
+    for value, count in _saved_values(trained, context):
         counts[value] = max(count, counts[value])
     losses = [node for node in trained if node.target in LOSS_OPS]
     loss_bytes = {node: _rank_bytes(node.args[0], plan, n, least=4) for node in losses}  # of their log_softmax
@@ -130,7 +130,7 @@ def _is_loss_of_product(node: Node, trained: set[Node]) -> bool:
             return True
 
 
-def _saved_values(trained: Iterable[Node], job: PassContext) -> Iterator[tuple[Node, int]]:
+def _saved_values(trained: Iterable[Node], context: PassContext) -> Iterator[tuple[Node, int]]:
     """Yield (value, count) for the values that the forward saves for the backward; a value may be repeated.
 
     These are operands of products and attention, and results of attention and softmax. A checkpointed region saves the
@@ -139,24 +139,24 @@ def _saved_values(trained: Iterable[Node], job: PassContext) -> Iterator[tuple[N
 
     Args:
         trained: The nodes that gradients reach.
-        job: The context.
+        context: The context.
     """
     for node in trained:
         region = node.meta.get("ac_graph_id")  # the checkpointed region of the node
         if region is None and node.target in OUTPUT_SAVING_OPS:
-            yield node, job.times(node)
+            yield node, context.times(node)
         for operand in node.all_input_nodes:
             if operand not in trained:
                 continue
             if region is None:
-                value, is_saved = _storage_owner(operand), _backward_reads_operands(node)
+                value, is_saved = _storage_owner(operand), _has_saved_operands(node)
             else:
                 value, is_saved = operand, operand.meta.get("ac_graph_id") != region  # it enters the region
             if is_saved:
-                yield value, job.times(node) if node_layer(value) else 1
+                yield value, context.times(node) if node_layer(value) else 1
 
 
-def _backward_reads_operands(node: Node) -> bool:
+def _has_saved_operands(node: Node) -> bool:
     """Return True for attention and products, whose backward reads their operands."""
     rule = rule_of(node)
     is_product = rule is not None and rule.is_contraction and node.target not in LOSS_OPS

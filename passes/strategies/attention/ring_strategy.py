@@ -24,7 +24,7 @@ from torch.fx import Node
 from sp_compile.lowering.attention.ring_kernel import window_hops
 from sp_compile.lowering.base.frames import LAYOUTS
 from sp_compile.lowering.comm import routes
-from sp_compile.lowering.masks.predicate import depends_on_distance, evaluate_over, predicate_symbols, split_conjuncts
+from sp_compile.lowering.masks.predicate import evaluate_over, is_distance_only, predicate_symbols, split_conjuncts
 from sp_compile.passes.cost.attention_cost import TIE_RATIO, AttentionShape, Candidate, Strategy
 from sp_compile.passes.cost.collective_time import collective_bytes
 from sp_compile.passes.cost.exchange_cost import head_bytes, relayout_bytes
@@ -62,7 +62,7 @@ class AttendWithRing(ShardAttention):
         It is the number of ranks, unless the mask proves that queries attend only to keys of nearer ranks, as for a
         sliding window over rows in order.
         """
-        call, n = OpCall(node), self.job.ranks.n
+        call, n = OpCall(node), self.context.ranks.n
         query, key = (sequence_shard(self.plan, call, i) for i in range(2))
         predicate = mask_predicate(call)
         # In zigzag order, each rank has early and late rows; `max_hops` is for rows in order.
@@ -92,7 +92,7 @@ def max_hops(predicate: str, n: int, rows: int) -> int:
         The number of hops, 0 to n - 1.
     """
     unknown = {name: (-math.inf, math.inf) for name in predicate_symbols(predicate)}  # ranges of other symbols
-    distance_conditions = [c for c in split_conjuncts(predicate) if depends_on_distance(c, ())]
+    distance_conditions = [c for c in split_conjuncts(predicate) if is_distance_only(c, ())]
 
     def may_hold(condition: str, rank: int, hops: int) -> bool:
         """Return True if a condition may hold for queries of a rank and the keys that arrive after some hops."""

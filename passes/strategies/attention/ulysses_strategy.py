@@ -59,13 +59,13 @@ class AttendWithUlysses(AttentionPass):
         if node.target not in ATTENTION or not self.is_chosen(node):
             return ""
         why = self._unsupported_reason(OpCall(node))
-        if why is not None and self.job.options.attention == self.name:
+        if why is not None and self.context.options.attention == self.name:
             raise SpError("SP402", f"attention='ulysses' does not support {describe_node(node)}: {why}.")
         return why
 
     def _unsupported_reason(self, call: OpCall) -> str | None:
         """Return the reason why the heads of an attention cannot be exchanged for its rows, or None if they can."""
-        n = self.job.ranks.n
+        n = self.context.ranks.n
         for i, operand in enumerate(call.operands[:3]):
             shape = call.shape(i)
             if len(shape) < 3:
@@ -103,14 +103,14 @@ class AttendWithUlysses(AttentionPass):
         If the heads cannot be split into these groups, the result is 1, and the report states why. Operands that differ
         between heads, such as sinks, are not split into groups.
         """
-        requested, choice, call = self.job.options.ulysses_chunks, node_info(node).choice, OpCall(node)
+        requested, choice, call = self.context.options.ulysses_chunks, node_info(node).choice, OpCall(node)
         chosen = choice.chunks if choice is not None else 1
         count = requested if isinstance(requested, int) else chosen
         heads = [call.shape(i)[HEADS_FROM_END] for i in range(3)]
         mask = call.get("attn_mask")
         # The leading 1 is the head dim of a mask with two dims.
         is_mask_per_head = mask is not None and not is_same_size((1, *call.shape("attn_mask"))[HEADS_FROM_END], 1)
-        n, why = self.job.ranks.n, None
+        n, why = self.context.ranks.n, None
         if not all(is_divisor(count * n, h) for h in heads):
             why = f"{' and '.join(map(str, dict.fromkeys(heads)))} heads on {n} ranks cannot form these groups"
         elif call.get("heads") or call.get("sinks") is not None or is_mask_per_head or call["dropout_p"]:
@@ -195,7 +195,7 @@ class AttendWithUlysses(AttentionPass):
         """
         heads, keys, values = (call.shape(i)[HEADS_FROM_END] for i in range(3))
         is_grouped = isinstance(keys, int) and keys == values and is_divisor(keys, heads)
-        return is_grouped and call.ndim(1) == call.ndim(0) and not is_divisor(self.job.ranks.n, keys)
+        return is_grouped and call.ndim(1) == call.ndim(0) and not is_divisor(self.context.ranks.n, keys)
 
     def _repeat_heads(self, node: Node, placed: dict[Node, Placement]) -> dict[Node, Placement]:
         """Repeat the key and value heads of an attention, and return the placements of the new k and v.
@@ -204,7 +204,7 @@ class AttendWithUlysses(AttentionPass):
             node: The attention, whose operands are replaced.
             placed: The placements of q, k and v.
         """
-        call, n = OpCall(node), self.job.ranks.n
+        call, n = OpCall(node), self.context.ranks.n
         query, key, value, *others = call.operands
         heads = call.shape(1)[HEADS_FROM_END]
         times = math.lcm(heads, n) // heads  # there are then lcm(heads, n) heads, which the n ranks divide
@@ -222,7 +222,7 @@ class AttendWithUlysses(AttentionPass):
             gathered: The dim that is gathered, with its frame.
             node: The attention.
         """
-        ndim, ranks = operands[0].meta["val"].ndim, self.job.ranks
+        ndim, ranks = operands[0].meta["val"].ndim, self.context.ranks
         (scatter_dim, scatter_frame), (gather_dim, gather_frame) = scattered, gathered
         scatter_arguments = (ndim + scatter_dim, self.sizes.list(scatter_frame))
         gather_arguments = (ndim + gather_dim, self.sizes.list(gather_frame))

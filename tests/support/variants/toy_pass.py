@@ -17,7 +17,7 @@ class Doubled(CanonicalPass):
     requires = frozenset({"normalized"})
     provides = frozenset({"canonical", "fused attention"})  # so it runs before passes that require fused attention
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         added = gm.graph.find_nodes(op="call_function", target=aten.add.Tensor)
         found = [node for node in added if node.args[0] is node.args[1] and not node.kwargs]
         for node in found:
