@@ -112,6 +112,11 @@ def is_cast_op(node: Any) -> bool:
     return _is_identity_order(_derive_order(node, *movement))
 
 
+def is_float_cast(node: Any) -> bool:
+    """Return True for a cast of one floating-point dtype to another, which only rounds; x.int() drops fractions."""
+    return is_cast_op(node) and all(x.meta["val"].is_floating_point() for x in (node, move_source(node)))
+
+
 def skip_widening_cast(node: Any) -> Node | None:
     """Return x if the node casts x to a wider dtype and back, so that it equals x: x.float().to(x.dtype); else None.
 

@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 from sp_compile.passes.graph.call import OpCall, op_name
 from sp_compile.passes.graph.edit import GraphEditor
 from sp_compile.passes.graph.strides import is_identity
-from sp_compile.passes.sharding.matchers import constant_value, is_cast_op, move_source, permutation_of
+from sp_compile.passes.sharding.matchers import constant_value, is_float_cast, move_source, permutation_of
 
 aten = torch.ops.aten
 WIDE_DTYPES = (torch.float32, torch.float64)
@@ -66,7 +66,7 @@ def _match_sum(gm: GraphModule, x: Node) -> SumForm:
     The forms are "product", "groups" (grouped products) and "rows" (rows that are added by index). Other gradients are
     returned as ("", [x]).
     """
-    if is_cast_op(x):  # not needed: the loop adds in a wide dtype
+    if is_float_cast(x):  # not needed: the loop adds in a wide dtype
         x = move_source(x) or x
     return _match_product(gm, x) or _scattered_rows(x) or ("", [x])
 

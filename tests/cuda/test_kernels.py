@@ -121,6 +121,7 @@ def test_a_pack_moves_enough_a_program(gpu: AbsentGpu) -> None:
     assert gpu.run(bytes_a_program, "rows first") >= 4096
 
 
+@pytest.mark.slow
 def test_a_pack_of_heads_first_moves_enough_a_program(gpu: AbsentGpu) -> None:
     assert gpu.run(bytes_a_program, "heads first") >= 4096
 

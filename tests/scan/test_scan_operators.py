@@ -21,7 +21,7 @@ rows_of_all = pytest.mark.parametrize("row", [row for row in ROWS if row != "ate
 
 
 @given(data=st.data())
-@settings(max_examples=30)
+@settings(max_examples=10)
 def test_any_shape_strides_and_starts(data: st.DataObject) -> None:
     """Every kernel choice of the table gives the same result, also for views."""
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)))

@@ -417,7 +417,7 @@ def packed(attention: str, lengths: list[int], shifts: bool, layout: str) -> tup
 @pytest.mark.parametrize(
     ("n", "attention", "lengths", "shifts", "layout"),
     [
-        (2, "ring", [24], False, "auto"),
+        pytest.param(2, "ring", [24], False, "auto", marks=pytest.mark.slow),
         pytest.param(2, "ring", [24], False, "balanced", marks=pytest.mark.slow),
         pytest.param(3, "gather", [23, 26, 24], False, "balanced", marks=pytest.mark.slow),
         pytest.param(3, "gather", [23, 26, 24], False, "auto", marks=pytest.mark.slow),

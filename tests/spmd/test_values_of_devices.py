@@ -37,6 +37,7 @@ for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_kernel_checksums_equal_the_cpus() -> None:
     python(CHECKSUMS)

@@ -122,6 +122,7 @@ def compiles_for_long() -> float:
     return sp(Halves(), mesh=mesh, compiler=slow_on_rank_1)(torch.ones(2, 8, 16, dtype=torch.float64)).item()
 
 
+@pytest.mark.slow
 def test_a_compilation_may_take_longer_than_the_timeout(ranks: Ranks) -> None:
     first, second, *_ = ranks.run(4, compiles_for_long)
     assert first == second == pytest.approx(Halves()(torch.ones(2, 8, 16, dtype=torch.float64)).item())

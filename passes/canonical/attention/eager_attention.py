@@ -42,7 +42,7 @@ from sp_compile.passes.graph.modes import has_same_autocast, restore_autocast
 from sp_compile.passes.graph.sizes import Size, is_same_shape, is_same_size, size_product
 from sp_compile.passes.graph.strides import inverse_permutation, is_identity
 from sp_compile.passes.sharding.attention_axes import fill_nodes
-from sp_compile.passes.sharding.matchers import is_cast_op, move_source, steps_from, value_origin
+from sp_compile.passes.sharding.matchers import is_float_cast, move_source, steps_from, value_origin
 from sp_compile.passes.sharding.products import ProductMatch, ProductOperand, match_product, transpose_product
 
 from .lse_sinks import match_lse_sinks
@@ -374,7 +374,7 @@ def _match_weights(softmax: Node, source: SoftmaxSource, order: tuple[int, ...])
             sinks, matched_ops = None, [user]
         elif user.target is aten.dropout.default and not weights.dropout:
             weights.dropout = user.args[1] if user.args[2] else 0.0  # dropout(x, p, train)
-        elif not canceling_ops and not is_cast_op(user) and not _is_identity_on_weights(user, node):
+        elif not canceling_ops and not is_float_cast(user) and not _is_identity_on_weights(user, node):
             permuted_order = order_after(user, order)
             if permuted_order is None:
                 break
@@ -496,5 +496,5 @@ def _uncast_operand(operand: ProductOperand, dtype: torch.dtype) -> ProductOpera
     if operand.node.meta["val"].dtype == dtype:
         return operand
     cast = value_origin(operand.node)
-    source = move_source(cast) if dtype in HALF and is_cast_op(cast) else None
+    source = move_source(cast) if dtype in HALF and is_float_cast(cast) else None
     return ProductOperand(source, operand.order) if source is not None and source.meta["val"].dtype == dtype else None

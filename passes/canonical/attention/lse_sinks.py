@@ -21,7 +21,7 @@ from torch.fx import Node
 from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape
 from sp_compile.passes.graph.closure import reachable_set
 from sp_compile.passes.graph.sizes import Size, is_same_shape, is_same_size
-from sp_compile.passes.sharding.matchers import is_cast_op, is_copy, is_only_read_by, is_order_preserving, skip_ops
+from sp_compile.passes.sharding.matchers import is_copy, is_float_cast, is_only_read_by, is_order_preserving, skip_ops
 
 from .proofs import BATCH_INDEX, HEAD_INDEX, QUERY_INDEX
 from .sinks import SinkValue, match_sink_value
@@ -66,9 +66,7 @@ def match_lse_sinks(out: Node, lse: Node) -> SinkAttention | None:
 
 def _strip_moves(x: Node) -> Node:
     """Return the value before casts to floats, copies and changes of shape, in any number."""
-    return skip_ops(
-        x, lambda n: (is_cast_op(n) and n.meta["val"].is_floating_point()) or is_copy(n) or is_order_preserving(n)
-    )
+    return skip_ops(x, lambda n: is_float_cast(n) or is_copy(n) or is_order_preserving(n))
 
 
 def _match_share_sinks(share: Node, lse: Node, rows: tuple[Size, ...]) -> SinkValue | None:

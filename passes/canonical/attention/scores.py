@@ -34,7 +34,7 @@ from sp_compile.passes.graph.edit import GraphEditor
 from sp_compile.passes.graph.sizes import Size, as_sizes, is_same_shape, is_same_size, size_product
 from sp_compile.passes.graph.strides import is_identity
 from sp_compile.passes.sharding.matchers import (
-    is_cast_op,
+    is_float_cast,
     is_order_preserving,
     move_source,
     permutation_of,
@@ -193,7 +193,7 @@ def match_scores(x: Any, keys_dim: int, *users: Node) -> ScoreChain | None:
     steps = steps_between(x, value_origin(x)) or [x]  # x, or several ops that cancel
     if any(set(a.users) != {b} for a, b in pairwise(steps)):  # another op reads the scores between the steps
         return None
-    if steps != [x] or is_cast_op(x) or is_neutral_op(x):  # the scores do not change
+    if steps != [x] or is_float_cast(x) or is_neutral_op(x):  # the scores do not change
         inner = match_scores(OpCall(steps[0]).operands[0], keys_dim, steps[0])
     elif permutation_of(x) is not None or is_leading_reshape(x):
         inner = _match_permutation(x, keys_dim)

@@ -26,6 +26,7 @@ from sp_compile.passes.graph.sizes import Size, is_same_size, size_product
 from sp_compile.passes.sharding.matchers import (
     is_cast_op,
     is_copy,
+    is_float_cast,
     map_coordinates,
     match_join,
     match_slice,
@@ -83,7 +84,7 @@ def match_softmax_source(x: Any, keys_dim: int, *readers: Node) -> SoftmaxSource
     no_ops = SoftmaxSource(x, readers)
     if not is_tensor(x) or set(x.users) != set(readers) or not isinstance(x.target, OpOverload):
         return no_ops
-    if is_cast_op(x) or is_copy(x):
+    if is_float_cast(x) or is_copy(x):
         inner = match_softmax_source(move_source(x), keys_dim, x)
         # Only a cast after a cat or subtraction is part of the chain. One that reads the scores directly belongs to the
         # scores, which are matched elsewhere.
@@ -151,5 +152,7 @@ def match_sink_value(sinks: Node, coords: Sequence[Any], leading: tuple[Size, ..
         has_all_heads = is_same_size(size_product(shape), size_product(leading))
         if indices == [BATCH_INDEX, HEAD_INDEX] and has_all_heads and skip_reshapes(node).meta["val"].ndim == 1:
             return SinkValue(node, leading, groups=True)
+        if is_cast_op(node) and not is_float_cast(node):
+            return None
         element = map_coordinates(node, coords)  # the operand, and the coordinates that are read there
     return None

@@ -50,7 +50,7 @@ def run(script: str, compiler: str) -> str:
     return printed.getvalue()
 
 
-@pytest.mark.sampled(every=9)
+@pytest.mark.slow
 def test_program(workers: Ranks, script: Path) -> None:
     printed, *others = workers.run(WORLD, run, str(script), "aot_eager")
     assert bool(printed) == ("print(" in script.read_text())

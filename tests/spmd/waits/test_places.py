@@ -66,8 +66,9 @@ def stopped(compiler: str, where: str) -> str:
     return message if dist.get_rank() == 0 else ""
 
 
-@pytest.mark.parametrize("where", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_a_wait_inside_of_a_program_names_the_line(ranks: Ranks, compiler: str, where: str) -> None:
     message, *_ = ranks.run(4, stopped, compiler, where, timeout=300)
     waits = {

@@ -368,6 +368,13 @@ STAYS: dict[str, Attend] = {
     "scores read elsewhere": lambda q, k, v: (lambda s: s.softmax(-1) @ v + s.mean())(q @ k.mT),
     "float32 softmax of float64": lambda q, k, v: F.softmax(q @ k.mT, -1, dtype=torch.float32).to(q.dtype) @ v,
     "softmax over queries": lambda q, k, v: (q @ k.mT).softmax(-2) @ v,
+    "scores in integers": lambda q, k, v: (4 * (q @ k.mT)).int().to(q.dtype).softmax(-1) @ v,
+    "scores and sinks in integers": lambda q, k, v: (
+        torch.cat([4 * (q @ k.mT), sinks(v)], -1).int().to(q.dtype).softmax(-1)[..., :-1] @ v
+    ),
+    "sinks in integers": lambda q, k, v: with_sinks(q, k, v, (4 * sinks(v)).int().to(q.dtype)),
+    "weights in integers": lambda q, k, v: (9 * (q @ k.mT).softmax(-1)).int().to(q.dtype) @ v,
+    "weights that are above 0": lambda q, k, v: (q @ k.mT).softmax(-1).bool().to(q.dtype) @ v,
     "queries weighted, not values": lambda q, k, v: (q @ k.mT).softmax(-1).mT @ v,
     "fill that leaves weight": lambda q, k, v: (q @ k.mT).masked_fill(~before(), -5.0).softmax(-1) @ v,
     "finite fill of whole rows": lambda q, k, v: (q @ k.mT).masked_fill(before(), -1e9).softmax(-1) @ v,
