@@ -116,22 +116,21 @@ def _normalize_round_trip(node: Node) -> CallForm | None:
     return CallForm(aten.clone.default, (source,)) if source is not None else None
 
 
-def _normalize_squeeze(node: Node) -> CallForm:
-    """Return squeeze(x) with the list of its dims of size 1 in the global view.
+def _normalize_squeeze(node: Node) -> CallForm | None:
+    """Return squeeze with the list of the dims that it removes, of size 1 in the global view; None if that is its list.
 
-    Otherwise a rank with one row of a sharded dim would remove that dim.
+    A rank with one row of a sharded dim must keep that dim.
     """
-    source = OpCall(node).operands[0]
-    return CallForm(aten.squeeze.dims, (source, [d for d, size in enumerate(node_shape(source)) if size == 1]))
-
-
-def _normalize_squeeze_dim(node: Node) -> CallForm | None:
-    """Return squeeze(x, dim) as squeeze(x, []), which keeps all dims, if the dim has another size than 1; else None."""
     call = OpCall(node)
-    size = call.shape()[call.dim()] if call.ndim() else 1
-    if not isinstance(size, int) or size == 1:
-        return None
-    return CallForm(aten.squeeze.dims, (call.operands[0], []))
+    source, sizes = call.operands[0], node_shape(call.operands[0])
+    if node.target is aten.squeeze.default:
+        dims = list(range(len(sizes)))
+    else:
+        given = call["dim"]
+        dims = [d % max(1, len(sizes)) for d in ([given] if isinstance(given, int) else given)]
+    removed = [d for d in dims if d < len(sizes) and is_same_size(sizes[d], 1)]
+    is_unchanged = removed == dims and node.target is not aten.squeeze.default
+    return None if is_unchanged else CallForm(aten.squeeze.dims, (source, removed))
 
 
 def _normalize_pad_sequence(node: Node) -> CallForm | None:
@@ -243,7 +242,8 @@ _NORMALIZERS: dict[Any, Callable[[Node], CallForm | None]] = {
     aten.special_log_softmax.default: _normalize_log_softmax,
     aten.pad_sequence.default: _normalize_pad_sequence,
     aten.squeeze.default: _normalize_squeeze,
-    aten.squeeze.dim: _normalize_squeeze_dim,
+    aten.squeeze.dim: _normalize_squeeze,
+    aten.squeeze.dims: _normalize_squeeze,
     aten.tile.default: _normalize_tile,
     aten.to.dtype: _normalize_round_trip,
     aten.to.other: _normalize_cast,

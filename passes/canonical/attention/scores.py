@@ -290,6 +290,8 @@ def _match_scale(call: OpCall, x: Node, keys_dim: int) -> ScoreChain | None:
         if inner is None or inner.biases or any(math.isfinite(fill) for *_, fill in inner.fills):
             continue
         number = scalar_value(factor, dtype)  # None for a tensor of unknown values
+        if number is not None and not math.isfinite(number):
+            continue
         # `inner.score` is a function of the scaled product: SCORE itself, or with a tanh.
         if number and inner.score != SCORE and not inner.fills:  # tanh(..) * c; a fill would be multiplied, too
             exact_number = sympy.Rational(repr(float(number)))
