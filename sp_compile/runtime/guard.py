@@ -26,7 +26,7 @@ import torch
 from sp_compile.lowering.base.errors import RemoteError, SpError
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.collectives.checksums import (
-    SUMMARY_PREFIX,
+    Summary,
     checksum,
     sample_view,
     start_checksums,
@@ -44,6 +44,7 @@ from sp_compile.runtime.control.message import (
     BACKWARD_VERB,
     CALL_VERB,
     STOP_MESSAGE,
+    FieldValue,
     InputRecord,
     Message,
     ProgramRecord,
@@ -373,7 +374,7 @@ class GuardedProgram:
             SpError: On every rank, if the gradients differ or the ranks run different operations.
         """
         refuse_transforms(grads)
-        channel, fields = channel_of(self.ranks), dict[str, str]()
+        channel, fields = channel_of(self.ranks), dict[str, FieldValue]()
         for i, grad in enumerate(grads if self.gradients else ()):
             if i in row_results:
                 continue
@@ -414,15 +415,15 @@ class WorldProgram:
         return self.run(*args)
 
 
-def _grad_field(grad: torch.Tensor) -> str:
-    """Return the summary of a gradient on the CPU, a text that `is_close` compares up to rounding.
+def _grad_field(grad: torch.Tensor) -> str | Summary:
+    """Return the summary of a gradient on the CPU, which `is_close` compares up to rounding.
 
     It has the norm and two projections of the elements (`summarize`). For one element, as of a loss, it has the
     absolute value and the value, which take no tensor operations.
     """
     if grad.numel() == 1 and not grad.is_complex():
         value = grad.item()
-        return f"{SUMMARY_PREFIX}{abs(value)!r} {value!r}"
+        return float(abs(value)), float(value)
     return start_cpu_copy(summarize(grad)[None]).read()[0]  # a batch of one summary
 
 

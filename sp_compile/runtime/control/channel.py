@@ -42,7 +42,7 @@ from sp_compile.lowering.torch_compat import (
     use_real_tensors,
 )
 
-from .message import CALL_VERB, GROUP_ENDED, LIKELY_CAUSE, NO_RANK, READ_VERB, Message, StopNotice
+from .message import CALL_VERB, GROUP_ENDED, LIKELY_CAUSE, NO_RANK, READ_VERB, FieldValue, Message, StopNotice
 from .peers import PeerLinks, PeerListener
 from .store import Arrival, package_store, query_store
 
@@ -320,7 +320,7 @@ class ControlChannel:
             counted.clear()
         self.num_models = max(self.num_models, *(message.model for message in messages))
 
-    def take_earlier(self) -> dict[str, str]:
+    def take_earlier(self) -> dict[str, FieldValue]:
         """Return the checksums of `later` by description, waiting for their copies, and clear `later`."""
         pending, self.later = self.later, []
         return {name: value for names, sums in pending for name, value in zip(names, sums.read(), strict=True)}
