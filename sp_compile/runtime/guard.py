@@ -280,7 +280,7 @@ class GuardedProgram:
         # Parameters that `inputs.always` does not name are described only if all inputs are compared.
         for i, name in self._named_inputs if compares_all else self._described_inputs:
             arg, checksums = args[i], {"checksum": "", "sample": ""}
-            size = _value_size(arg) + (f" in shards {arg.sharding}" if isinstance(arg, Sharded) else "")
+            size, is_scalar = _describe_size(arg)
             if self.error is None and (name in compared or name in sampled) and isinstance(arg, torch.Tensor):
                 value = local_value(arg)
                 is_sample = name not in compared and not is_cheap_to_compare(value)
@@ -292,7 +292,7 @@ class GuardedProgram:
                     part = "part of " if is_sample else ""
                     on_device[value.device][f"value of {part}{name} when it {call}"] = value
             is_weight = isinstance(arg, torch.nn.Parameter) and name not in inputs.always
-            records[name] = InputRecord(size, **checksums, weight=is_weight)
+            records[name] = InputRecord(size, **checksums, weight=is_weight, is_scalar=is_scalar)
         if channel is not None:
             for values in on_device.values():
                 channel.later.append((list(values), start_checksums(list(values.values()))))
@@ -427,11 +427,14 @@ def _grad_field(grad: torch.Tensor) -> str | Summary:
     return start_cpu_copy(summarize(grad)[None]).read()[0]  # a batch of one summary
 
 
-def _value_size(value: Any) -> str:
-    """Return the size of an input that ranks compare: a tensor's shape, or a Python scalar's value.
+def _describe_size(value: Any) -> tuple[str, bool]:
+    """Return the size of an input that ranks compare, and whether it is a Python scalar.
 
-    Dynamo passes a Python float as a tensor without dims.
+    The size is the shape and the sharding of a tensor, or the value of a scalar. Dynamo passes a Python float as a
+    tensor without dims.
     """
-    if isinstance(value, torch.Tensor) and value.ndim == 0 and value.device.type == "cpu":
-        return str(value.item())
-    return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else str(value)
+    if not isinstance(value, torch.Tensor):
+        return str(value), True
+    if value.ndim == 0 and value.device.type == "cpu":
+        return str(value.item()), True
+    return f"{tuple(value.shape)}" + (f" in shards {value.sharding}" if isinstance(value, Sharded) else ""), False

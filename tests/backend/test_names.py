@@ -132,6 +132,20 @@ def test_of_many_weights_a_few_are_shown() -> None:
     assert "layers.8" not in message.cause
 
 
+@pytest.mark.parametrize(
+    ("is_scalar", "difference"), [(True, "different numbers"), (False, "inputs of different sizes")]
+)
+def test_a_field_separates_numbers_from_sizes(is_scalar: bool, difference: str) -> None:
+    """A complex number has parentheses, like the shape of a tensor."""
+    sizes = ("(1+2j)", "(1+3j)")
+    inputs = [{"scale": InputRecord(size, is_scalar=is_scalar)} for size in sizes]
+    messages = [Message(CALL_VERB, "forward", 1, inputs=records) for records in inputs]
+    mismatch = find_input_mismatch(messages, [], ComparedInputs(), False)
+    assert mismatch is not None
+    assert mismatch.code == "SP632"
+    assert difference in mismatch.cause
+
+
 def test_other_data_are_explained_by_a_sampler() -> None:
     def message_of(rank: int) -> Message:
         return Message(CALL_VERB, "forward", 1, inputs={"ids": InputRecord("(4,)", f"{rank}")})

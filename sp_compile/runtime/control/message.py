@@ -23,10 +23,11 @@ FieldValue = str | Summary  # text that must be equal on all ranks, or a summary
 class InputRecord(NamedTuple):
     """Description of one input of a call on a rank."""
 
-    size: str  # shape and sharding of a tensor, or the value of a number
+    size: str  # shape and sharding of a tensor, or the value of a Python scalar
     checksum: str = ""  # of all elements; "" if they are not compared
     sample: str = ""  # checksum of some elements
     weight: bool = False  # a parameter, which only some calls describe
+    is_scalar: bool = False  # a Python scalar: `size` is its value
 
     def __str__(self) -> str:
         return f"{self.size} with checksum {self.checksum}" if self.checksum else self.size
