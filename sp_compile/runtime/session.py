@@ -187,7 +187,11 @@ class CompileSession(RankQueries):
 
     @contextmanager
     def show_compiling(self, gm: GraphModule) -> Iterator[None]:
-        """Send heartbeats to waiting ranks in the context, and show the progress to the user."""
+        """Send heartbeats to waiting ranks in the context, and show the progress to the user.
+
+        A compilation may take longer than the timeout of any group of the program, in each of which ranks may wait for
+        it: without heartbeats in all groups, these ranks would raise.
+        """
         done, subject, compiling = threading.Event(), program_subject(gm), threading.get_ident()
         channels = [*filter(None, map(channel_of, dict.fromkeys([*self.all_groups, self.ranks])))]
 
