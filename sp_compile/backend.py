@@ -18,10 +18,9 @@ from torch.fx import GraphModule
 
 from sp_compile.generation import must_run_eagerly
 from sp_compile.lowering import torch_compat
-from sp_compile.lowering.base.errors import CaptureError, WriteError
 from sp_compile.lowering.base.options import AnyOptions
 from sp_compile.passes.capture import package_kernels  # noqa: F401  (Dynamo traces stand-ins)
-from sp_compile.passes.capture.uncaptured import unsplit_reason, warn_unsplit
+from sp_compile.passes.capture.uncaptured import UnsplitDecision, warn_unsplit
 from sp_compile.passes.capture.user_program import UserProgram
 from sp_compile.passes.cost.few_layers import FewLayers
 from sp_compile.runtime.eager_fallback import warn_eager_fallback, warn_fsdp_submodules
@@ -31,7 +30,7 @@ from sp_compile.runtime.session import CompileSession
 
 from .rank_program import RankProgram, compile_rank_program, guard_program
 from .split import SplitProgram
-from .unsplit import UNSPLIT_NOTE, explain_failure, finish_unsplit, keep_unsplit, lower_unsplit, must_split
+from .unsplit import UNSPLIT_NOTE, explain_failure, finish_unsplit, keep_unsplit, lower_unsplit, run_or_decide
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -103,21 +102,17 @@ def lower_or_keep(
     Returns:
         The program of one rank, and the value of `finish`.
     """
-    try:
-        with torch_compat.preserve_thread_state():
-            with torch_compat.without_saved_tensor_hooks():  # those of a checkpoint around the program
-                lowered = lower(program, options, session, repeats)
-            return lowered, finish(lowered)
-    except torch_compat.RestartAnalysis:  # Dynamo traces the program again
-        raise
-    except Exception as failure:
-        reason = unsplit_reason(failure)  # "" for an error of the user, such as an invalid option
-        may_compile = not isinstance(failure, WriteError)  # an in-place write that only eager code runs correctly
-        if not reason or must_split(program, options):
-            if torch_compat.is_fallback_error(failure):  # Dynamo would run eagerly; an SpError reaches the user
-                raise CaptureError("SP212", f"{program_subject(program.graph)}: {reason}") from failure
-            raise
-    return finish_unsplit(keep_unsplit(program, options, session, reason), finish, may_compile)
+
+    def lower_and_finish() -> tuple[RankProgram, T]:
+        """Lower the program and compile the result."""
+        with torch_compat.without_saved_tensor_hooks():  # those of a checkpoint around the program
+            lowered = lower(program, options, session, repeats)
+        return lowered, finish(lowered)
+
+    result = run_or_decide(lower_and_finish, program, options)
+    if isinstance(result, UnsplitDecision):
+        return finish_unsplit(keep_unsplit(program, options, session, result.reason), finish, result.can_compile)
+    return result
 
 
 def lower(

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from sp_compile.lowering import torch_compat
-from sp_compile.lowering.base.errors import SpError, node_line
+from sp_compile.lowering.base.errors import CaptureError, SpError, node_line
 from sp_compile.lowering.base.options import AnyOptions, SPConfig
 from sp_compile.passes.capture.capture import capture
 from sp_compile.passes.capture.graph_inputs import local_inputs
+from sp_compile.passes.capture.uncaptured import UnsplitDecision, decide_unsplit
 from sp_compile.passes.capture.user_program import UserProgram
 from sp_compile.passes.context import Note, NoteKind
 from sp_compile.passes.localize.reduce_gradients import differentiable_nodes
@@ -63,6 +64,36 @@ def lower_unsplit(program: UserProgram, options: AnyOptions, session: CompileSes
     return RankProgram(program.graph, config, report, inputs, make_joint_passes(inputs, config, session))
 
 
+def run_or_decide(run: Callable[[], T], program: UserProgram, options: AnyOptions) -> T | UnsplitDecision:
+    """Return the result of `run`, or the decision that every rank runs the program as it was written.
+
+    Only here an exception becomes that decision: errors are raised deep in the capture, in the passes and in torch.
+
+    Args:
+        run: Lowers the program and compiles the result.
+        program: The program.
+        options: The options of the backend.
+
+    Raises:
+        Exception: The error of `run`, if it is one of the user, such as an invalid option, or the program must be split
+            (SP212 if Dynamo would run it eagerly).
+    """
+    try:
+        with torch_compat.preserve_thread_state():
+            return run()
+    except torch_compat.RestartAnalysis:  # Dynamo traces the program again
+        raise
+    except Exception as failure:
+        decision = decide_unsplit(failure)
+        if decision is None:
+            raise
+        if not must_split(program, options):
+            return decision
+        if torch_compat.is_fallback_error(failure):  # Dynamo would run eagerly; an SpError reaches the user
+            raise CaptureError("SP212", f"{program_subject(program.graph)}: {decision.reason}") from failure
+        raise
+
+
 def keep_unsplit(program: UserProgram, options: AnyOptions, session: CompileSession, why: str) -> RankProgram:
     """Return a program that should be split and cannot be: every rank runs its graph as it was written.
 
@@ -82,19 +113,19 @@ def keep_unsplit(program: UserProgram, options: AnyOptions, session: CompileSess
 
 
 def finish_unsplit(
-    unsplit: RankProgram, finish: Callable[[RankProgram], T], may_compile: bool
+    unsplit: RankProgram, finish: Callable[[RankProgram], T], can_compile: bool
 ) -> tuple[RankProgram, T]:
     """Compile an unsplit program; if that is not possible, run it eagerly.
 
     Args:
         unsplit: The program.
         finish: The function that compiles it, as for `sp_compile.backend.lower_or_keep`.
-        may_compile: False if only eager code runs it correctly.
+        can_compile: False if only eager code runs it correctly.
 
     Returns:
         The program, and the value of `finish`.
     """
-    if may_compile:
+    if can_compile:
         try:
             with torch_compat.preserve_thread_state():
                 return unsplit, finish(unsplit)

@@ -20,7 +20,7 @@ PIECE_ELEMENTS = 1 << 19  # elements; their bits, positions and hashes are 12 Mi
 # Odd factors with well mixed bits, as int64, whose products wrap: 2**64 over the golden ratio, and those of SplitMix64.
 HASH_FACTORS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 FREED_CHECKSUM = "none, its memory was freed"  # in place of the checksum of a tensor without memory
-SUMMARY_PREFIX = "about "  # prefix for floats that need not be bitwise equal
+Summary = tuple[float, ...]  # a magnitude and more floats, nearly equal for nearly equal tensors
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtypes by bytes of an element
 
 
@@ -64,12 +64,12 @@ class PendingChecksums:
     values: torch.Tensor  # (n,) int64, or (n, 3) float64 for summaries
     copied: torch.Event | None = None  # event of the copy; None on the CPU
 
-    def read(self) -> list[str]:
-        """Return one text per tensor, "about 1.5 0.2 0.3" for a summary. Waits if the copy is not complete."""
+    def read(self) -> list[str | Summary]:
+        """Return one text per checksum, or the floats of each summary. Waits if the copy is not complete."""
         if self.copied is not None and not self.copied.query():
             self.copied.synchronize()
         entries = self.values.tolist()  # an int per checksum, a list of three floats per summary
-        return [str(x) if isinstance(x, int) else SUMMARY_PREFIX + " ".join(map(repr, x)) for x in entries]
+        return [str(x) if isinstance(x, int) else tuple(x) for x in entries]
 
 
 def start_checksums(xs: Sequence[torch.Tensor]) -> PendingChecksums:

@@ -9,7 +9,6 @@ source nodes of a line of compiled code: the nodes of AOTAutograd's input graph 
 import contextlib
 import inspect
 import linecache
-import logging
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -198,24 +197,6 @@ def count_cache_hits() -> int:
     from torch._dynamo.utils import counters
 
     return counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
-
-
-def on_recompile_limit(warn: Callable[[str], object]) -> None:
-    """Register `warn` for the moment when Dynamo reaches its recompile limit, after which it runs the model eagerly.
-
-    torch has no hook for this, so that a filter reads its log.
-
-    Args:
-        warn: Called with torch's message.
-    """
-
-    def report_recompile_limit(record: logging.LogRecord) -> bool:
-        """Report the message of a recompile limit; let every record pass."""
-        if "hit config." in str(record.msg):  # the message ends with hints on logging, from "To log all" on
-            warn(record.getMessage().partition("To log all")[0].strip())
-        return True
-
-    logging.getLogger("torch._dynamo.convert_frame").addFilter(report_recompile_limit)
 
 
 def has_cpp_compiler() -> bool:

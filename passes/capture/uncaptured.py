@@ -1,8 +1,8 @@
 """Fall back to unsplit graphs that run on gathered inputs, with a warning.
 
 As with any torch.compile backend that cannot compile a graph, the results are correct, and one warning has the reason.
-An unsplit program computes the complete sequence on every rank. A CaptureError is an SpError that leads to this; other
-SpErrors are raised to the user.
+An unsplit program computes the complete sequence on every rank. A CaptureError is an SpError that leads to this
+decision (`UnsplitDecision`); other SpErrors are raised to the user.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
-from sp_compile.lowering.base.errors import CaptureError, SpError, failed_node_line, shorten_error
+from sp_compile.lowering.base.errors import CaptureError, SpError, WriteError, failed_node_line, shorten_error
 from sp_compile.lowering.base.warn import warn_once
 from sp_compile.lowering.torch_compat import (
     GuardOnDataDependentSymNode,
@@ -58,13 +59,25 @@ def wrap_failures() -> Iterator[None]:
         raise CaptureError("SP213", f"internal error: {shorten_error(error).rstrip('.')}{place}.") from error
 
 
-def unsplit_reason(error: Exception) -> str:
-    """Return the reason to run a program unsplit after this error, or "" if the error must be raised."""
+@dataclass(frozen=True)
+class UnsplitDecision:
+    """Decision that every rank runs a program as it was written."""
+
+    reason: str  # for the report and the warning
+    can_compile: bool = True  # False for an in-place write that only eager code runs correctly
+
+
+def decide_unsplit(error: Exception) -> UnsplitDecision | None:
+    """Return the decision for a program that could not be split, or None for an error of the user.
+
+    Args:
+        error: The error of the capture, of the passes, or of torch for their result.
+    """
     if isinstance(error, CaptureError):
-        return str(error)
+        return UnsplitDecision(str(error), can_compile=not isinstance(error, WriteError))
     if is_fallback_error(error):  # torch.compile itself falls back to eager
-        return f"{NOT_TRACED_CAUSE} ({type(error).__name__}: {error})."
-    return ""
+        return UnsplitDecision(f"{NOT_TRACED_CAUSE} ({type(error).__name__}: {error}).")
+    return None
 
 
 def warn_unsplit(subject: str, reason: str) -> None:
@@ -72,6 +85,6 @@ def warn_unsplit(subject: str, reason: str) -> None:
 
     Args:
         subject: The program, as the subject of a sentence, such as "this graph".
-        reason: Result of `unsplit_reason`.
+        reason: The reason of the decision.
     """
     warn_once(log, UNSPLIT_WARNING, subject, reason.rstrip(". "))

@@ -21,16 +21,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from math import isnan
+from math import isclose, isfinite, isnan
 from typing import Any
 
 from sp_compile.lowering.base.errors import RemoteError, SpError
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.collectives.checksums import SUMMARY_PREFIX
 from sp_compile.runtime.control.channel import are_messages_equal, channel_of, gather_bodies, publish_stop
-from sp_compile.runtime.control.message import COMPILE_VERB, READ_VERB, STOP_MESSAGE, Message
+from sp_compile.runtime.control.message import COMPILE_VERB, READ_VERB, STOP_MESSAGE, FieldValue, Message
 
-TOLERANCE_RATIO = 3e-3  # relative to the first value, the magnitude; accounts for half precision
+TOLERANCE_RATIO = 3e-3  # relative to the magnitude of a summary; accounts for half precision
 MAX_SHOWN_FIELDS = 8  # fields that differ, in an error message
 MAX_FIELD_WIDTH = 1000  # characters of a value
 
@@ -234,10 +233,10 @@ def merge_failures(errors: Sequence[SpError | None], ranks: Sequence[int] = ()) 
     return SpError(first.code, f"rank {_format_ranks(first_ranks)}: {first.cause}{texts}", first.fix)
 
 
-def describe_field_mismatch(fields: Sequence[Mapping[str, str]], summary: str) -> str:
+def describe_field_mismatch(fields: Sequence[Mapping[str, FieldValue]], summary: str) -> str:
     """Return the cause of an SpError if a field that every rank has differs between ranks, otherwise "".
 
-    Fields of only some ranks are ignored. Checksum summaries may differ by rounding (`is_close`).
+    Fields of only some ranks are ignored. Summaries may differ by rounding (`is_close`).
 
     Args:
         fields: The values of each rank, by name.
@@ -251,7 +250,7 @@ def describe_field_mismatch(fields: Sequence[Mapping[str, str]], summary: str) -
     return format_mismatch(summary, format_rank_rows(fields, differing)) if differing else ""
 
 
-def format_rank_rows(fields: Sequence[Mapping[str, str]], names: Sequence[str]) -> list[str]:
+def format_rank_rows(fields: Sequence[Mapping[str, FieldValue]], names: Sequence[str]) -> list[str]:
     """Return the line of each rank in an error message, such as "x (2, 4), mask missing and 3 more".
 
     Args:
@@ -262,9 +261,14 @@ def format_rank_rows(fields: Sequence[Mapping[str, str]], names: Sequence[str]) 
     suffix = f" and {num_hidden} more" if num_hidden > 0 else ""
     rows = []
     for values in fields:
-        texts = [f"{name} {values.get(name, 'missing')[:MAX_FIELD_WIDTH]}".strip() for name in shown]
+        texts = [f"{name} {_format_value(values.get(name, 'missing'))}".strip() for name in shown]
         rows.append(", ".join(texts) + suffix)
     return rows
+
+
+def _format_value(value: FieldValue) -> str:
+    """Return the text of a field value in an error message: "about 1.5 0.2 0.3" for a summary."""
+    return value[:MAX_FIELD_WIDTH] if isinstance(value, str) else f"about {' '.join(map(repr, value))}"
 
 
 def format_mismatch(summary: str, rows: Sequence[str], heading: str = "What differs") -> str:
@@ -273,17 +277,17 @@ def format_mismatch(summary: str, rows: Sequence[str], heading: str = "What diff
     return f"{summary}. {heading}:\n{lines}"
 
 
-def is_close(a: str, b: str) -> bool:
-    """Return True if two field values are equal, or are checksum summaries that differ only by rounding.
+def is_close(a: FieldValue, b: FieldValue) -> bool:
+    """Return True if two field values are equal, or are summaries that differ only by rounding.
 
-    A summary is a prefix with numbers, the first of which is the magnitude of the summarized values.
+    The rounding is relative to the magnitude, the first number of a summary. If both magnitudes overflow (inf or nan),
+    it is relative to the largest finite number. An overflow equals only the same overflow.
     """
-    are_summaries = a.startswith(SUMMARY_PREFIX) and b.startswith(SUMMARY_PREFIX)
-    if a == b or not are_summaries:
+    if isinstance(a, str) or isinstance(b, str) or len(a) != len(b):
         return a == b
-    first, second = ([float(x) for x in text.removeprefix(SUMMARY_PREFIX).split()] for text in (a, b))
-    tolerance = TOLERANCE_RATIO * first[0]
-    return all(x == y or (isnan(x) and isnan(y)) or abs(x - y) <= tolerance for x, y in zip(first, second))
+    magnitudes = [*filter(isfinite, (a[0], b[0]))] or [abs(x) for x in (*a, *b) if isfinite(x)]
+    tolerance = TOLERANCE_RATIO * max(magnitudes, default=0.0)
+    return all(isclose(x, y, rel_tol=0.0, abs_tol=tolerance) or (isnan(x) and isnan(y)) for x, y in zip(a, b))
 
 
 def wrap_error(error: Exception | None) -> SpError | None:

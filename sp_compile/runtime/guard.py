@@ -26,7 +26,7 @@ import torch
 from sp_compile.lowering.base.errors import RemoteError, SpError
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.collectives.checksums import (
-    SUMMARY_PREFIX,
+    Summary,
     checksum,
     sample_view,
     start_checksums,
@@ -44,6 +44,7 @@ from sp_compile.runtime.control.message import (
     BACKWARD_VERB,
     CALL_VERB,
     STOP_MESSAGE,
+    FieldValue,
     InputRecord,
     Message,
     ProgramRecord,
@@ -279,7 +280,7 @@ class GuardedProgram:
         # Parameters that `inputs.always` does not name are described only if all inputs are compared.
         for i, name in self._named_inputs if compares_all else self._described_inputs:
             arg, checksums = args[i], {"checksum": "", "sample": ""}
-            size = _value_size(arg) + (f" in shards {arg.sharding}" if isinstance(arg, Sharded) else "")
+            size, is_scalar = _describe_size(arg)
             if self.error is None and (name in compared or name in sampled) and isinstance(arg, torch.Tensor):
                 value = local_value(arg)
                 is_sample = name not in compared and not is_cheap_to_compare(value)
@@ -291,7 +292,7 @@ class GuardedProgram:
                     part = "part of " if is_sample else ""
                     on_device[value.device][f"value of {part}{name} when it {call}"] = value
             is_weight = isinstance(arg, torch.nn.Parameter) and name not in inputs.always
-            records[name] = InputRecord(size, **checksums, weight=is_weight)
+            records[name] = InputRecord(size, **checksums, weight=is_weight, is_scalar=is_scalar)
         if channel is not None:
             for values in on_device.values():
                 channel.later.append((list(values), start_checksums(list(values.values()))))
@@ -373,7 +374,7 @@ class GuardedProgram:
             SpError: On every rank, if the gradients differ or the ranks run different operations.
         """
         refuse_transforms(grads)
-        channel, fields = channel_of(self.ranks), dict[str, str]()
+        channel, fields = channel_of(self.ranks), dict[str, FieldValue]()
         for i, grad in enumerate(grads if self.gradients else ()):
             if i in row_results:
                 continue
@@ -414,23 +415,26 @@ class WorldProgram:
         return self.run(*args)
 
 
-def _grad_field(grad: torch.Tensor) -> str:
-    """Return the summary of a gradient on the CPU, a text that `is_close` compares up to rounding.
+def _grad_field(grad: torch.Tensor) -> str | Summary:
+    """Return the summary of a gradient on the CPU, which `is_close` compares up to rounding.
 
     It has the norm and two projections of the elements (`summarize`). For one element, as of a loss, it has the
     absolute value and the value, which take no tensor operations.
     """
     if grad.numel() == 1 and not grad.is_complex():
         value = grad.item()
-        return f"{SUMMARY_PREFIX}{abs(value)!r} {value!r}"
+        return float(abs(value)), float(value)
     return start_cpu_copy(summarize(grad)[None]).read()[0]  # a batch of one summary
 
 
-def _value_size(value: Any) -> str:
-    """Return the size of an input that ranks compare: a tensor's shape, or a Python scalar's value.
+def _describe_size(value: Any) -> tuple[str, bool]:
+    """Return the size of an input that ranks compare, and whether it is a Python scalar.
 
-    Dynamo passes a Python float as a tensor without dims.
+    The size is the shape and the sharding of a tensor, or the value of a scalar. Dynamo passes a Python float as a
+    tensor without dims.
     """
-    if isinstance(value, torch.Tensor) and value.ndim == 0 and value.device.type == "cpu":
-        return str(value.item())
-    return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else str(value)
+    if not isinstance(value, torch.Tensor):
+        return str(value), True
+    if value.ndim == 0 and value.device.type == "cpu":
+        return str(value.item()), True
+    return f"{tuple(value.shape)}" + (f" in shards {value.sharding}" if isinstance(value, Sharded) else ""), False

@@ -46,7 +46,7 @@ def find_input_mismatch(
     # The inputs that differ. If the ranks have different names (after the step above), every rank has an input that
     # another one lacks, so the names of two ranks are enough to report a difference.
     names = [name for name in {**first, **inputs[-1]} if _is_different([records.get(name) for records in inputs])]
-    names.sort(key=lambda name: name in first and _is_python_scalar(first[name]))  # tensors before numbers
+    names.sort(key=lambda name: name in first and first[name].is_scalar)  # tensors before numbers
     mismatch = _find_dtype_mismatch([message.program.dtypes for message in messages])
     if mismatch is None and not names:
         mismatch = _find_gradient_mismatch([message.program.trained for message in messages])
@@ -68,7 +68,7 @@ def find_input_mismatch(
     rows = [row or (SAME_INPUTS if has_reason else "another graph") for row in rows]
     # The error of the first difference: sizes, programs, values, samples of values.
     if sizes_differ:
-        are_numbers = bool(names) and _is_python_scalar(first[names[0]])
+        are_numbers = bool(names) and first[names[0]].is_scalar
         difference = "different numbers" if are_numbers else "inputs of different sizes"
         return SpError("SP632", format_mismatch(f"{summary} {difference}", rows))
     # "" if all ranks are in the same mode, train or eval.
@@ -156,11 +156,6 @@ def _data_error(cause: str, has_shards: bool) -> SpError:
         return SpError("SP636", cause)
     has_integration = any(f"sp_compile.integrations.{name}" in sys.modules for name in ("transformers", "accelerate"))
     return SpError("SP634", cause, SAMPLED_FIX if has_integration else None)
-
-
-def _is_python_scalar(record: InputRecord) -> bool:
-    """Return True for a number: its `size` is its value. That of a tensor is a shape, in parentheses."""
-    return "(" not in record.size
 
 
 def _find_gradient_mismatch(trained: Sequence[Sequence[str]]) -> SpError | None:

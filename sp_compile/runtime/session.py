@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import combinations
 from typing import Any
 
@@ -24,7 +24,7 @@ from sp_compile.lowering.base.errors import RankMismatchError, SpError
 from sp_compile.lowering.base.options import AnyOptions, SPConfig
 from sp_compile.lowering.base.progress import show_in_thread, show_progress
 from sp_compile.lowering.base.ranks import SINGLE_RANK, Ranks, can_split_sequence, resolve
-from sp_compile.lowering.torch_compat import on_recompile_limit, wrap_late_backward
+from sp_compile.lowering.torch_compat import wrap_late_backward
 from sp_compile.passes.collectives.collective_context import RankQueries
 from sp_compile.passes.cost import measure
 from sp_compile.passes.cost.collective_time import LatencyBandwidth
@@ -42,7 +42,6 @@ from .input_checks import check_options, combine_facts, input_digests
 
 register_sendable(Machine)
 register_sendable(LatencyBandwidth)
-on_recompile_limit(partial(publish_stop, continues=True))  # the other ranks do not wait for a rank that runs eagerly
 JOINT_OPTIONS = ("merge_reductions", "sequence_parallel_linear")  # options of the passes on collectives
 
 
@@ -188,7 +187,11 @@ class CompileSession(RankQueries):
 
     @contextmanager
     def show_compiling(self, gm: GraphModule) -> Iterator[None]:
-        """Send heartbeats to waiting ranks in the context, and show the progress to the user."""
+        """Send heartbeats to waiting ranks in the context, and show the progress to the user.
+
+        A compilation may take longer than the timeout of any group of the program, in each of which ranks may wait for
+        it: without heartbeats in all groups, these ranks would raise.
+        """
         done, subject, compiling = threading.Event(), program_subject(gm), threading.get_ident()
         channels = [*filter(None, map(channel_of, dict.fromkeys([*self.all_groups, self.ranks])))]
 

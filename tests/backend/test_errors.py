@@ -157,11 +157,11 @@ def wrong_meshes() -> list[str]:
 
 def test_meshes(ranks: Ranks) -> None:
     for r, messages in enumerate(ranks.run(4, wrong_meshes, timeout=60)):
-        assert "SP113: mesh: expected an axis 'tp'" in messages[0]
-        assert "SP114: mesh: expected an axis 'sp', got ('all',)" in messages[1]
-        assert "SP113: mesh: expected an axis 'sp', got 2 axes without names" in messages[2]
+        assert re.match(r"SP113: mesh: .*'tp'", messages[0])
+        assert re.match(r"SP114: mesh: .*'sp'.*\('all',\)", messages[1])
+        assert re.match(r"SP113: mesh: .*'sp'.*\b2\b", messages[2])
         if r > 1:
-            assert f"SP112: mesh: this rank ({r})" in messages[3]
+            assert re.match(rf"SP112: mesh: .*\({r}\)", messages[3])
 
 
 def no_sequence() -> str:
@@ -220,7 +220,7 @@ def with_other_values(what: str) -> str:
 @pytest.mark.parametrize("what", ["weights", "tokens"])
 def test_ranks_with_other_values_all_raise(ranks: Ranks, what: str) -> None:
     for message in ranks.run(2, with_other_values, what):
-        assert {"weights": "SP642: weights or buffers differ between ranks (", "tokens": "SP634"}[what] in message
+        assert {"weights": "SP642: ", "tokens": "SP634: "}[what] in message
         assert "checksum" in message
 
 
@@ -250,7 +250,7 @@ def test_a_failure_of_the_compiler_is_short_and_has_the_users_line(tmp_path: Pat
     with pytest.raises(sp_compile.SpError) as failure:
         run(torch.ones(2, 8, 16, dtype=torch.float64))
     first, *others = str(failure.value).splitlines()
-    assert re.match(r"SP243: Sums at support/parity.py:\d+: compiling support/parity.py:\d+: .* failed: LongFai", first)
+    assert re.match(r"SP243: Sums at support/parity.py:\d+: .*support/parity.py:\d+: .*LongFai", first)
     assert first.endswith("LongFailure: the compiler failed")
     assert others[0] == "code.cpp:3: error: no such function."
     assert len(others) == 2
@@ -279,7 +279,7 @@ def test_a_failure_inside_of_a_pass_has_the_users_line(monkeypatch: pytest.Monke
     gm = torch.fx.symbolic_trace(lambda x: x.cumsum(1))
     node = next(iter(gm.graph.find_nodes(op="call_method")))
     node.meta["stack_trace"] = '  File "model.py", line 12, in forward\n    return x.cumsum(1)\n'
-    match = r"SP213: internal error: AssertionError: broken, at model.py:12: return x.cumsum\(1\)\."
+    match = r"SP213: .*AssertionError: broken, .*model.py:12: return x.cumsum\(1\)"
     with pytest.raises(CaptureError, match=match), wrap_failures():
         _fail_at(node)
 

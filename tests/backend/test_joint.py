@@ -176,7 +176,7 @@ def over_a_group_of_no_such_name() -> str:
 
 def test_a_group_of_no_such_name(ranks: Ranks) -> None:
     for error in ranks.run(2, over_a_group_of_no_such_name):
-        assert "SP612: this rank has no process group 'absent'" in error
+        assert re.search("SP612: .*'absent'", error)
         assert "backend/test_joint.py:" in error
 
 

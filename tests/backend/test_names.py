@@ -128,8 +128,22 @@ def test_of_many_weights_a_few_are_shown() -> None:
     )
     assert message is not None
     assert message.code == "SP633"
-    assert "layers.7.weight (4, 4) with checksum 0 and 4 more" in message.cause
+    assert "layers.7.weight" in message.cause
     assert "layers.8" not in message.cause
+
+
+@pytest.mark.parametrize(
+    ("is_scalar", "difference"), [(True, "different numbers"), (False, "inputs of different sizes")]
+)
+def test_a_field_separates_numbers_from_sizes(is_scalar: bool, difference: str) -> None:
+    """A complex number has parentheses, like the shape of a tensor."""
+    sizes = ("(1+2j)", "(1+3j)")
+    inputs = [{"scale": InputRecord(size, is_scalar=is_scalar)} for size in sizes]
+    messages = [Message(CALL_VERB, "forward", 1, inputs=records) for records in inputs]
+    mismatch = find_input_mismatch(messages, [], ComparedInputs(), False)
+    assert mismatch is not None
+    assert mismatch.code == "SP632"
+    assert difference in mismatch.cause
 
 
 def test_other_data_are_explained_by_a_sampler() -> None:
@@ -238,9 +252,9 @@ def test_arguments_of_a_wrapped_model_are_passed() -> None:
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        ({"ranks": 8}, "SP102: explain: unknown option 'ranks'. Use sp=8"),
-        ({"strategy": "ring"}, r"SP102: options: unknown option 'strategy' \(did you mean 'attention'\?\)"),
-        ({"atention": "ring"}, r"SP102: .*did you mean 'attention'"),
+        ({"ranks": 8}, "SP102: explain: .*'ranks'.* sp=8"),
+        ({"strategy": "ring"}, "SP102: options: .*'strategy'.*'attention'"),
+        ({"atention": "ring"}, "SP102: .*'attention'"),
         ({"optimiser": "adam"}, r"SP102: .*'optimiser'"),
     ],
 )
@@ -251,9 +265,9 @@ def test_names_that_no_one_knows_are_refused(model: Callable[[], nn.Module], nam
 
 
 def test_plan_and_verify_name_their_argument_of_ranks() -> None:
-    with pytest.raises(SpError, match=r"SP102: plan: unknown option 'sp'\. Use ranks=8"):
+    with pytest.raises(SpError, match=r"SP102: plan: .*'sp'.* ranks=8"):
         sp_compile.plan(Base(), data(), sp=8)
-    with pytest.raises(SpError, match=r"SP102: verify: unknown option 'ranks'\. Use sp=8"):
+    with pytest.raises(SpError, match=r"SP102: verify: .*'ranks'.* sp=8"):
         sp_compile.verify(Base(), data(), ranks=8)
 
 
@@ -302,5 +316,5 @@ def test_a_plan_names_the_hardware_and_reads_sizes() -> None:
     plan = sp_compile.plan(model, x, memory=1e9, ranks=2, cost={"flops": 1e12})
     assert "attention 1 TFLOP/s" in str(plan)
     assert "cost sets flops" in str(plan)
-    with pytest.raises(SpError, match=r"SP722: memory: 80 is 80 bytes \(did you mean '80GB'\?\)"):
+    with pytest.raises(SpError, match=r"SP722: memory: 80\b.*'80GB'"):
         sp_compile.plan(model, x, memory=80)

@@ -287,7 +287,7 @@ def test_a_backward_that_dynamo_does_not_trace_is_called(caplog: pytest.LogCaptu
     expected, found = (torch.autograd.grad(f(x), weight)[0] for f in (program, run))
     assert expected.abs().max() > 0
     torch.testing.assert_close(found, expected)
-    assert "SP211: StraightThrough could not be captured" in caplog.text
+    assert "SP211: StraightThrough " in caplog.text
     with torch.no_grad():
         torch.testing.assert_close(run(x), program(x))
 

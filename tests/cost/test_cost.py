@@ -124,6 +124,15 @@ def test_gradients_that_travel_make_one_hop_more() -> None:
     assert ring_grads(shape(2, rows=8192), CPU) == "travel"  # within 5 %, and in less memory
 
 
+def test_gradients_travel_if_a_window_needs_few_hops() -> None:
+    """As in the op: a scatter would need a part of every rank."""
+    fast_reduction = replace(BYTES, all_gather_bandwidth=100.0)
+    assert ring_grads(shape(4, 8, 2), fast_reduction) == "scatter"
+    windowed = of(all_candidates(shape(4, 8, 2, window=100), fast_reduction), "ring", layout="contiguous")
+    assert windowed.ring_grads == "travel"
+    assert windowed.rounds == (1, 3)
+
+
 def test_parts_of_gradients_have_to_fit() -> None:
     s = shape(8, 8, 8)
     scattered = of(all_candidates(s, BYTES), "ring")

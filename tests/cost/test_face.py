@@ -446,36 +446,24 @@ def wrong() -> Any:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["explain", "nothing.here:f"], "SP734: target: expected module:function"),
-        (
-            ["explain", "os:sep"],
-            "SP734: target: expected a function without required arguments, got 'os:sep': '/' is not",
-        ),
-        (
-            ["explain", "os.path:isfile"],
-            "SP734: target: expected a function without required arguments, got 'os.path:isfile': missing a",
-        ),
-        (["explain", ".here:f"], "SP734: target: expected module:function, got '.here:f'"),
-        (["explain", "here"], "SP734: target: expected module:function, got 'here'"),
-        (["explain", f"{__name__}:wrong"], "SP735: target: expected"),
-        (["explain", f"{__name__}:small", "--option", "attention"], "SP731: --option: expected NAME=VALUE"),
-        (
-            ["plan", "no:model", "--ranks", "8,few"],
-            "SP711: --ranks: expected numbers of ranks such as 8 16 64, got '8,few'",
-        ),
+        (["explain", "nothing.here:f"], "SP734: target: "),
+        (["explain", "os:sep"], "SP734: target: .*'os:sep': '/'"),
+        (["explain", "os.path:isfile"], "SP734: target: .*'os.path:isfile': "),
+        (["explain", ".here:f"], r"SP734: target: .*'\.here:f'"),
+        (["explain", "here"], "SP734: target: .*'here'"),
+        (["explain", f"{__name__}:wrong"], "SP735: target: "),
+        (["explain", f"{__name__}:small", "--option", "attention"], "SP731: --option: .*NAME=VALUE"),
+        (["plan", "no:model", "--ranks", "8,few"], "SP711: --ranks: .*'8,few'"),
         (["plan", f"{__name__}:small", "--memory", "much"], "SP722: memory"),
-        (
-            ["explain", f"{__name__}:small", "--option", "memory=True"],
-            "SP732: --option memory: expected an option of the backend, got an argument of explain. Omit it: explain always",
-        ),
-        (["explain", f"{__name__}:small", "--memory"], "SP731: explain: unknown argument '--memory'. Omit it: explain"),
+        (["explain", f"{__name__}:small", "--option", "memory=True"], "SP732: --option memory: .*explain"),
+        (["explain", f"{__name__}:small", "--memory"], "SP731: explain: .*'--memory'.*explain"),
         (["plan", f"{__name__}:small", "--option", "ranks=8"], "SP732: --option ranks"),
-        (["verify", f"{__name__}:small", "--tiles", "3"], "SP731: verify: unknown argument '--tiles 3'"),
+        (["verify", f"{__name__}:small", "--tiles", "3"], "SP731: verify: .*'--tiles 3'"),
     ],
 )
 def test_bad_input_is_one_line(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 2
-    assert said in capsys.readouterr().err
+    assert re.search(said, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("words", [["8", "16", "64"], ["8,16,64"], ["8,", "16,64"]])

@@ -76,13 +76,9 @@ def fails(where: str, folder: str) -> str:
 def test_a_rank_that_cannot_measure(ranks: Ranks, tmp_path: Path, where: str) -> None:
     """Every rank raises at once, and the next collective of the group works."""
     for _ in range(2):
-        assert (
-            ranks.run(2, fails, where, str(tmp_path))
-            == [
-                "SP608: rank 1: MemoryError: no memory. Correct the error of that rank, which its own output shows in full."
-            ]
-            * 2
-        )
+        first, second = ranks.run(2, fails, where, str(tmp_path))
+        assert first == second
+        assert first.startswith("SP608: rank 1: MemoryError: no memory")
 
 
 def two(tmp_path: Path) -> list[str]:

@@ -87,7 +87,7 @@ def test_sizes_of_shards(accelerate: Any, given: dict[str, int], expected: tuple
         ({"sp_size": 3}, r"SP826.*\b4\b.*sp_size=3"),
         ({"sp_size": 2, "dp_replicate_size": 4}, "SP826.*dp_replicate_size=4 and sp_size=2"),
         ({"tp_size": 2}, "SP827.*tp_size=2"),
-        ({"dp_shard_size": 2}, "SP827.*dp_shard_size=2 requires FSDP.*fsdp_version=2"),
+        ({"dp_shard_size": 2}, "SP827.*dp_shard_size=2.*fsdp_version=2"),
     ],
 )
 def test_sizes_that_do_not_fit(accelerate: Any, given: dict[str, int], words: str) -> None:
@@ -172,8 +172,8 @@ def test_placements_without_an_optimizer(fresh: Any) -> None:
     ("given", "words"),
     [
         ({"dynamo_backend": "inductor"}, "SP821.*'inductor'"),
-        ({"sp_options": {"mesh": None}}, "SP822: sp_options: unexpected option 'mesh'"),
-        ({"fsdp_plugin": 1}, "SP823: fsdp_version: expected 2, got 1.*fsdp_config={'version': 2}"),
+        ({"sp_options": {"mesh": None}}, "SP822: sp_options: .*'mesh'"),
+        ({"fsdp_plugin": 1}, r"SP823: fsdp_version: .*\b2\b.*\b1\b"),
     ],
 )
 def test_accelerator_errors(fresh: Any, given: dict[str, Any], words: str) -> None:
@@ -201,7 +201,7 @@ def test_a_model_that_is_compiled_already() -> None:
 
 
 def test_a_model_without_fsdp() -> None:
-    with pytest.raises(SpError, match="SP833: model: expected a result of fully_shard, got a Linear"):
+    with pytest.raises(SpError, match=r"SP833: model: .*Linear"):
         compile_under_fsdp(nn.Linear(2, 2))
 
 

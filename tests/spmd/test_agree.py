@@ -23,7 +23,7 @@ from sp_compile.lowering.collectives import checksums
 from sp_compile.lowering.torch_compat import FakeTensorMode, use_real_tensors
 from sp_compile.runtime import fingerprint as spmd_fingerprint
 from sp_compile.runtime.agreement import is_close
-from sp_compile.runtime.control.message import hash_text
+from sp_compile.runtime.control.message import CALL_VERB, FieldValue, Message, hash_text
 from sp_compile.runtime.fingerprint import exchange_digest, graph_digest
 from sp_compile.runtime.settings_digest import FUNCTORCH, INDUCTOR, mode_text, settings_fields
 
@@ -359,7 +359,7 @@ def test_gradients_of_other_targets_differ(dtype: torch.dtype, differ: int) -> N
     labels = torch.randint(500, (64,), generator=generator)
     others = torch.where(torch.arange(64) < differ, labels + 7, labels) % 500
 
-    def summary(labels: Tensor, sign: int = 1) -> str:
+    def summary(labels: Tensor, sign: int = 1) -> FieldValue:
         leaf = logits.clone().requires_grad_()
         (sign * F.cross_entropy(leaf.double(), labels)).backward()
         return checksums.start_cpu_copy(checksums.summarize(leaf.grad)[None]).read()[0]
@@ -370,13 +370,33 @@ def test_gradients_of_other_targets_differ(dtype: torch.dtype, differ: int) -> N
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_gradients_with_equal_overflows_are_equal(value: float) -> None:
+@pytest.mark.parametrize("turn", [1, -1])
+def test_gradients_with_equal_overflows_are_equal(value: float, turn: int) -> None:
     """A gradient scaler finds overflows on every rank; rounding of the other elements may differ."""
-    numbers = "about {0!r} {0!r} {1}".format
-    assert is_close(numbers(value, 1.0), numbers(value, 1.0 + 1e-15)) == (value == float("inf"))
-    assert is_close(numbers(value, value), numbers(value, float(str(value))))
-    assert not is_close(numbers(1.0, value), numbers(1.0, 2.0))
-    assert not is_close(numbers(1.0, 1.0), numbers(value, 1.0))
+
+    def are_close(*summaries: tuple[float, ...]) -> bool:
+        return is_close(*summaries[::turn])
+
+    assert are_close((value, value, 1.0), (float(str(value)), value, 1.0 + 1e-15))
+    assert are_close((value, value, value), (value, value, float(str(value))))
+    assert not are_close((value, 1.0, 0.5), (value, 2.0, 0.5))
+    assert not are_close((1.0, 1.0, value), (1.0, 1.0, 2.0))
+    assert not are_close((value, 1.0, 1.0), (1.0, 1.0, 1.0))
+    assert not are_close((value, value, value), (1.0, 0.5, 0.2))
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+def test_text_and_overflows_of_other_signs_differ(turn: int) -> None:
+    inf = float("inf")
+    for pair in (((inf, inf), (inf, -inf)), ("3", (3.0, 3.0)), ((1.0, 1.0), (1.0, 1.0, 1.0)), ("3", "4")):
+        assert not is_close(*pair[::turn])
+    assert is_close(*((1.0, 1.0), (1.001, 1.001))[::turn])
+    assert not is_close(*((0.0, 0.0), (1.0, 1.0))[::turn])
+
+
+def test_summaries_are_sent_unchanged() -> None:
+    message = Message(CALL_VERB, "forward", fields={"gradient": (float("inf"), 0.1, -0.0), "mode": "about 1.0"})
+    assert Message.read(message.body) == message
 
 
 def test_inputs_of_a_summary() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -280,8 +281,7 @@ def test_blocks_that_change_their_inputs(ranks: Ranks) -> None:
     check([found for found, _, _ in results])
     for _, whole, message in results:
         assert whole == [False, False]
-        assert message.startswith("SP221: ")
-        assert "input a is changed in place and shares memory with input b" in message
+        assert re.match(r"SP221: .*\ba\b.*\bb\b", message)
 
 
 def compile_parts(model: Stack, options: dict[str, Any]) -> None:

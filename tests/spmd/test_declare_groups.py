@@ -1,6 +1,7 @@
 """declare_groups on real ranks: no communicator too many, constants that all agree on, errors on every rank."""
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,32 +90,21 @@ def refused(what: str) -> str:
     return "no error"
 
 
-OVERLAP = (
-    "SP618: declare_groups: expected groups of axis '{}' without common ranks, each passed by all of its ranks, got "
-)
-
-
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("no mesh", "SP615: declare_groups: rank 1, 2, 3: mesh: expected a DeviceMesh"),
-        (
-            "other axes",
-            "SP617: declare_groups: rank 1 passes axes ('0',) and measure=True, rank 0 axes ('0', '1') and measure=True.",
-        ),
-        (
-            "measure",
-            "SP617: declare_groups: rank 2 passes axes ('dp', 'sp') and measure=True, rank 0 axes ('dp', 'sp') and measure=False",
-        ),
-        ("left out", OVERLAP.format("1") + "None from rank 2, and [(0, 2), (1, 3)] from all ranks."),
-        ("empty axis", OVERLAP.format("1") + "None from rank 0, and [] from all ranks."),
+        ("no mesh", "SP615: declare_groups: rank 1, 2, 3: mesh: "),
+        ("other axes", r"SP617: .*rank 1 .*\('0',\).*True.*rank 0 .*\('0', '1'\).*True"),
+        ("measure", "SP617: .*rank 2 .*True.*rank 0 .*False"),
+        ("left out", r"SP618: .*'1'.*None.* rank 2\b.*\[\(0, 2\), \(1, 3\)\]"),
+        ("empty axis", r"SP618: .*'1'.*None.* rank 0\b.*\[\]"),
         ("no axes", "SP615: declare_groups: rank 0, 1, 2, 3: mesh: "),
-        ("overlap", OVERLAP.format("0") + "(0,) from rank 0, and [(0,), (0, 1, 2, 3)] from all ranks."),
+        ("overlap", r"SP618: .*'0'.*\(0,\).* rank 0\b.*\[\(0,\), \(0, 1, 2, 3\)\]"),
     ],
 )
 def test_bad_declarations_raise_on_every_rank(ranks: Ranks, what: str, message: str) -> None:
     for error in ranks.run(4, refused, what, timeout=60):
-        assert message in error
+        assert re.match(message, error), error
 
 
 def declared_twice() -> tuple[bool, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -157,26 +158,18 @@ def of_this_rank(act: Callable[[int], str]) -> str:
 @pytest.mark.parametrize(
     ("act", "first", "words"),
     [
-        (other_seed, "SP642: weights or buffers differ between ranks (embed.weight and 2 more). ", "Set the same seed"),
-        (other_dtype, "SP640: rank 0 is float32, rank 1 is bfloat16 (embed.weight and 2 more). ", "Convert the model"),
-        (eval_at_first, "SP641: rank 0 is in eval(), rank 1 is in train(). ", "Call model.train()"),
-        (
-            eval_of_a_module_later,
-            "SP641: rank 0 is in train() with drop in eval(), rank 1 is in train(). ",
-            "submodule",
-        ),
-        (evaluation_without_grad, "SP610: rank 0 is in eval(), rank 1 is in train(): ", "mode no_grad"),
-        (sampled_tokens, "SP634: the 2 ranks of this group were given different batches (ids). ", "Sample on one rank"),
-        (
-            partial_without_fsdp,
-            "SP635: param_grads='partial' requires that DDP or FSDP averages the gradients",
-            "fully_shard over",
-        ),
+        (other_seed, r"SP642: .*\(embed\.weight\b", "Set the same seed"),
+        (other_dtype, r"SP640: rank 0 .*float32.* rank 1 .*bfloat16 \(embed\.weight\b", "Convert the model"),
+        (eval_at_first, r"SP641: rank 0 .*eval\(\).* rank 1 .*train\(\)", "Call model.train()"),
+        (eval_of_a_module_later, r"SP641: rank 0 .*train\(\).*drop.*eval\(\).* rank 1 .*train\(\)", "submodule"),
+        (evaluation_without_grad, r"SP610: rank 0 .*eval\(\).* rank 1 .*train\(\)", "mode no_grad"),
+        (sampled_tokens, r"SP634: .*\(ids\)", "Sample on one rank"),
+        (partial_without_fsdp, "SP635: param_grads='partial' ", "fully_shard over"),
     ],
     ids=lambda x: x.__name__ if callable(x) else "",
 )
 def test_the_first_line_is_the_cause(ranks: Ranks, act: Callable[[int], str], first: str, words: str) -> None:
     one, other = ranks.run(2, of_this_rank, act)
     assert one == other
-    assert one.startswith(first), one
+    assert re.match(first, one), one
     assert words in one, one

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 from unittest import mock
 
@@ -118,7 +119,7 @@ def test_axes_determine_the_replica(ranks: Ranks) -> None:
     assert ranks.run(4, find_replica, ("dp", "sp")) == [(0, 2), (0, 2), (1, 2), (1, 2)]
     assert ranks.run(4, find_replica, ("tp", "sp")) == [(0, 1)] * 4
     (message, *_) = ranks.run(4, find_replica, ("a", "b"))
-    assert "SP814: mesh: expected an axis of the sequence, got ('a', 'b')" in message
+    assert re.match(r"SP814: mesh: .*\('a', 'b'\)", message)
 
 
 def find_replica_of_group(sizes: tuple[int, ...]) -> tuple[int, int] | str:

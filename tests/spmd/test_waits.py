@@ -94,13 +94,9 @@ def run_of(how: str) -> tuple[str, str, float]:
     [
         (
             "skips",
-            r"^SP621: rank 1 did not arrive: rank 0 .*\n  last operation of rank 0, 1: (runs the backward.*|calls Floats at )"
-            r"spmd/test_waits.py:\d+ .*\n(.*\n)*Likely causes: another rank has skipped",
+            r"^SP621: rank 1 .*: rank 0 .*\n.* rank 0, 1: (runs the backward.*|calls Floats at )spmd/test_waits.py:\d+ ",
         ),
-        (
-            "fails",
-            "^SP661: rank 1 raised MemoryError: no memory for the activations, when it calls Floats at spmd/test_waits.py:",
-        ),
+        ("fails", "^SP661: rank 1 .*MemoryError: no memory for the activations, .*Floats at spmd/test_waits.py:"),
     ],
 )
 def test_a_rank_that_does_not_come(ranks: Ranks, how: str, why: str) -> None:
@@ -392,7 +388,7 @@ def test_a_read_that_waits_is_warned_of_before_the_timeout(
         waiting.are_all_equal(Message(READ_VERB, "y", 1))
     (warning,) = (record.args for record in caplog.records if record.name == channel.__name__)
     assert warning == (0, str(Message(READ_VERB, "y", 1)), "", ERRORS["SP604"].fix)
-    assert "  last operation of rank 0, 1, 2: joined the group" in str(failure.value)
+    assert "rank 0, 1, 2: joined the group" in str(failure.value)
 
 
 def test_a_backward_may_call_programs_from_a_thread_of_its_own() -> None:

@@ -172,7 +172,8 @@ def ring_candidate(shape: AttentionShape, machine: Machine, layout: str, ulysses
     scatter += machine.seconds("all_gather", grad_bytes, places, stride=ulysses)
     scatter_memory = memory + 2 * places * grad_bytes  # the gradients of all keys, and a packed copy of them
     is_travel_faster = forward + backward + travel <= TIE_RATIO * (forward + backward + scatter)
-    if is_travel_faster or scatter_memory > machine.memory:
+    # As in `RingKeys.backward`, gradients travel unless keys reach all places.
+    if is_travel_faster or hops < places - 1 or scatter_memory > machine.memory:
         path, backward, backward_rounds = "travel", backward + travel, 2 * hops + last_hop
     else:
         path, backward, backward_rounds = "scatter", backward + scatter, hops + 1

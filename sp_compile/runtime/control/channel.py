@@ -42,7 +42,7 @@ from sp_compile.lowering.torch_compat import (
     use_real_tensors,
 )
 
-from .message import CALL_VERB, GROUP_ENDED, LIKELY_CAUSE, NO_RANK, READ_VERB, Message, StopNotice
+from .message import CALL_VERB, GROUP_ENDED, LIKELY_CAUSE, NO_RANK, READ_VERB, FieldValue, Message, StopNotice
 from .peers import PeerLinks, PeerListener
 from .store import Arrival, package_store, query_store
 
@@ -54,7 +54,6 @@ POLL_INTERVAL = 0.005  # seconds between checks for ranks that have not connecte
 MAX_NOTICE_WIDTH = 1000  # characters of the published reason of a stop
 HEARTBEAT_INTERVAL = 2.0  # seconds between heartbeats of a rank that compiles
 MAX_HEARTBEAT_AGE = 4 * HEARTBEAT_INTERVAL  # age in seconds of a heartbeat that is recent
-TWO_THREADS = "two threads of this process call programs over one process group, so their exchanges have no order."
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -116,9 +115,10 @@ class ControlChannel:
     def _exchange(self, run: Callable[[PeerLinks, Callable[[], None]], T], message: Message) -> T:
         """Run an exchange and return its result; the errors are those of `are_all_equal`.
 
-        `run` runs it on the connections; its second argument is called about once a second of a wait.
+        `run` runs it on the connections; its second argument is called about once a second of a wait. A forked process
+        shares the sockets of the rank and would mix its bytes with the rank's, so it raises.
         """
-        if os.getpid() != self.process:  # the sockets are shared, so its bytes would be mixed with those of the rank
+        if os.getpid() != self.process:
             raise SpError("SP682", "a process that was forked from a rank calls a program of the rank's process group.")
         _waiting_threads.add(threading.get_ident())  # no heartbeats during the wait for the lock and the exchange
         try:
@@ -206,16 +206,16 @@ class ControlChannel:
         return self.last_fields[self.ranks.index(dist.get_rank())]
 
     def check_thread(self) -> None:
-        """Raise SpError if this thread is the second that calls programs, since their exchanges would have no order.
+        """Raise SpError if this thread is the second that calls programs.
 
-        A backward has its own threads. They call checkpointed programs again, in the same order on all ranks.
+        The collectives of two threads would have no order, and be matched with others of the same size: a silent wrong
+        result. A backward has its own threads. They call checkpointed programs again, in the same order on all ranks.
         """
         if is_in_backward():
             return
         running_threads = {thread.ident for thread in threading.enumerate()}
         if self.thread != threading.get_ident() and self.thread in running_threads:
-            publish_stop(TWO_THREADS, continues=True)
-            raise SpError("SP624", TWO_THREADS)
+            raise SpError("SP624", "two threads of this process call programs over one process group.")
         self.thread = threading.get_ident()
 
     def fail_timeout(
@@ -320,7 +320,7 @@ class ControlChannel:
             counted.clear()
         self.num_models = max(self.num_models, *(message.model for message in messages))
 
-    def take_earlier(self) -> dict[str, str]:
+    def take_earlier(self) -> dict[str, FieldValue]:
         """Return the checksums of `later` by description, waiting for their copies, and clear `later`."""
         pending, self.later = self.later, []
         return {name: value for names, sums in pending for name, value in zip(names, sums.read(), strict=True)}
@@ -369,7 +369,7 @@ class ControlChannel:
         return now - last_time < MAX_HEARTBEAT_AGE
 
     def send_heartbeat(self, thread: int) -> None:
-        """Increase the store's count of heartbeats, for a thread that compiles, unless it waits for ranks itself."""
+        """Count a heartbeat, unless `thread` waits itself: two ranks would extend each other's wait without end."""
         if thread not in _waiting_threads:
             with suppress(RuntimeError):  # the rank that hosts the store is lost
                 self.store.add("compiles", 1)

@@ -15,15 +15,19 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.collectives.checksums import Summary
+
+FieldValue = str | Summary  # text that must be equal on all ranks, or a summary that may differ by rounding
 
 
 class InputRecord(NamedTuple):
     """Description of one input of a call on a rank."""
 
-    size: str  # shape and sharding of a tensor, or the value of a number
+    size: str  # shape and sharding of a tensor, or the value of a Python scalar
     checksum: str = ""  # of all elements; "" if they are not compared
     sample: str = ""  # checksum of some elements
     weight: bool = False  # a parameter, which only some calls describe
+    is_scalar: bool = False  # a Python scalar: `size` is its value
 
     def __str__(self) -> str:
         return f"{self.size} with checksum {self.checksum}" if self.checksum else self.size
@@ -58,13 +62,13 @@ class Message:
     verb: str  # the operation
     subject: str = ""  # the program
     number: int = 0  # number of the call
-    fields: Mapping[str, str] = field(default_factory=dict)  # values by name
+    fields: Mapping[str, FieldValue] = field(default_factory=dict)  # values by name
     note: str = ""  # description of the operation for errors
     model: int = 0  # number of the set of weight tensors, from `ControlChannel.count_call`; 0 without weights
     mode: str = ""  # state of torch, from `mode_text`
     program: ProgramRecord = field(default_factory=ProgramRecord)  # the program of a call
     inputs: Mapping[str, InputRecord] = field(default_factory=dict)  # inputs of a call
-    earlier: Mapping[str, str] = field(default_factory=dict)  # checksums of values of earlier calls
+    earlier: Mapping[str, FieldValue] = field(default_factory=dict)  # checksums of values of earlier calls
     error: SpError | None = None  # why this rank stops
     raised: tuple[int, str] | None = None  # rank and text of an exception since the last exchange
     expects_answer: bool = False  # gather the answers of all ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -219,37 +220,34 @@ def test_out_is_for_no_gradient() -> None:
 
 X = torch.zeros(3, 6, 4)
 WRONG: dict[str, tuple[Any, ...]] = {
-    "SP503: all_to_all_permute: scatter_dim: expected -3 to 2 for a tensor of shape [3, 6, 4], got 3": (X, 3, 0),
-    "SP503: all_to_all_permute: gather_dim": (X, 0, -4),
+    r"SP503: .*scatter_dim: .*-3\b.*\b2\b.*\[3, 6, 4\]": (X, 3, 0),
+    r"SP503: .*gather_dim: .*-4": (X, 0, -4),
     "SP542": (X, 1, -2),
-    "SP502: all_to_all_permute: gather_dim: expected an int, got 1.0": (X, 0, 1.0),
-    "SP502: all_to_all_permute: x": ([1.0], 0, 1),
-    "SP503: all_to_all_permute: gather_dim: expected -1 to 0": (torch.zeros(()), 0, 1),
-    "SP542: all_to_all_permute: scatter_dim, gather_dim: expected two dims of x, got x of shape []": (torch.zeros(()), 0, 0),
-    "SP542: all_to_all_permute: scatter_dim, gather_dim: both are dim 0 of x of shape [2]": (torch.zeros(2), 0, -1),
-    "SP543: all_to_all_permute: scatter_dim: dim 0 of x has size 3, which is not a multiple of the 2 ranks (shape [3, 6, 4] on each rank, [3, 12, 4] over all ranks). Pad that dim to 4":
-        (X, 0, 1),
-    "SP504: all_to_all_permute: out: expected [6, 3, 4] torch.float32 on cpu, got [6, 3, 4] torch.float64": (
-        X, 1, 0, torch.zeros(6, 3, 4, dtype=torch.float64),
-    ),
-    "SP504: all_to_all_permute: out: expected [6, 3, 4] torch.float32 on cpu, got [3, 6, 4] torch.float32 on cpu": (X, 1, 0, torch.zeros(3, 6, 4)),
+    r"SP502: .*gather_dim: .*\b1\.0": (X, 0, 1.0),
+    "SP502: all_to_all_permute: x: ": ([1.0], 0, 1),
+    r"SP503: .*gather_dim: .*-1\b.*\b0\b": (torch.zeros(()), 0, 1),
+    r"SP542: .*\[\]": (torch.zeros(()), 0, 0),
+    r"SP542: .*\b0\b.*\[2\]": (torch.zeros(2), 0, -1),
+    r"SP543: .*scatter_dim: .*\b3\b.*\[3, 6, 4\].*\[3, 12, 4\].*\b4\b": (X, 0, 1),
+    r"SP504: .*out: .*\[6, 3, 4\].*\[6, 3, 4\] torch\.float64": (X, 1, 0, torch.zeros(6, 3, 4, dtype=torch.float64)),
+    r"SP504: .*out: .*\[6, 3, 4\].*\[3, 6, 4\]": (X, 1, 0, torch.zeros(3, 6, 4)),
     "SP502: all_to_all_permute: out": (X, 1, 0, "somewhere"),
-    "SP544: all_to_all_permute: out: elements of shape [6, 3, 4] overlap by strides [0, 4, 1]": (X, 1, 0, torch.zeros(1, 3, 4).expand(6, 3, 4)),
-    "SP544: all_to_all_permute: out: elements of shape [6, 3, 4] overlap by strides [1, 1, 1]": (X, 1, 0, torch.zeros(20).as_strided((6, 3, 4), (1, 1, 1))),
-}  # fmt: skip
+    r"SP544: .*\[0, 4, 1\]": (X, 1, 0, torch.zeros(1, 3, 4).expand(6, 3, 4)),
+    r"SP544: .*\[1, 1, 1\]": (X, 1, 0, torch.zeros(20).as_strided((6, 3, 4), (1, 1, 1))),
+}
 
 
-@pytest.mark.parametrize("error_part", WRONG)
-def test_invalid_arguments(error_part: str) -> None:
-    x, scatter, gather, *out = WRONG[error_part]
+@pytest.mark.parametrize("error", WRONG)
+def test_invalid_arguments(error: str) -> None:
+    x, scatter, gather, *out = WRONG[error]
 
     def live(rank: int) -> None:
         all_to_all_permute(x, scatter, gather, Ranks(2, SIMULATED_GROUP), *out)
 
-    with pytest.raises(SpError) as error:
+    with pytest.raises(SpError) as failure:
         run_ranks(2, live)
-    assert error.value.cause.startswith("rank 0, 1: ")
-    assert error_part in str(error.value).replace("rank 0, 1: ", "")
+    assert failure.value.cause.startswith("rank 0, 1: ")
+    assert re.match(error, str(failure.value).replace("rank 0, 1: ", ""))
 
 
 def test_ranks_that_differ_raise() -> None:

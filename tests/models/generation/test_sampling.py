@@ -97,7 +97,7 @@ def test_completions_of_a_step() -> None:
     assert count() == 12
     assert count(generation_batch_size=None) is None
     assert count(eval_strategy="steps", num_generations_eval=2) == 12
-    with pytest.raises(SpError, match=r"SP837: generation_batch_size: .*num_generations=5, got 12 for 2 replica\(s\)"):
+    with pytest.raises(SpError, match=r"SP837: generation_batch_size: .*num_generations=5.*\b12\b.*\b2\b"):
         count(num_generations=5)
-    with pytest.raises(SpError, match=r"SP837: the batch of an evaluation: .*num_generations=4, got 6"):
+    with pytest.raises(SpError, match=r"SP837: .*num_generations=4.*\b6\b"):
         count(eval_strategy="steps")
