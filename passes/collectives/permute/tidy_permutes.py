@@ -132,13 +132,16 @@ def _match_slice_write(call: OpCall, is_select: bool) -> SlicePiece | None:
     Returns None for a step, for symbolic positions, and for a scatter into values that are not all zero.
     """
     shape, dim = call.result_shapes()[0], call["dim"]
-    start: Any = call["index"] if is_select else (call["start"] or 0)
-    end: Any = None if is_select else (call["end"] or shape[dim])
-    is_static = all(isinstance(position, int) for position in (start, shape[dim], end or 0))
+    size: Any = shape[dim]
+    ends: tuple[Any, ...] = (call["index"],) if is_select else (call["start"], call["end"])
+    is_static = all(isinstance(position, int | None) for position in (size, *ends))
     has_zeros = "self" not in call.args or constant_value(call["self"]) == 0  # a gradient op has no `self`
     if not is_static or call.get("step", 1) != 1 or not has_zeros:
         return None
-    start = start + shape[dim] if start < 0 else start
-    length = 1 if is_select else min(end, shape[dim]) - start
+    if is_select:
+        start, length = ends[0] % size, 1
+    else:
+        start, end, _ = slice(*ends).indices(size)
+        length = max(end - start, 0)
     source = call.get("grad_output") or call["src"]
     return SlicePiece(source, dim % len(shape), start, length, keeps_dim=not is_select)
