@@ -61,8 +61,12 @@ class RuledCall(NamedTuple):
 def lookup_rule(node: Node) -> RuledCall | None:
     """Return the call of a node with its rule, bound to the shapes of the call.
 
-    The result is None if the node is no call of an op overload. Its field `rule` is None if the op has no rule for
-    these arguments.
+    Args:
+        node: A node of a graph.
+
+    Returns:
+        The call, whose field `rule` is None if the op has no rule for these arguments; None if the node is no call of
+        an op overload.
     """
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
@@ -77,14 +81,25 @@ def lookup_rule(node: Node) -> RuledCall | None:
 
 
 def rule_of(node: Node) -> BoundRule | None:
-    """Return the sharding rule of a node, bound to the shapes of its call, or None if it has none."""
+    """Return the sharding rule of a node, bound to the shapes of its call.
+
+    Args:
+        node: A node of a graph.
+
+    Returns:
+        The rule, or None if the node has none.
+    """
     ruled_call = lookup_rule(node)
     return ruled_call.rule if ruled_call is not None else None
 
 
 @contextmanager
 def cache_lookups() -> Iterator[None]:
-    """Cache the results of `lookup_rule` in the block of a `with` statement, in which no graph may change."""
+    """Cache the results of `lookup_rule` in the block of a `with` statement, in which no graph may change.
+
+    Returns:
+        The context manager of the block.
+    """
     token = _LOOKUP_CACHE.set({})
     try:
         yield
@@ -93,7 +108,14 @@ def cache_lookups() -> Iterator[None]:
 
 
 def has_rule(target: Any) -> bool:
-    """Return True if the op has a rule, which may still not match the operands of a call."""
+    """Return True if the op has a rule, which may still not match the operands of a call.
+
+    Args:
+        target: The target of a call.
+
+    Returns:
+        True for an op overload with a rule.
+    """
     return isinstance(target, OpOverload) and _rule_function(target) is not None
 
 
@@ -112,7 +134,10 @@ def register_rule_function(*ops: Any) -> Callable[[FunctionT], FunctionT]:
     """Register a function that returns the rule of a call, as a decorator.
 
     Args:
-        ops: Op overloads.
+        *ops: Op overloads.
+
+    Returns:
+        The decorator, which returns the function unchanged.
     """
     return RULES.of(*ops)
 
@@ -124,13 +149,23 @@ def register_transfer(*ops: Any) -> Callable[[FunctionT], FunctionT]:
     operands, and only placements change. Therefore it has no sharding rule.
 
     Args:
-        ops: Ops that only change placements (sp:: exchanges).
+        *ops: Ops that only change placements (sp:: exchanges).
+
+    Returns:
+        The decorator, which returns the function unchanged.
     """
     return TRANSFERS.of(*ops)
 
 
 def transfer_of(target: Any) -> TransferFunction | None:
-    """Return the function of an exchange that returns the placements of its results, or None for other ops."""
+    """Return the function of an exchange that returns the placements of its results.
+
+    Args:
+        target: The target of a call.
+
+    Returns:
+        The function, or None for other ops.
+    """
     return TRANSFERS.get(target)
 
 
