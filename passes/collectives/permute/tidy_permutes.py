@@ -22,6 +22,7 @@ from sp_compile.passes.base import Pass
 from sp_compile.passes.canonical.pad_inputs import match_padding
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import WAIT_OP, OpCall, is_tensor, node_packet, node_shape
+from sp_compile.passes.graph.mutation import can_replace_copy
 from sp_compile.passes.graph.sizes import as_sizes
 from sp_compile.passes.sharding.matchers import SlicePiece, constant_value
 
@@ -37,7 +38,8 @@ class DropBuffers(Pass):
         changes = 0
         for node in copies:
             buffer, result = node.args[:2]
-            if result.target is WAIT_OP and _memory_format(buffer) == _memory_format(result):
+            is_equal = result.target is WAIT_OP and _memory_format(buffer) == _memory_format(result)
+            if is_equal and can_replace_copy(node, result):
                 self.replace(node, result)
                 changes += 1
         return changes
