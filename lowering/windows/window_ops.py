@@ -177,17 +177,15 @@ def conv_along(
     ``placement_args`` are the fields of `WindowPlacement`: how x and the result are sharded; none for a full tensor.
 
     Shapes: ([B,] C, H, W), (O, C / groups, K, L), (O,) -> ([B,] O, H', W') for images, and with one more dim for
-    volumes. Runs: aten.convolution.
+    volumes. Runs: aten.conv1d, conv2d or conv3d, which autocast casts on every device.
     """
     placement, first = WindowPlacement(*placement_args), x.ndim - len(stride)  # first: the first dim of the image
     image_dim = dim % x.ndim - first  # index of the sequence among the dims of the image
     width = dilation[image_dim] * (weight.shape[2 + image_dim] - 1) + 1
     rows = placement.rows(x, first + image_dim, before, after, width, stride[image_dim], fill=0)
-    images = rows if x.ndim == weight.ndim else rows.unsqueeze(0)
     padding = [0 if i == image_dim else p for i, p in enumerate(padding)]
-    transposed, output_padding = False, [0] * len(stride)  # no transposed convolution
-    y = torch.convolution(images, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
-    return placement.finish(y if x.ndim == weight.ndim else y.squeeze(0), first + image_dim)
+    convolve = (torch.conv1d, torch.conv2d, torch.conv3d)[len(stride) - 1]
+    return placement.finish(convolve(rows, weight, bias, stride, padding, dilation, groups), first + image_dim)
 
 
 @composite(f"avg_pool1d(Tensor x, int before, int after, int width, int stride, {WINDOW_ARGUMENTS}", padded="nearest")
