@@ -63,7 +63,7 @@ _RULES_OF_UNKNOWN_WINDOWS: dict[Any, Callable[[OpCall], Any]] = {
     **dict.fromkeys(parse_overloads("avg_pool1d max_pool1d"), resize_dims(ndim=1)),
     **dict.fromkeys((sp.avg_pool1d.default, sp.max_pool1d.default), resize_dims(ndim=1)),
     **dict.fromkeys(parse_overloads("conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding"), conv_rule),
-    **dict.fromkeys((aten.convolution.default, sp.conv1d.default, sp.conv_along.default), conv_rule),
+    **dict.fromkeys((aten.convolution.default, sp.conv_along.default), conv_rule),
     **dict.fromkeys((aten.unfold.default, sp.unfold.default), unfold_rule),
     **dict.fromkeys((sp.roll.default, sp.shift.default), partial(along_dims, dims=(), lazy=True)),
     aten.roll.default: roll_rule,
