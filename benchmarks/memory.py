@@ -26,7 +26,7 @@ from compare import memory_table, run_alone, run_ranks
 from measuring import shards
 from measuring.steps import CASES, compare
 from measuring.tables import markdown, processor
-from measuring.tiled_ways import VOCAB, Run, compared, compile_seconds, growth
+from measuring.tiled_variants import VOCAB, Run, compared, compile_seconds, growth
 from train_lm import parse_args
 
 RESULTS = Path(__file__).parent / "results" / "memory" / "memory_plan.md"
@@ -151,7 +151,7 @@ def main() -> None:
         parser.add_argument("--tokens", type=int, default=2048)
         parser.add_argument("--ranks", type=int, nargs="+", default=[1])
         parser.add_argument("--repeats", type=int, default=3)
-        parser.add_argument("--only", default="", help="a regular expression of ways")
+        parser.add_argument("--only", default="", help="a regular expression of variants")
         tiles_of_peers(console, parser.parse_args())
         return
     args = parse_args()

@@ -202,12 +202,13 @@ class CallMask:
         """Return True for each pair of the block that attends: bool (B | 1, 1, Q | 1, K | 1).
 
         The block's conditions are the parts of the predicate that the plan has not settled. Without any, all pairs
-        attend, and the result is None.
+        attend, and the result is None. Vectors of any integer dtype are read as int64, so that no sum overflows.
         """
         if not block.conditions:
             return None
         names = frozenset().union(*map(language.predicate_symbols, block.conditions))
         values = {name: self._symbol_value(name, block) for name in names}
+        values = {name: x.to(torch.int64) if isinstance(x, Tensor) else x for name, x in values.items()}
         masks = [torch.as_tensor(language.evaluate_mask(condition, values)) for condition in block.conditions]
         allowed = reduce(torch.logical_and, masks)
         return allowed.view([1] * (4 - allowed.ndim) + list(allowed.shape))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering.base.errors import SpError
-from sp_compile.lowering.torch_compat import OpOverload, is_in_backward
+from sp_compile.lowering.torch_compat import OpOverload, is_batch, is_in_backward, is_in_transform
 
 from .shard_storage import Layout, Origin, ShardStorage
 
@@ -154,6 +154,22 @@ def refuse_shape_change(op: OpOverload, args: Sequence[Any]) -> None:
             return
     cause = f"x.{op.overloadpacket.__name__}: expected an op that keeps the shape and strides of x, as x is sharded"
     raise SpError("SP324", f"{cause}, got {op}.")
+
+
+def refuse_transforms(grads: Sequence[Any] = ()) -> None:
+    """Raise SpError inside of a torch.func transform or for a batch of gradients (`is_grads_batched`).
+
+    Compiled programs, and the backwards of their results with `grads`, call it before they run.
+
+    Args:
+        grads: Gradients of results; others than tensors are ignored.
+    """
+    if is_in_transform() or any(isinstance(grad, Tensor) and is_batch(grad) for grad in grads):
+        raise SpError(
+            "SP323",
+            "a transform of torch.func (vmap, grad, vjp, jacrev, is_grads_batched, jacobian(vectorize=True)) is not "
+            "supported over a program that was compiled with backend='sp'.",
+        )
 
 
 def view_storages(storage: ShardStorage | ViewStorage, shape: Sequence[int], op: Callable[[Tensor], Any]) -> Any:

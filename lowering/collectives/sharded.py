@@ -27,12 +27,12 @@ from torch.distributed.tensor import DTensor, Shard
 from sp_compile.lowering import torch_compat
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.frames import local_row_count
-from sp_compile.lowering.torch_compat import OpOverload, is_batch, is_in_transform, make_wrapper, process_group, pytree
+from sp_compile.lowering.torch_compat import OpOverload, make_wrapper, process_group, pytree
 
 from .deferred import DeferredRows
 from .grad_tokens import store_grad
 from .shard_storage import Layout, Origin, RowPermutation, ShardStorage
-from .shard_views import ViewStorage, can_keep_views, refuse_shape_change, view_storages
+from .shard_views import ViewStorage, can_keep_views, refuse_shape_change, refuse_transforms, view_storages
 
 aten, sp = torch.ops.aten, torch.ops.sp
 
@@ -122,7 +122,11 @@ class Sharded(Tensor):
     @data.setter
     @torch.compiler.disable
     def data(self, new: Tensor) -> None:
-        """Replace the storage by that of a sharded tensor, or by one that stores a plain tensor in full."""
+        """Replace the storage by that of a sharded tensor, or by one that stores a plain tensor in full.
+
+        Raises:
+            SpError: If the shape, dtype or device differs.
+        """
         if (new.shape, new.dtype, new.device) != (self.shape, self.dtype, self.device):
             raise SpError("SP322", f"x.data: expected {_describe(self)}, as x is sharded, got {_describe(new)}.")
         if isinstance(new, Sharded):
@@ -140,7 +144,7 @@ class Sharded(Tensor):
         return self.full().tolist()
 
     def share_memory_(self) -> Tensor:
-        """Move the full tensor to shared memory."""
+        """Return this value, whose full tensor is moved to shared memory."""
         self.shard_storage.read().share_memory_()
         return self
 
@@ -189,7 +193,10 @@ class Sharded(Tensor):
     def __torch_dispatch__(
         cls, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run a handler of `SHARDED_MOVES` or `_view` if it supports the call; else read the sharded operands."""
+        """Return the result of a handler of `SHARDED_MOVES` or of `_view` or, if none supports the call, of the op.
+
+        The op reads its sharded operands.
+        """
         # `end_of_view` makes the -1 of x[:, :-1] a constant again, which torch replaces by a symbol under Dynamo.
         args, kwargs = pytree.tree_map_only(torch.SymInt, torch_compat.end_of_view, args), dict(kwargs or {})
         refuse_shape_change(func, args if args and isinstance(args[0], Sharded) else ())
@@ -244,7 +251,7 @@ def _view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Copy or cast the rows. Returns None if the full copy would have other strides than the value."""
+    """Return a copy or cast of the rows, or None if the full copy would have other strides than the value."""
     value, stride_preserving = args[0], [None, torch.preserve_format]
     if value.sharding.order == tuple(range(value.ndim)):  # contiguous
         stride_preserving.append(torch.contiguous_format)
@@ -254,16 +261,16 @@ def _copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _record_stream(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Record a stream for the memory that the value occupies: its rows, or the full tensor once it is gathered."""
+    """Return (), after a stream is recorded for the memory of the value: its rows, or the gathered full tensor."""
     value, stream = args
     func(value.shard_storage.read() if value.is_gathered else value.local, stream)
     return ()  # the op has no result; None would mean that this handler does not support the call
 
 
 def _add_rows(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Add the rows of two values of one layout or, in a backward, of a sharded and a full gradient.
+    """Return the sum of the rows of two values of one layout or, in a backward, of a sharded and a full gradient.
 
-    Returns None for other operands, and for two gathered ones, whose sum needs no exchange.
+    It is None for other operands, and for two gathered ones, whose sum needs no exchange.
     """
     a, b = args[:2]
     if kwargs or not (isinstance(a, Tensor) and isinstance(b, Tensor)):
@@ -290,7 +297,7 @@ def _add_rows(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _make_like(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a factory function, such as zeros_like, on a tensor of the value's shape, dtype and device."""
+    """Return the result of a factory function, such as zeros_like, for the value's shape, dtype and device."""
     value, *options = args
     like = torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)  # one element of memory
     return func(like, *options, **kwargs)
@@ -369,7 +376,7 @@ class _FromLocalFunction(torch.autograd.Function):
     def forward(
         ctx: Any, storage: ShardStorage, shape: Sequence[int], gradients: GradientMap, *sources: Tensor
     ) -> Tensor:
-        """Wrap the storage as a sharded tensor."""
+        """Return the storage as a sharded tensor."""
         ctx.set_materialize_grads(False)
         ctx.layout, ctx.gradients, ctx.sources = storage.layout, gradients, len(sources)
         return Sharded(storage, shape)
@@ -388,19 +395,6 @@ class _FromLocalFunction(torch.autograd.Function):
         for source_grad in source_grads if rows.requires_grad else []:
             source_grad.requires_grad_()  # create_graph=True: a second backward raises, instead of wrong gradients
         return None, None, None, *source_grads
-
-
-def refuse_transforms(grads: Sequence[Any] = ()) -> None:
-    """Raise SpError inside of a torch.func transform or for a batch of gradients (`is_grads_batched`).
-
-    Compiled programs, and the backwards of their results with `grads`, call it before they run.
-    """
-    if is_in_transform() or any(isinstance(grad, Tensor) and is_batch(grad) for grad in grads):
-        raise SpError(
-            "SP323",
-            "a transform of torch.func (vmap, grad, vjp, jacrev, is_grads_batched, jacobian(vectorize=True)) is not "
-            "supported over a program that was compiled with backend='sp'.",
-        )
 
 
 def _local_rows(x: Tensor, layout: Layout) -> Tensor:
@@ -423,7 +417,7 @@ def to_local(x: Sharded, layout: Layout) -> Tensor:
 def from_local(
     local: Tensor, layout: Layout, length: int, origin: Origin | None = None, grad_token: Tensor | None = None
 ) -> Tensor:
-    """Wrap this rank's rows, a result of a program, as a sharded value. Differentiable; padded rows have gradient 0.
+    """Return this rank's rows, a result of a program, as a sharded value, differentiable; padding has gradient 0.
 
     Args:
         local: Rows of this rank, any dtype.
@@ -459,7 +453,7 @@ class _WriteFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Sharded, new: Tensor) -> Tensor:
-        """Assign a value to the storage in place."""
+        """Return x, to whose storage the value is assigned."""
         ctx.mark_dirty(x)
         x.shard_storage.assign(new, new.shard_storage if isinstance(new, Sharded) else None)
         return x
@@ -487,7 +481,7 @@ class _FromReplicatedFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: Layout, origin: Origin) -> Tensor:
-        """Wrap the full tensor. The rows are uninitialized: a dry run has no other ranks, and does not read them."""
+        """Return the full tensor as a value. Its rows are uninitialized, since a dry run has no other ranks."""
         length = x.shape[layout.dim]
         rows = layout.outer * local_row_count(layout.frame(length), layout.n) * layout.inner
         shape = [rows if dim == layout.dim else extent for dim, extent in enumerate(x.shape)]

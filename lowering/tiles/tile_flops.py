@@ -5,7 +5,8 @@ two parts: the graphs "forward" and "gradients" (`tile_program.py`).
 """
 
 import math
-from functools import cache, partial
+from collections.abc import Sequence
+from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -29,36 +30,22 @@ NUM_GROUPED_PRODUCTS = {
 }
 
 
-def _tiled_flops(part: str, rows: list[Tensor], shared: Any, tiles: int, name: str, *_: Any, **_meta: Any) -> int:
-    """Return the FLOPs of running a program's "forward" or "gradients" on all rows, tile by tile.
+@register_flop_formula(torch.ops.sp.run_tiles, get_raw=True)
+def tiled_flops(
+    kinds: Sequence[str], cotangents: Any, rows: list[Tensor], shared: Any, tiles: int, name: str, *_: Any, **_meta: Any
+) -> int:
+    """Return the FLOPs of ``sp::run_tiles``: those of the longest tile, scaled to the number of rows.
 
-    They are the FLOPs of its longest tile, scaled to the number of rows.
-
-    Args:
-        part: Field of `TileBody`, "forward" or "gradients". The graph of the gradients also recomputes the forward.
-        rows: Operands that are cut into tiles. This and the arguments below are those of the operator.
-        shared: Operands that every tile reads.
-        tiles: Number of tiles.
-        name: Name of the program.
+    The arguments are those of the operator. The graph of the gradients also recomputes the forward.
     """
     program = PROGRAMS[name]
     body = program.bodies[max(program.bodies)]  # `bodies` has one body for each length of a tile
-    tile_part: TilePart = getattr(body, part)
+    tile_part = body.part(kinds)
     row_dim = program.rows[0]  # the dim of the first operand that is cut into tiles
     tile_rows, all_rows = size_hint(tile_part.inputs[0].shape[row_dim]), size_hint(rows[0].shape[row_dim])
     # How the loop adds each gradient of a tile to its sum, possibly by a matrix product.
-    sums = [TILE_SUMS[value.adds] for value in program.gradients] if part == "gradients" else []
+    sums = [TILE_SUMS[value.adds] for value in program.gradients] if "gradients" in kinds else []
     return (_graph_flops(tile_part) + _accumulated_flops(tile_part, sums)) * all_rows // tile_rows
-
-
-register_flop_formula(torch.ops.sp.tiles_forward, get_raw=True)(partial(_tiled_flops, "forward"))
-register_flop_formula(torch.ops.sp.tiles_at_once, get_raw=True)(partial(_tiled_flops, "gradients"))
-
-
-@register_flop_formula(torch.ops.sp.tiles_backward, get_raw=True)
-def tiles_backward_flops(cotangents: Any, *operands: Any, **meta: Any) -> int:
-    """Return the FLOPs of ``sp::tiles_backward``."""
-    return _tiled_flops("gradients", *operands, **meta)
 
 
 def _accumulated_flops(part: TilePart, sums: list[TileSum]) -> int:

@@ -60,55 +60,12 @@ def _slice_tile(operands: Sequence[Tensor], dims: Sequence[int | None], first: i
     ]
 
 
-def _run_tiles(
-    kinds: Sequence[str], rows: Tensors, shared: Tensors, tiles: int, name: str, seed: Tensor | None,
-    cotangents: Sequence[Tensor] = (),
-) -> Tensors:  # fmt: skip
-    """Run a program, the graphs of one tile, on all tiles in turn, and return its results, its gradients, or both.
-
-    Each tile seeds the generators with ``seed`` plus the index of its first row, so that a backward that recomputes the
-    tile draws the same numbers. The state of the generators is restored at the end.
-
-    Args:
-        kinds: Values to return, "results" or "gradients", in this order.
-        rows: Operands that are cut into tiles.
-        shared: Operands that every tile reads.
-        tiles: Number of tiles.
-        name: Name of the program.
-        seed: () int64; None for a program that draws no random numbers.
-        cotangents: Gradients of the differentiable results, for "gradients" that are not computed with the results.
-    """
-    program, device = PROGRAMS[name], rows[0].device
-    # `values` describe the tensors to return: rows of each tile, or sums over the tiles.
-    operands, values = [*rows, *shared, *cotangents], _values_of(program, kinds)
-    cotangent_dims = [program.results[i].dim for i in program.differentiable] if cotangents else []
-    dims = [*program.rows, *[None] * len(shared), *cotangent_dims]
-    extents = program.sizes([*rows, *shared])  # values of the symbolic sizes in this call
-    totals = [value.allocate_total(extents, rows[0]) for value in values]
-    first_seed = None if seed is None else int(seed.item())
-    fork_rng = torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=seed is not None)
-    with torch.autocast(device.type, enabled=False), fork_rng:
-        for body, first, length in _iterate_tiles(program, rows, tiles):
-            if first_seed is not None:
-                torch.manual_seed(first_seed + first)
-            # If the program computes both at once (`kinds` has both), `gradients` returns the results first.
-            part = body.gradients if "gradients" in kinds else body.forward
-            assert part is not None
-            tile_results = iter(part(_slice_tile(operands, dims, first, length)))
-            for value, total in zip(values, totals):  # each takes its tensors from the iterator, in this order
-                value.add_tile(total, tile_results, first, length)
-            del tile_results  # free the memory before the next tile runs
-    return [total.to(value.dtype) for value, total in zip(values, totals)]
-
-
-def _fake_results(rows: Tensors, shared: Tensors, name: str, *kinds: str) -> Tensors:
-    """Return what an operator returns for fake operands: empty tensors with the shapes of its values.
-
-    `name` is that of the program, and `kinds` are "results", "gradients" or both: the values that the operator returns.
-    """
-    program = PROGRAMS[name]
-    extents = program.sizes([*rows, *shared])  # the values of the symbolic sizes in the shapes
-    return [value.empty(extents, rows[0]) for value in _values_of(program, kinds)]
+def _fake_results(
+    kinds: Sequence[str], cotangents: Tensors, rows: Tensors, shared: Tensors, tiles: int, program: str, seed: Any
+) -> Tensors:
+    """Return what ``run_tiles`` returns for fake operands: empty tensors with the shapes of its values."""
+    extents = PROGRAMS[program].sizes([*rows, *shared])  # the values of the symbolic sizes in the shapes
+    return [value.empty(extents, rows[0]) for value in _values_of(PROGRAMS[program], kinds)]
 
 
 def _values_of(program: TileProgram, kinds: Sequence[str]) -> list[TileValue]:
@@ -117,47 +74,49 @@ def _values_of(program: TileProgram, kinds: Sequence[str]) -> list[TileValue]:
 
 
 @opaque(
-    f"tiles_forward({TILE_ARGUMENTS}) -> Tensor[]",
-    lambda rows, shared, tiles, program, seed: _fake_results(rows, shared, program, "results"),
+    f"run_tiles(str[] kinds, Tensor[] cotangents, {TILE_ARGUMENTS}) -> Tensor[]",
+    _fake_results,
     replays=False,  # the seed is read on the CPU in every call
 )
-def tiles_forward(rows: Tensors, shared: Tensors, tiles: int, program: str, seed: Tensor | None) -> Tensors:
-    """Run a program's forward on each tile, and return its results: rows of all tiles, or sums over them.
+def run_tiles(
+    kinds: Sequence[str], cotangents: Tensors, rows: Tensors, shared: Tensors, tiles: int, program: str,
+    seed: Tensor | None,
+) -> Tensors:  # fmt: skip
+    """Run a program, the graphs of one tile, on all tiles in turn, and return its results, its gradients, or both.
 
-    Shapes: rows (.., R, ..), shared any -> as the program defines. Peak: intermediate values of a tile, in addition
-    to operands and results.
+    Each tile seeds the generators with ``seed`` plus the index of its first row, so that a backward that recomputes the
+    tile draws the same numbers. The state of the generators is restored at the end.
+
+    Shapes: rows (.., R, ..), shared any -> as the program defines; gradients as their operands. Peak: intermediate
+    values of a tile, in addition to operands and results.
+
+    Args:
+        kinds: Values to return, "results", "gradients" or both in this order: rows of all tiles, or sums over them.
+        cotangents: Gradients of the differentiable results, for "gradients" alone; with "results" they are 1.
+        rows: Operands that are cut into tiles.
+        shared: Operands that every tile reads.
+        tiles: Number of tiles.
+        program: Name of the program.
+        seed: () int64; None for a program that draws no random numbers.
     """
-    return _run_tiles(["results"], rows, shared, tiles, program, seed)
-
-
-@opaque(
-    f"tiles_at_once({TILE_ARGUMENTS}) -> Tensor[]",
-    lambda rows, shared, tiles, program, seed: _fake_results(rows, shared, program, "results", "gradients"),
-    replays=False,
-)
-def tiles_at_once(rows: Tensors, shared: Tensors, tiles: int, program: str, seed: Tensor | None) -> Tensors:
-    """Run a program's forward and backward on each tile; return its results, then the gradients for a cotangent of 1.
-
-    Shapes: as of ``tiles_forward``; gradients as their operands.
-    """
-    return _run_tiles(["results", "gradients"], rows, shared, tiles, program, seed)
-
-
-@opaque(
-    f"tiles_backward(Tensor[] cotangents, {TILE_ARGUMENTS}) -> Tensor[]",
-    lambda cotangents, rows, shared, tiles, program, seed: _fake_results(rows, shared, program, "gradients"),
-    replays=False,  # not in a CUDA graph
-)
-def tiles_backward(
-    cotangents: Tensors, rows: Tensors, shared: Tensors, tiles: int, program: str, seed: Tensor | None
-) -> Tensors:
-    """Recompute a program on each tile, and return the gradients of the operands that need one.
-
-    With the seed of the forward, a tile draws the same random numbers again; None for a program without draws.
-
-    Shapes: cotangents as the differentiable results; gradients as their operands.
-    """
-    return _run_tiles(["gradients"], rows, shared, tiles, program, seed, cotangents)
+    tile_program, device = PROGRAMS[program], rows[0].device
+    # `values` describe the tensors to return: rows of each tile, or sums over the tiles.
+    operands, values = [*rows, *shared, *cotangents], _values_of(tile_program, kinds)
+    cotangent_dims = [tile_program.results[i].dim for i in tile_program.differentiable] if cotangents else []
+    dims = [*tile_program.rows, *[None] * len(shared), *cotangent_dims]
+    extents = tile_program.sizes([*rows, *shared])  # values of the symbolic sizes in this call
+    totals = [value.allocate_total(extents, rows[0]) for value in values]
+    first_seed = None if seed is None else int(seed.item())
+    fork_rng = torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=seed is not None)
+    with torch.autocast(device.type, enabled=False), fork_rng:
+        for body, first, length in _iterate_tiles(tile_program, rows, tiles):
+            if first_seed is not None:
+                torch.manual_seed(first_seed + first)
+            tile_results = iter(body.part(kinds)(_slice_tile(operands, dims, first, length)))
+            for value, total in zip(values, totals):  # each takes its tensors from the iterator, in this order
+                value.add_tile(total, tile_results, first, length)
+            del tile_results  # free the memory before the next tile runs
+    return [total.to(value.dtype) for value, total in zip(values, totals)]
 
 
 class _RecomputeFunction(torch.autograd.Function):
@@ -172,7 +131,7 @@ class _RecomputeFunction(torch.autograd.Function):
         The first ``num_rows`` operands are cut into tiles; every tile reads the others.
         """
         rows, shared = list(operands[:num_rows]), list(operands[num_rows:])
-        results = sp.tiles_forward.default(rows, shared, tiles, program, seed)
+        results = sp.run_tiles.default(["results"], [], rows, shared, tiles, program, seed)
         ctx.save_for_backward(seed, *operands)
         ctx.num_rows, ctx.tiles, ctx.program = num_rows, tiles, program
         ctx.mark_non_differentiable(*_non_differentiable_results(PROGRAMS[program], results))
@@ -185,7 +144,8 @@ class _RecomputeFunction(torch.autograd.Function):
         (seed, *operands), program = ctx.saved_tensors, PROGRAMS[ctx.program]
         rows, shared = list(operands[: ctx.num_rows]), list(operands[ctx.num_rows :])
         cotangents = [grads[i] for i in program.differentiable]
-        operand_grads = sp.tiles_backward.default(cotangents, rows, shared, ctx.tiles, ctx.program, seed)
+        arguments = cotangents, rows, shared, ctx.tiles, ctx.program, seed
+        operand_grads = sp.run_tiles.default(["gradients"], *arguments)
         return None, None, None, None, *_grads_per_operand(len(operands), program, operand_grads)
 
 
@@ -202,7 +162,7 @@ class _AtOnceFunction(torch.autograd.Function):
         `PROGRAMS`, and ``seed`` that of its random numbers, if it draws any.
         """
         tile_program, rows, shared = PROGRAMS[program], list(operands[:num_rows]), list(operands[num_rows:])
-        values = sp.tiles_at_once.default(rows, shared, tiles, program, seed)
+        values = sp.run_tiles.default(["results", "gradients"], [], rows, shared, tiles, program, seed)
         results, gradients = values[: len(tile_program.results)], values[len(tile_program.results) :]
         ctx.save_for_backward(*gradients)
         ctx.program, ctx.num_operands = program, len(operands)
@@ -251,6 +211,6 @@ def run_tiled(rows: Tensors, shared: Tensors, tiles: int, program: str, seed: Te
     needs_grad = torch.is_grad_enabled() and any(operands[i].requires_grad for i in tile_program.grad_operands)
     if not needs_grad:
         with torch.no_grad():  # operands may require a gradient under no_grad, which the operator does not compute
-            return list(sp.tiles_forward.default(rows, shared, tiles, program, seed))
+            return list(sp.run_tiles.default(["results"], [], rows, shared, tiles, program, seed))
     function = _AtOnceFunction if tile_program.at_once else _RecomputeFunction
     return list(function.apply(len(rows), tiles, program, seed, *operands))

@@ -166,6 +166,12 @@ class TileBody:
         """Return the parts that exist, as the digest of a program's code reads them."""
         return [part for part in (self.forward, self.gradients) if part is not None]
 
+    def part(self, kinds: Sequence[str]) -> TilePart:
+        """Return the part that computes "results", "gradients", or both: the results first."""
+        part = self.gradients if "gradients" in kinds else self.forward
+        assert part is not None
+        return part
+
 
 @dataclass(frozen=True, eq=False)
 class TileProgram:

@@ -136,33 +136,6 @@ def shift(x: Tensor, dim: int, before: int, after: int, fill: float, *placement_
 
 
 @composite(
-    "conv1d(Tensor x, Tensor weight, Tensor? bias, int before, int after, int stride=1, int dilation=1, "
-    f"int groups=1, {WINDOW_ARGUMENTS}",
-    padded="nearest",
-)
-def conv1d(
-    x: Tensor, weight: Tensor, bias: Tensor | None, before: int, after: int, stride: int = 1, dilation: int = 1,
-    groups: int = 1, *placement_args: Any,
-) -> Tensor:  # fmt: skip
-    """Convolve along the sequence, with ``before`` and ``after`` rows of zeros at the two ends.
-
-    ``placement_args`` are the fields of `WindowPlacement`: how x and the result are sharded; none for a full tensor.
-
-    Shapes: ([B,] C, S), (O, C / groups, K), (O,) -> ([B,] O, (S + before + after - width) // stride + 1), where width =
-    dilation * (K - 1) + 1.
-    Runs: aten.conv1d.
-    """
-    placement, width = WindowPlacement(*placement_args), dilation * (weight.shape[-1] - 1) + 1
-    if placement.frame is not None or before < 0 or after > before:
-        rows = placement.rows(x, x.ndim - 1, before, after, width, stride, fill=0)
-        y = torch.conv1d(rows, weight, bias, stride, padding=0, dilation=dilation, groups=groups)
-        return placement.finish(y, x.ndim - 1)
-    # torch pads both ends equally; the results of rows beyond ``after`` are removed.
-    y = torch.conv1d(x, weight, bias, stride, padding=before, dilation=dilation, groups=groups)
-    return y[..., : (x.shape[-1] + before + after - width) // stride + 1] if after != before else y
-
-
-@composite(
     "conv_along(Tensor x, Tensor weight, Tensor? bias, int dim, int before, int after, int[] stride, int[] padding, "
     f"int[] dilation, int groups, {WINDOW_ARGUMENTS}",
     padded="nearest",
@@ -171,23 +144,27 @@ def conv_along(
     x: Tensor, weight: Tensor, bias: Tensor | None, dim: int, before: int, after: int, stride: list[int],
     padding: list[int], dilation: list[int], groups: int, *placement_args: Any,
 ) -> Tensor:  # fmt: skip
-    """Convolve images along several dims, one of which is the sequence, such as the rows of an image.
+    """Convolve along the sequence, or images along several dims, one of which is the sequence, such as their rows.
 
     Along ``dim`` there are ``before`` and ``after`` rows of zeros at the two ends; the other dims have ``padding``.
     ``placement_args`` are the fields of `WindowPlacement`: how x and the result are sharded; none for a full tensor.
 
-    Shapes: ([B,] C, H, W), (O, C / groups, K, L), (O,) -> ([B,] O, H', W') for images, and with one more dim for
-    volumes. Runs: aten.convolution.
+    Shapes: ([B,] C, S), (O, C / groups, K), (O,) -> ([B,] O, (S + before + after - width) // stride + 1), where width =
+    dilation * (K - 1) + 1; with one more dim for images, and two for volumes. Runs: aten.conv1d, conv2d or conv3d,
+    which autocast casts on every device.
     """
     placement, first = WindowPlacement(*placement_args), x.ndim - len(stride)  # first: the first dim of the image
     image_dim = dim % x.ndim - first  # index of the sequence among the dims of the image
     width = dilation[image_dim] * (weight.shape[2 + image_dim] - 1) + 1
-    rows = placement.rows(x, first + image_dim, before, after, width, stride[image_dim], fill=0)
-    images = rows if x.ndim == weight.ndim else rows.unsqueeze(0)
-    padding = [0 if i == image_dim else p for i, p in enumerate(padding)]
-    transposed, output_padding = False, [0] * len(stride)  # no transposed convolution
-    y = torch.convolution(images, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
-    return placement.finish(y if x.ndim == weight.ndim else y.squeeze(0), first + image_dim)
+    dim, step = first + image_dim, stride[image_dim]
+    has_torch_padding = placement.frame is None and 0 <= after <= before
+    rows = x if has_torch_padding else placement.rows(x, dim, before, after, width, step, fill=0)
+    padding = [*padding[:image_dim], before if has_torch_padding else 0, *padding[image_dim + 1 :]]
+    convolve = (torch.conv1d, torch.conv2d, torch.conv3d)[len(stride) - 1]
+    y = convolve(rows, weight, bias, stride, padding, dilation, groups)
+    if has_torch_padding and after != before:  # torch pads both ends equally; remove the results of rows beyond `after`
+        y = torch.ops.aten.slice.Tensor(y, dim, 0, (x.shape[dim] + before + after - width) // step + 1)
+    return placement.finish(y, dim)
 
 
 @composite(f"avg_pool1d(Tensor x, int before, int after, int width, int stride, {WINDOW_ARGUMENTS}", padded="nearest")

@@ -14,7 +14,7 @@
     elementwise_functions   Functions of elementwise ops  ->  sp.token_function
     strided_slices     x[:, 1::2]                     ->  select(reshape(x, ...), 2, 1)
     expert_loops       sort, process rows, unsort     ->  sp.to_sorted, sp.grouped_mm, sp.from_sorted
-    pad_inputs         pad and conv1d, pad and slice  ->  sp.conv1d, sp.shift: nothing longer than its sequence
+    pad_inputs         pad and conv1d, pad and slice  ->  sp.conv_along, sp.shift: nothing longer than its sequence
     patch_convolutions conv2d over disjoint patches   ->  a linear layer over patches
 
 and in attention/

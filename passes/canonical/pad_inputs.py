@@ -1,8 +1,8 @@
 """Fold constant padding into the op that reads it, so that no tensor is longer than its sequence.
 
     constant_pad_nd(x, (k, 0))[..., :S]              ->   sp.shift(x, dim, k, -k, value)
-    conv1d(constant_pad_nd(x, (k, 0)), w)            ->   sp.conv1d(x, w, None, k, 0)         also pools and unfold
-    conv1d(x, w, padding=k)[..., :S]                 ->   sp.conv1d(x, w, None, k, 0)
+    conv1d(constant_pad_nd(x, (k, 0)), w)            ->   sp.conv_along(x, w, None, 2, k, 0)  also pools and unfold
+    conv1d(x, w, padding=k)[..., :S]                 ->   sp.conv_along(x, w, None, 2, k, 0)
     cat([zeros of k rows, x[:-k]])                   ->   sp.shift(x, dim, k, -k, 0)
 
 A *window op* is a convolution, pool or unfold, or sp.shift, which pads one end of a dim and cuts the other one. A

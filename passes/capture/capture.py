@@ -83,6 +83,9 @@ def cache_captures(cache: dict[GraphModule, GraphModule]) -> Iterator[None]:
 
     Args:
         cache: Captured graph by Dynamo graph; updated.
+
+    Returns:
+        The context manager of the block.
     """
     token = _capture_cache.set(cache)
     try:
@@ -115,6 +118,12 @@ def fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any
 
     The fake of a `Sharded` input is the full tensor. A dim that the guards restrict to one length has this length.
     Dims of two inputs whose rows the program combines have the same symbols.
+
+    Args:
+        example_inputs: The inputs of the graph.
+
+    Returns:
+        The mode, and the fake inputs.
     """
     mode, fakes = _fake_inputs_with_symbols(example_inputs)
     torch_compat.equate_factors(mode)
@@ -125,6 +134,12 @@ def specialize_inputs(example_inputs: Sequence[Any]) -> list[Any]:
     """Return the inputs; those with a dynamic dim that the guards restrict to one length become fakes of this length.
 
     Tensor subclasses that wrap other tensors, such as `Sharded`, are not replaced.
+
+    Args:
+        example_inputs: The inputs of the graph.
+
+    Returns:
+        The inputs, or fakes in their place.
     """
     mode, fakes = _fake_inputs_with_symbols(example_inputs)
     results = list(example_inputs)
@@ -139,6 +154,10 @@ def fix_lengths(gm: GraphModule, example_inputs: Sequence[Any]) -> bool:
 
     The caller does so after a pass has refused the program: with constant sizes, passes recognize code that Dynamo has
     unrolled along the sequence. Sizes that the user marked as dynamic remain symbols, because Dynamo would raise.
+
+    Args:
+        gm: The graph of Dynamo.
+        example_inputs: The inputs of the graph.
 
     Returns:
         True if any size was specialized.
@@ -177,6 +196,9 @@ def _fake_inputs_with_symbols(example_inputs: Sequence[Any]) -> tuple[FakeTensor
     """Return the fake mode of the compilation, and the inputs in it with symbols for all dynamic dims.
 
     The values in Dynamo's meta["example_value"] belong to its finished trace and must not be mixed in.
+
+    Raises:
+        SpError: If no compilation is running.
     """
     context = torch_compat.TracingContext.try_get()
     if context is None or context.fake_mode is None:
@@ -184,7 +206,11 @@ def _fake_inputs_with_symbols(example_inputs: Sequence[Any]) -> tuple[FakeTensor
     mode = context.fake_mode
 
     def make_fake(x: Any) -> Any:
-        """Return the fake tensor of an input; return other values, such as SymInts, unchanged."""
+        """Return the fake tensor of an input; return other values, such as SymInts, unchanged.
+
+        Raises:
+            CaptureError: If the input is nested.
+        """
         if not isinstance(x, torch.Tensor):
             return x
         if x.is_nested:  # its ragged size has no symbol in Dynamo
@@ -201,7 +227,7 @@ def _fake_inputs_with_symbols(example_inputs: Sequence[Any]) -> tuple[FakeTensor
         return convert_to_mode(x)
 
     def convert_to_mode(x: torch.Tensor) -> Any:
-        """Convert a tensor to the mode, with the symbols of Dynamo; constant sizes if Dynamo has none."""
+        """Return a tensor in the mode, with the symbols of Dynamo; with constant sizes if Dynamo has none."""
         symbolic = context.tensor_to_context.get(x)
         source = symbolic.tensor_source if symbolic else None
         static = None if symbolic else True
@@ -287,7 +313,11 @@ def capture_export(program: ExportedProgram | GraphModule) -> GraphModule:
 
 
 def _single_fake_mode(gm: GraphModule) -> FakeTensorMode | None:
-    """Return the fake mode of all values of a graph, None without fake values; raise if several."""
+    """Return the fake mode of all values of a graph, None without fake values.
+
+    Raises:
+        SpError: If the values have several modes.
+    """
     values = [n.meta.get("val") for n in gm.graph.nodes]
     if len({id(value.fake_mode) for value in values if isinstance(value, FakeTensor)}) > 1:
         raise SpError("SP205", "capture_export: expected values of one FakeTensorMode, got several.")
@@ -326,9 +356,12 @@ def _copy_sources(new_gm: GraphModule, old_gm: GraphModule) -> None:
 
 
 def _check_written_inputs(captured: GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Raise if the program writes to an input that shares memory with another input.
+    """Check that the program writes to no input that shares memory with another input.
 
     The other one would not change in the captured graph, whose values are separate.
+
+    Raises:
+        WriteError: If there is such a write.
     """
     placeholders = captured.graph.find_nodes(op="placeholder")
     owners: dict[int, list[Node]] = {}
@@ -350,8 +383,11 @@ def _lift_constants(gm: GraphModule, fake_mode: FakeTensorMode | None) -> None:
     """Register the tensor attributes of a graph as buffers, except the model's parameters and buffers.
 
     Such an attribute is a constant that the trace has recorded. Sets the fake value and `requires_grad` of all get_attr
-    nodes. Raises for a fake or functorch tensor: it has escaped the trace of a torch.func transform, so that the graph
-    would be wrong.
+    nodes.
+
+    Raises:
+        CaptureError: If one is a fake or functorch tensor: it has escaped the trace of a torch.func transform, so that
+            the graph would be wrong.
     """
     state_names = {*dict(gm.named_parameters(remove_duplicate=False)), *dict(gm.named_buffers(remove_duplicate=False))}
     for node in gm.graph.find_nodes(op="get_attr"):
@@ -376,7 +412,7 @@ def _lift_constants(gm: GraphModule, fake_mode: FakeTensorMode | None) -> None:
 
 
 def _finish_capture(gm: GraphModule) -> GraphModule:
-    """Complete the IR in place, and return it: add detaches at the ends of no-grad regions.
+    """Return the IR, completed in place: with detaches at the ends of no-grad regions.
 
     Nodes without a value, such as the output, get None as meta["val"].
     """

@@ -9,7 +9,7 @@ The functional form of an in-place op returns the new value in place of writing 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import takewhile
@@ -19,9 +19,9 @@ import torch
 from torch.fx import Node
 
 from sp_compile.lowering.base.errors import WriteError, node_line
-from sp_compile.lowering.torch_compat import OpOverload, schema_of
+from sp_compile.lowering.torch_compat import OpOverload, schema_of, storage_of
 
-from .call import collect_nodes
+from .call import collect_nodes, is_tensor
 
 aten = torch.ops.aten
 
@@ -83,6 +83,22 @@ def is_written(node: Node) -> bool:
     """
     users = [user for user in node.users if is_mutation(user)] if node.op == "call_function" else []
     return any(node in _mutated_arguments(user.target, user.args, user.kwargs) for user in users)
+
+
+def can_replace_copy(copy: Node, source: Node) -> bool:
+    """Return True if `source` can replace `copy`: no result then shares memory with an input or another result.
+
+    Callers may write to a result of the graph.
+    """
+
+    def storages(nodes: Iterable[Node]) -> set[int]:
+        """Return the identities of the storages of strided tensors."""
+        values = [node.meta["val"] for node in nodes if is_tensor(node)]
+        return {storage_of(value) for value in values if value.layout == torch.strided}
+
+    results = storages(copy.graph.output_node().all_input_nodes)
+    inputs = storages(node for node in copy.graph.nodes if node.op in ("placeholder", "get_attr"))
+    return storages([copy]).isdisjoint(results) or storages([source]).isdisjoint(results | inputs)
 
 
 def is_pure(node: Node) -> bool:

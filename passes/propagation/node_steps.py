@@ -158,9 +158,9 @@ def start_sharding(axes: Axes, call: OpCall, rule: BoundRule, n: int, window: Fr
         return None
     replicated = [REPLICATE] * len(call.operands)
     factor, shard = rule.local_part(rule.results[0], shard)
-    # No op runs on shards of a "whole" factor. Attention on a slice of its queries would count positions (a causal
+    # No op runs on shards of a "replicate" factor. Attention on a slice of its queries would count positions (a causal
     # mask) from the first query of the slice.
-    if not factor or rule.kind(factor) in ("whole", "attend"):
+    if not factor or rule.kind(factor) in ("replicate", "attend"):
         return None
     if rule.kind(factor) == "halo":  # windows: the sequence starts with the rows of the operand
         operand_shard = axes.shard(call.operands[0])
@@ -228,7 +228,7 @@ def propagate_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], 
     for i, (factor, shard) in factors.items():
         # Whether the node remains sharded if this operand is gathered.
         keeps_sharding = leading is not None and main_factor not in flatten_dims(rule.operands[i])
-        if not factor or rule.kind(factor) == "whole":
+        if not factor or rule.kind(factor) == "replicate":
             why = f"needs all of {factor!r}" if factor and not rule.reshapes else NO_PLACEMENT
             demands.append(Demand(node, i, "gathered", shards[i], keeps_sharding, why))
         elif rule.kind(factor) == "scan" and not _has_all_positions(n, shard):
@@ -340,7 +340,7 @@ def _leading_operand(call: OpCall, rule: BoundRule, sharded: Mapping[int, str]) 
     def can_lead(i: int) -> bool:
         """Return True if the op may run on shards of the operand's factor."""
         kind = rule.kind(sharded[i])  # "attend": queries, in the result, may lead; keys, which are not in it, may not
-        return sharded[i] != "" and kind != "whole" and (kind != "attend" or is_in_result(i))
+        return sharded[i] != "" and kind != "replicate" and (kind != "attend" or is_in_result(i))
 
     return max(filter(can_lead, sharded), key=priority, default=None)
 

@@ -21,7 +21,7 @@ from sp_compile.passes.graph.sizes import Size, exact_quotient, is_most_of, is_s
 from .placement import Placement, Shard
 from .window_rules import SlidingRows
 
-FACTOR_KINDS = ("sum", "mean", "total", "whole", "attend", "scan", "halo", "window")
+FACTOR_KINDS = ("sum", "mean", "total", "replicate", "attend", "scan", "halo", "window")
 Dims = tuple[str, ...]
 
 
@@ -79,7 +79,7 @@ class BoundRule:
     def __post_init__(self) -> None:
         """Check that each factor of an operand is in a result or has a kind; give new factors of results a kind.
 
-        A factor that only a result has, such as the new dim of one_hot, is not sharded (kind "whole"), because the
+        A factor that only a result has, such as the new dim of one_hot, is not sharded (kind "replicate"), because the
         local call would create all of it. An op with an argument for sizes (`sizes`) can create a part of it.
         """
         operand_factors = {f for dims in self.operands for f in flatten_dims(dims)}
@@ -90,7 +90,7 @@ class BoundRule:
             raise SpError("SP935", f"rule {str(self)!r}: {cause}")
         new_factors = sorted(result_factors - operand_factors)
         if self.sizes is None and new_factors:
-            kinds = {**self.kinds, **dict.fromkeys(new_factors, "whole")}
+            kinds = {**self.kinds, **dict.fromkeys(new_factors, "replicate")}
             object.__setattr__(self, "kinds", kinds)  # the dataclass is frozen
 
     def __str__(self) -> str:

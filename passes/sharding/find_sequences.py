@@ -60,7 +60,7 @@ class SequenceCandidate(NamedTuple):
         return self.evidence in ATTENTION_EVIDENCE
 
 
-CHUNK_RELATIONS = ("scan", "halo", "whole", "window", "attend")  # kinds of factors whose positions an op relates
+CHUNK_RELATIONS = ("scan", "halo", "replicate", "window", "attend")  # kinds of factors whose positions an op relates
 
 
 def find_sequences(
@@ -450,7 +450,7 @@ def softmax_attended_dims(gm: GraphModule, axes: Axes) -> Evidence:
     for call, rule in _ruled_calls(gm):
         for dim, kind in _classify_factors(axes, call, rule):
             names = {axes.find(a.name) for a in dim}
-            if rule.normalizes and kind == "whole":
+            if rule.normalizes and kind == "replicate":
                 normalized |= names
             elif kind == "sum" and len(call.operands) > 1 and names & normalized:
                 yield call.node, tuple(a for a in dim if axes.find(a.name) in normalized)

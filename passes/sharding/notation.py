@@ -198,7 +198,9 @@ def _check_rule(
     operand_factors = {f for dims in operands for f in flatten_dims(dims)}
     result_factors = {f for dims in results for f in flatten_dims(dims)}
     for f, kind in kinds.items():
-        is_unsharded_result = kind == "whole" and f in result_factors  # a new dim of the result, which is not sharded
+        is_unsharded_result = (
+            kind == "replicate" and f in result_factors
+        )  # a new dim of the result, which is not sharded
         if f not in operand_factors and not is_unsharded_result:
             raise SpError("SP934", f"{kind}: expected factors of the operands, got {f!r}.")
     unclassified = sorted(operand_factors - result_factors - set(kinds))

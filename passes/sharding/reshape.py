@@ -58,7 +58,7 @@ def reshape_rule(before: tuple[Size, ...], after: tuple[Size, ...]) -> BoundRule
     num_shared = len(extents)
     operand = _group_dims(old_offsets, old_shared, "old", extents)  # adds the other factors to `extents`
     result = _group_dims(new_offsets, new_shared, "new", extents)
-    gathered = dict.fromkeys([*extents][num_shared:], "whole")  # the kind of factors that must be gathered
+    gathered = dict.fromkeys([*extents][num_shared:], "replicate")  # the kind of factors that must be gathered
     # A rule states the sizes of factors that share a dim with others; those of other factors are the sizes of dims. The
     # symbol _EMPTY_SIZE stands for the size 0, by which offsets cannot be divided.
     grouped = {f for dim in (*operand, *result) if dim[:1] == "(" for f in dim_factors(dim)}

@@ -6,14 +6,14 @@ Each comma-separated group names the dims of one tensor operand, in the order of
 tensors are skipped; a tensor list counts as its number of operands). A factor that is in the result passes through.
 One that vanishes must be classified, or registration fails:
 
-    sum=     the result is Partial(sum) when the factor is sharded      linear's i
-    mean=    like sum, divided by the global count                      mse_loss with reduction="mean"
-    total=   like sum, but padded rows add to it for any fill value     mse_loss with reduction="sum"
-    whole=   the operand must be gathered along it                      softmax's dim (also if it is in the result)
-    attend=  attention mixes it                                         scaled_dot_product_attention's q and k
-    scan=    a position needs the combined values before it             cumsum's dim (it is in the result)
-    halo=    a position needs its neighbors (see `BoundRule.slides`)    conv1d's dim (it is in the result)
-    window=  a result is a contiguous piece (see `BoundRule.spans`)     slice's dim (it is in the result)
+    sum=       the result is Partial(sum) when the factor is sharded       linear's i
+    mean=      like sum, divided by the global count                       mse_loss with reduction="mean"
+    total=     like sum, but padded rows add to it for any fill value      mse_loss with reduction="sum"
+    replicate= the operand must be gathered along it                       softmax's dim (also if it is in the result)
+    attend=    attention mixes it                                          scaled_dot_product_attention's q and k
+    scan=      a position needs the combined values before it              cumsum's dim (it is in the result)
+    halo=      a position needs its neighbors (see `BoundRule.slides`)     conv1d's dim (it is in the result)
+    window=    a result is a contiguous piece (see `BoundRule.spans`)      slice's dim (it is in the result)
 
 A dim that is a product of factors is a group, slowest first: `"b s d -> (b s) d"` flattens.
 
@@ -23,6 +23,7 @@ The notation is that of einops and of Shardy's op sharding rules (openxla.org/sh
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -60,8 +61,12 @@ class RuledCall(NamedTuple):
 def lookup_rule(node: Node) -> RuledCall | None:
     """Return the call of a node with its rule, bound to the shapes of the call.
 
-    The result is None if the node is no call of an op overload. Its field `rule` is None if the op has no rule for
-    these arguments.
+    Args:
+        node: A node of a graph.
+
+    Returns:
+        The call, whose field `rule` is None if the op has no rule for these arguments; None if the node is no call of
+        an op overload.
     """
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
@@ -76,14 +81,25 @@ def lookup_rule(node: Node) -> RuledCall | None:
 
 
 def rule_of(node: Node) -> BoundRule | None:
-    """Return the sharding rule of a node, bound to the shapes of its call, or None if it has none."""
+    """Return the sharding rule of a node, bound to the shapes of its call.
+
+    Args:
+        node: A node of a graph.
+
+    Returns:
+        The rule, or None if the node has none.
+    """
     ruled_call = lookup_rule(node)
     return ruled_call.rule if ruled_call is not None else None
 
 
 @contextmanager
 def cache_lookups() -> Iterator[None]:
-    """Cache the results of `lookup_rule` in the block of a `with` statement, in which no graph may change."""
+    """Cache the results of `lookup_rule` in the block of a `with` statement, in which no graph may change.
+
+    Returns:
+        The context manager of the block.
+    """
     token = _LOOKUP_CACHE.set({})
     try:
         yield
@@ -92,7 +108,14 @@ def cache_lookups() -> Iterator[None]:
 
 
 def has_rule(target: Any) -> bool:
-    """Return True if the op has a rule, which may still not match the operands of a call."""
+    """Return True if the op has a rule, which may still not match the operands of a call.
+
+    Args:
+        target: The target of a call.
+
+    Returns:
+        True for an op overload with a rule.
+    """
     return isinstance(target, OpOverload) and _rule_function(target) is not None
 
 
@@ -111,7 +134,10 @@ def register_rule_function(*ops: Any) -> Callable[[FunctionT], FunctionT]:
     """Register a function that returns the rule of a call, as a decorator.
 
     Args:
-        ops: Op overloads.
+        *ops: Op overloads.
+
+    Returns:
+        The decorator, which returns the function unchanged.
     """
     return RULES.of(*ops)
 
@@ -123,13 +149,23 @@ def register_transfer(*ops: Any) -> Callable[[FunctionT], FunctionT]:
     operands, and only placements change. Therefore it has no sharding rule.
 
     Args:
-        ops: Ops that only change placements (sp:: exchanges).
+        *ops: Ops that only change placements (sp:: exchanges).
+
+    Returns:
+        The decorator, which returns the function unchanged.
     """
     return TRANSFERS.of(*ops)
 
 
 def transfer_of(target: Any) -> TransferFunction | None:
-    """Return the function of an exchange that returns the placements of its results, or None for other ops."""
+    """Return the function of an exchange that returns the placements of its results.
+
+    Args:
+        target: The target of a call.
+
+    Returns:
+        The function, or None for other ops.
+    """
     return TRANSFERS.get(target)
 
 
@@ -139,7 +175,8 @@ class RuleOptions(TypedDict, total=False):
     sum: str  # factors over which the op sums
     mean: str  # factors over which it takes the mean
     total: str  # factors over which it sums; padded rows add to the sum for any fill value of an operand
-    whole: str  # factors that must be gathered
+    replicate: str  # factors that must be gathered
+    whole: str  # deprecated name of `replicate`
     attend: str  # factors that attention mixes
     scan: str  # factors along which it scans
     halo: str  # factors whose neighbors it reads
@@ -159,9 +196,10 @@ def rule(op: Any, *texts: str, **options: Unpack[RuleOptions]) -> None:
     Args:
         op: Op overload, or a list of overloads.
         *texts: Rule texts; the one with the call's number of tensor operands is used.
-        **options: Names of factors, separated by spaces, for each kind: `sum`, `mean`, `total`, `whole`, `attend`,
+        **options: Names of factors, separated by spaces, for each kind: `sum`, `mean`, `total`, `replicate`, `attend`,
             `scan`, `halo`, `window`. And fields of `BoundRule`: `sizes`, `lazy`, `starts_sequence`, `pad`, `masks`,
-            `reshapes`, `lenders`. `RuleOptions` declares their types; a rule sets few of them.
+            `reshapes`, `lenders`. `RuleOptions` declares their types; a rule sets few of them. `whole` is a deprecated
+            name of `replicate`, with a warning.
 
     Returns:
         None.
@@ -171,6 +209,9 @@ def rule(op: Any, *texts: str, **options: Unpack[RuleOptions]) -> None:
             a factor of no operand (SP934), a factor without a kind is in no result (SP935), or the size of a factor is
             unknown (SP936).
     """
+    if "whole" in options:
+        warnings.warn("sharding_rule: whole= is deprecated; use replicate=.", DeprecationWarning, stacklevel=2)
+        options["replicate"] = " ".join([options.get("replicate", ""), options.pop("whole")])
     patterns = [RulePattern.parse(text, **options) for text in texts]
     by_operand_count = {len(pattern.operands): pattern for pattern in patterns}
 

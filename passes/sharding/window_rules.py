@@ -230,8 +230,6 @@ def _conv_windows(call: OpCall) -> WindowCalls:
     slides = [SlidingRows(length, before, width, step) for length, before, width, step in rows_of_dims]
     # The sp:: op is called as op(x, *head, before, after, *tail): `head` has the weight and the bias.
     head, groups = (call["weight"], call["bias"]), call["groups"]
-    if len(spatial) == 1:
-        return {first: WindowCall(slides[0], sp.conv1d.default, head, tail=(stride[0], dilation[0], groups))}
     tail = (stride, padding, dilation, groups)
     return {dim: WindowCall(x, sp.conv_along.default, (*head, dim), tail) for dim, x in enumerate(slides, first)}
 
@@ -358,9 +356,7 @@ def _sp_windows(call: OpCall) -> WindowCalls:
         return {dim: WindowCall(SlidingRows(call.shape()[dim], rolls=rows), op, head=(dim, rows))}
     width = call.get("width", 1)
     stride = call.get("stride", 1)
-    if op is sp.conv1d.default:
-        width = call["dilation"] * (int(call.shape("weight")[-1]) - 1) + 1
-    elif op is sp.conv_along.default:  # its numbers have one entry for each dim of the image
+    if op is sp.conv_along.default:  # its numbers have one entry for each dim of the image
         i = dim - (call.ndim() - len(stride))  # the index of the dim among those of the image
         width = call["dilation"][i] * (int(call.shape("weight")[2 + i]) - 1) + 1
         stride = stride[i]
@@ -371,7 +367,7 @@ def _sp_windows(call: OpCall) -> WindowCalls:
 
 
 # ops that accept shards, if their frame argument is set
-_WINDOW_OPS = (sp.avg_pool1d, sp.conv1d, sp.conv_along, sp.max_pool1d, sp.roll, sp.shift, sp.unfold)
+_WINDOW_OPS = (sp.avg_pool1d, sp.conv_along, sp.max_pool1d, sp.roll, sp.shift, sp.unfold)
 SHARD_WINDOWS = tuple(op.default for op in _WINDOW_OPS)
 
 WINDOW_CALLS: Mapping[Any, Callable[[OpCall], WindowCalls]] = {

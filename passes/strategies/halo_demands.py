@@ -1,6 +1,6 @@
 """Exchange the missing rows of windows along a sharded sequence between neighbors.
 
-    conv1d(x, w, b, padding=1)   ->   sp.conv1d(x, w, b, 1, 1, ..., frame, result, n, group)
+    conv1d(x, w, b, padding=1)   ->   sp.conv_along(x, w, b, 2, 1, 1, ..., frame, result, n, group)
     cat([row, x[:, :-1]], 1)     ->   where(arange(S) == 0, row, sp.shift(x[:, :-1], 1, 1, 0, ...))
     x[:, 1:] - x[:, :-1]         ->   x[:, 1:] - sp.shift(x[:, :-1], 1, 0, 0, ...), placed as the other window
 

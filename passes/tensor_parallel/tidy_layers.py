@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 from sp_compile.passes.base import Pass
 from sp_compile.passes.graph.call import OpCall, is_tensor
 from sp_compile.passes.graph.edit import GraphEditor
+from sp_compile.passes.graph.mutation import can_replace_copy
 from sp_compile.passes.graph.rank_rng import is_random
 from sp_compile.passes.graph.sizes import as_sizes
 from sp_compile.passes.sharding.axes import name_axes
@@ -89,7 +90,8 @@ def _replace_dropout(editor: GraphEditor, node: Node) -> None:
 class DropOverwrites(Pass):
     """Pass that replaces an overwritten value by the written one.
 
-    A write that casts or broadcasts is not changed, nor one to a value that is not contiguous, with other strides.
+    A write that casts or broadcasts is not changed, nor one to a value that is not contiguous, with other strides. A
+    result of the graph keeps memory of its own.
     """
 
     provides = frozenset({"no overwrites"})
@@ -106,7 +108,7 @@ class DropOverwrites(Pass):
             old, new = x.meta["val"], y.meta["val"]
             if old.shape != new.shape or old.dtype != new.dtype or old.device != new.device:
                 continue
-            if old.stride() == new.stride():
+            if old.stride() == new.stride() and can_replace_copy(node, y):
                 replaced[node] = y
                 node.replace_all_uses_with(y)
                 gm.graph.erase_node(node)

@@ -59,6 +59,12 @@ def report_json(report: Report) -> dict[str, Any]:
     """Return the JSON object of a report of `explain` or `verify`; the docstring of this file has its fields.
 
     In the lists of attributes below, "done=label" stores the attribute `label` under the key "done".
+
+    Args:
+        report: The report.
+
+    Returns:
+        The object, of dicts, lists, texts, numbers, bools and None.
     """
     return {
         "format": "sp_compile.report",
@@ -103,6 +109,12 @@ def plan_json(plan: StepPlan) -> dict[str, Any]:
     """Return the JSON object of a plan; the docstring of this file has its fields.
 
     In the list of attributes below, "kept_bytes=kept" stores the attribute `kept` under the key "kept_bytes".
+
+    Args:
+        plan: The plan.
+
+    Returns:
+        The object, of dicts, lists, texts, numbers, bools and None.
     """
     best = plan.best if any(row.fits for row in plan.rows) else None
     attributes = (

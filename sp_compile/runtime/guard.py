@@ -33,7 +33,8 @@ from sp_compile.lowering.collectives.checksums import (
     start_cpu_copy,
     summarize,
 )
-from sp_compile.lowering.collectives.sharded import Sharded, refuse_transforms
+from sp_compile.lowering.collectives.shard_views import refuse_transforms
+from sp_compile.lowering.collectives.sharded import Sharded
 from sp_compile.lowering.torch_compat import FakeTensor, find_backward_nodes, is_wrapper, pytree
 from sp_compile.passes.boundary.graph_boundary import GraphBoundary
 from sp_compile.passes.graph.provenance import ExchangeSource

@@ -126,7 +126,7 @@ def test_a_model_with_convolutions_keeps_its_order_outside_attention(seq: int, b
     assert report.worst < 1e-12
     (decision,) = report.attention
     assert decision.chosen.relayout == balanced
-    assert {e.op for e in report.exchanges} >= {"ring_attention", "conv1d", "scan"}
+    assert {e.op for e in report.exchanges} >= {"ring_attention", "conv_along", "scan"}
     assert not report.fallbacks
 
 

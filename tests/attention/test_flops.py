@@ -112,7 +112,7 @@ def test_masks_that_need_all_pairs() -> None:
     assert found == {sp.attend: 2 * 16 * length**2 // 4}
 
 
-@pytest.mark.parametrize("name", ["attend", "attend_backward", "tiles_forward", "tiles_at_once", "tiles_backward"])
+@pytest.mark.parametrize("name", ["attend", "attend_backward", "run_tiles"])
 def test_a_formula_accepts_the_arguments_of_overlap_scheduling(name: str) -> None:
     """torch._inductor passes its own values of the node to the formula, and an error would end the compilation."""
     inspect.signature(flop_registry[getattr(sp, name)]).bind(*[None] * 6, out_val=None, _node_meta={})

@@ -21,7 +21,7 @@ merge_into pack pack_by_owner rank to_bytes
 NEVER_REPLAYED = """
 add_rows_into add_stored_grad attend attend_backward attend_backward_parts balance_rows balance_tables local_attention_kernel
 local_attention_kernel_backward offload offloaded pieces
-reload reloaded shared tiles_at_once tiles_backward tiles_forward
+reload reloaded run_tiles shared
 """.split()
 
 

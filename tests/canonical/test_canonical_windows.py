@@ -26,8 +26,8 @@ class Canonical(expecttest.TestCase):
             """\
 lifted_tensor_0: [4, 1, 3] = get_attr
 x: [1, 4, 8] = placeholder
-conv1d_default: [1, 4, 8] = sp.conv1d(x, lifted_tensor_0, None, 2, 0, 1, 1, 4)
-return (conv1d_default,)""",
+conv_along_default: [1, 4, 8] = sp.conv_along(x, lifted_tensor_0, None, 2, 2, 0, [1], [2], [1], 4)
+return (conv_along_default,)""",
         )
 
     def test_a_padding_that_is_convolved_and_cut(self):
@@ -37,8 +37,8 @@ return (conv1d_default,)""",
             """\
 lifted_tensor_0: [4, 1, 3] = get_attr
 x: [1, 4, 8] = placeholder
-conv1d_default_1: [1, 4, 8] = sp.conv1d(x, lifted_tensor_0, None, 2, 0, 1, 1, 4)
-return (conv1d_default_1,)""",
+conv_along_default_1: [1, 4, 8] = sp.conv_along(x, lifted_tensor_0, None, 2, 2, 0, [1], [0], [1], 4)
+return (conv_along_default_1,)""",
         )
 
     def test_a_padding_with_several_readers(self):
@@ -116,6 +116,6 @@ return (shift_default,)""",
             """\
 lifted_tensor_0: [4, 1, 3] = get_attr
 x: [1, 4, 8] = placeholder
-conv1d_default: [1, 4, 8] = sp.conv1d(x, lifted_tensor_0, None, 2, 0, 1, 1, 4)
-return (conv1d_default,)""",
+conv_along_default: [1, 4, 8] = sp.conv_along(x, lifted_tensor_0, None, 2, 2, 0, [1], [0], [1], 4)
+return (conv_along_default,)""",
         )

@@ -197,8 +197,8 @@ PATTERNS: dict[str, tuple[Callable[..., Tensor], str]] = {
     ),
     "multiplied with a mask": (multiplied, "aten.scaled_dot_product_attention(*, *, *, None, 0.0, True, scale=1.0)"),
     "repeated heads": (grouped, "aten.scaled_dot_product_attention(*, *, *, enable_gqa=True)"),
-    "padded convolution": (padded_convolution, "sp.conv1d(*, *, None, 2, 0, 1, 1, 3)"),
-    "cut convolution": (cut_convolution, "sp.conv1d(*, *, None, 2, 0, 1, 1, 3)"),
+    "padded convolution": (padded_convolution, "sp.conv_along(*, *, None, 2, 2, 0, [1], [0], [1], 3)"),
+    "cut convolution": (cut_convolution, "sp.conv_along(*, *, None, 2, 2, 0, [1], [2], [1], 3)"),
     "shift": (shift, "sp.shift(*, 1, 2, -2, 0)"),
     "sorted rows": (sorted_rows, "sp.sort_rows(*, False, False)"),
     "repeats": (repeated, ""),  # an expand, of which there may be others
@@ -209,7 +209,7 @@ CANONICAL = {
     sp.linear_scan.default,
     aten.cumsum.default,
     SDPA,
-    sp.conv1d.default,
+    sp.conv_along.default,
     sp.shift.default,
     sp.sort_rows.default,
 }

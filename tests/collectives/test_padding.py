@@ -189,8 +189,10 @@ CASES: dict[str, Callable[[], Any]] = {
     "shift back": lambda: _along(sp.shift, _rows(), 1, 1, -1, 1, 7.0),
     "shift shorter": lambda: _along(sp.shift, _rows(), 1, 1, -1, 0, 0.0, grown=-1),
     "shift longer": lambda: _along(sp.shift, _rows(), 1, 1, 2, 0, NAN, grown=2),
-    "conv1d": lambda: _along(sp.conv1d, _rows(dim=2), 2, W, B, 2, 0, 1, 1, 1),
-    "conv_along": lambda: _along(sp.conv_along, _rows(dim=2), 2, IMAGE_WEIGHT, B, 2, 2, 0, [1, 1], [1, 1], [1, 1], 1),
+    "conv_along": lambda: _along(sp.conv_along, _rows(dim=2), 2, W, B, 2, 2, 0, [1], [0], [1], 1),
+    "conv_along of images": lambda: _along(
+        sp.conv_along, _rows(dim=2), 2, IMAGE_WEIGHT, B, 2, 2, 0, [1, 1], [1, 1], [1, 1], 1
+    ),
     "avg_pool1d": lambda: _along(sp.avg_pool1d, _rows(dim=2), 2, 1, 1, 3, 1),
     "max_pool1d": lambda: _along(sp.max_pool1d, _rows(dim=2), 2, 1, 1, float("-inf"), 3, 1, 1),
     "unfold": lambda: _along(sp.unfold, _rows(), 1, 1, 2, 0, 0.0, 3, 1),

@@ -133,6 +133,18 @@ def test_gradients_travel_if_a_window_needs_few_hops() -> None:
     assert windowed.rounds == (1, 3)
 
 
+def test_scattered_gradients_are_copied() -> None:
+    """Parts of all ranks are copied, stacked and summed; a ring of fewer hops has no part of each rank."""
+    s = shape(4, 8, 2)
+    machines = [replace(BYTES, memory_bandwidth=bandwidth) for bandwidth in (math.inf, 100)]
+    free, copied = (of(all_candidates(s, machine), "ring", layout="contiguous") for machine in machines)
+    parts = (3 + 3 + 4 + 4 + 4 + 1) * s.head_bytes.keys * s.widening  # of each hop, and of the stack and the sum of all
+    assert (free.ring_grads, copied.ring_grads) == ("scatter", "scatter")
+    assert copied.backward - free.backward == pytest.approx((parts + 3 * s.accumulate_bytes) / 100)
+    assert ring_grads(s, replace(BYTES, memory_bandwidth=1.0)) == "travel"
+    assert ring_grads(replace(s, window=1025), replace(BYTES, hop_bandwidth=0.01)) == "travel"
+
+
 def test_parts_of_gradients_have_to_fit() -> None:
     s = shape(8, 8, 8)
     scattered = of(all_candidates(s, BYTES), "ring")

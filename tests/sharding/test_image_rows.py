@@ -66,6 +66,19 @@ def test_each_rank_has_complete_rows(rows: int, columns: int, n: int) -> None:
     assert report.count("conv_along") == 2, "only the middle convolutions need rows of other ranks"
 
 
+def test_autocast() -> None:
+    """Autocast casts the convolution on shards as the one on a single device."""
+
+    class Cast(ConvFeedForward):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().forward(x)
+
+    report = sp_compile.verify(Cast(4), image_tokens(8, 4).detach().float(), sp=2)
+    assert report.count("conv_along") == 2
+    assert report.worst < 0.05
+
+
 @pytest.mark.parametrize("name", list(MIDDLES))
 @pytest.mark.sampled(every=2)
 def test_kinds_of_convolutions(name: str) -> None:

@@ -128,7 +128,7 @@ def test_the_check_finds_wrong_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rules that look right: causal attention by its queries alone, and a bias beside a sum."""
     table = copy.copy(rules.RULES)
     monkeypatch.setattr(rules, "RULES", table)
-    rule(aten.scaled_dot_product_attention.default, "b h q d, b h k d, b h k e -> b h q e", attend="k", whole="d")
+    rule(aten.scaled_dot_product_attention.default, "b h q d, b h k d, b h k e -> b h q e", attend="k", replicate="d")
     rule(aten.linear.default, "... i, o i, o -> ... o", sum="i")
     rule(aten.mse_loss.default, "..., ... -> ", sum="...")
     q = samples.f(2, 4, 6, 4)
@@ -188,7 +188,7 @@ def test_refused_texts(text: str, options: dict[str, Any], message: str) -> None
 def test_directly_built_factors_are_validated() -> None:
     with pytest.raises(SpError, match=r"SP935: .*\['i'\]"):
         BoundRule((("n", "i"),), (("n",),))
-    assert BoundRule((("n",),), (("n", "new"),)).kind("new") == "whole"
+    assert BoundRule((("n",),), (("n", "new"),)).kind("new") == "replicate"
     assert BoundRule((("n",),), (("n", "new"),), sizes="size").kind("new") == "pass"
 
 
@@ -296,7 +296,7 @@ def nodes(function: Callable[..., Any], *args: Any) -> list[Node]:
         (lambda x: x[:, 1:-2], "d0 d1 d2 -> d0 d1 d2; window=d1; lazy; 1+s1 - 3"),
         (lambda x: x[:, -3:], "d0 d1 d2 -> d0 d1 d2; window=d1; lazy; s1 - 3+3"),
         (lambda x: x[:, 2:5], "d0 d1 d2 -> d0 d1 d2; window=d1; lazy; 2+3"),
-        (lambda x: x[:, ::2], "d0 d1 d2 -> d0 sliced1 d2; whole=d1 sliced1; lazy"),
+        (lambda x: x[:, ::2], "d0 d1 d2 -> d0 sliced1 d2; replicate=d1 sliced1; lazy"),
         (lambda x: x.reshape(-1, x.shape[2]), "d0 d1 d2 -> (d0 d1) d2; lazy; reshapes"),
         (lambda x: x[:, None].expand(-1, 7, -1, -1), "d0 1 d2 d3 -> d0 d1 d2 d3; sizes=size; lazy"),
         (lambda x: x.sum(1, keepdim=True), "d0 d1 d2 -> d0 1 d2; sum=d1"),

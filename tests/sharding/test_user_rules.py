@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import sp_compile
 from sp_compile.passes.sharding import rule
@@ -55,7 +56,7 @@ def rules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rule, "RULES", copy.copy(rule.RULES))
     sp_compile.sharding_rule(torch.ops.sp_tests.merge_rows.default, "b s d -> (b s) d")
     sp_compile.sharding_rule(torch.ops.sp_tests.running_mean.default, "b s d -> b s d", scan="s")
-    sp_compile.sharding_rule(torch.ops.sp_tests.sum_rows.default, "(b s) d, b s e -> b d", sum="s", whole="e")
+    sp_compile.sharding_rule(torch.ops.sp_tests.sum_rows.default, "(b s) d, b s e -> b d", sum="s", replicate="e")
 
 
 class Model(nn.Module):
@@ -103,6 +104,14 @@ def test_a_backward_of_the_user_gets_full_gradients() -> None:
 
     x, w = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 7, 6), (6, 5)))
     assert sp_compile.verify(model, x, w, sp=2, seq_dims={"x": 1}).worst < 1e-9
+
+
+def test_deprecated_name_of_replicate() -> None:
+    op = torch.ops.sp_tests.sum_rows.default
+    with pytest.warns(DeprecationWarning, match="use replicate="):
+        sp_compile.sharding_rule(op, "(b s) d, b s e -> b d", sum="s", whole="e")
+    node = make_fx(op)(torch.ones(6, 4), torch.ones(2, 3, 5)).graph.find_nodes(op="call_function", target=op)[0]
+    assert str(rule.rule_of(node)) == "(b s) d, b s e -> b d; sum=s; replicate=e"
 
 
 def test_results_of_other_dims_than_the_text_have_no_rule() -> None:

@@ -11,7 +11,9 @@ from expecttest import assert_expected_inline
 from support.golden import captured, show
 from support.parallel.tensor_parallel import GROUP, Copy, Reduce, all_reduce, joint_graph
 from torch import Tensor
+from torch.func import functionalize
 from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.passes import PassContext
@@ -155,6 +157,23 @@ def test_left_alone(program: Callable[..., Tensor]) -> None:
     assert all(layer.mode == "full" for layer in layers)
     assert "sp.reduce_scatter" not in show(local)
     assert show(local).count("all_reduce") == before.count("all_reduce")
+
+
+def test_results_keep_memory_of_their_own() -> None:
+    """A copy of an input or of another result is not replaced by it, since callers may write to a result."""
+
+    def program(x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+        activation = x.relu()
+        copies = [torch.empty_like(value).copy_(value) for value in (x, activation)]
+        return mlp(x, y, z), activation, *copies
+
+    inputs = torch.randn(2, 4, 3), torch.randn(3, 5), torch.randn(5, 3)
+    local, _ = scattered(make_fx(functionalize(program), tracing_mode="fake")(*inputs))
+    _, activation, *copies = local.graph.output_node().args[0]
+    assert "aten.copy" not in show(local)
+    assert [(node.target, node.args[0].name) for node in copies] == [
+        (torch.ops.aten.clone.default, "x_1"), (torch.ops.aten.clone.default, activation.name)
+    ]  # fmt: skip
 
 
 def test_a_group_of_one() -> None:

@@ -26,10 +26,10 @@ BIAS = torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_se
 @pytest.mark.parametrize(("before", "after", "dilation"), [(2, 0, 1), (1, 1, 1), (0, 2, 1), (4, 0, 2), (3, 1, 2)])
 def test_conv1d(n: int, size: int, start: int, before: int, after: int, dilation: int) -> None:
     check(
-        sp.conv1d,
+        sp.conv_along,
         lambda x: F.conv1d(F.pad(x, (before, after)), WEIGHT, BIAS, dilation=dilation),
         operand(size, start),
-        (WEIGHT, BIAS, before, after, 1, dilation, 1),
+        (WEIGHT, BIAS, 2, before, after, [1], [0], [dilation], 1),
         [frame(size, start)] * 2,
         2,
         n,
@@ -61,10 +61,10 @@ def test_conv1d_of_a_window_into_another(n: int, place: int, before: int, after:
     """11 rows of 13, and the result of 9 or 11 wherever it fits."""
     length = 11 + before + after - 2
     check(
-        sp.conv1d,
+        sp.conv_along,
         lambda x: F.conv1d(F.pad(x, (before, after)), WEIGHT),
         operand(13, 2),
-        (WEIGHT, None, before, after, 1, 1, 1),
+        (WEIGHT, None, 2, before, after, [1], [0], [1], 1),
         [frame(13, 2), frame(13, place, length)],
         2,
         n,
@@ -77,8 +77,8 @@ def test_strides(n: int, stride: int) -> None:
     size = 24
     frames = [frame(size), frame(size // stride)]
     x = operand(size, 0)
-    args = (WEIGHT, BIAS, 1, 2 - stride, stride, 1, 1)
-    check(sp.conv1d, lambda x: F.conv1d(F.pad(x, (1, 2 - stride)), WEIGHT, BIAS, stride), x, args, frames, 2, n)
+    args = (WEIGHT, BIAS, 2, 1, 2 - stride, [stride], [0], [1], 1)
+    check(sp.conv_along, lambda x: F.conv1d(F.pad(x, (1, 2 - stride)), WEIGHT, BIAS, stride), x, args, frames, 2, n)
     check(sp.max_pool1d, lambda x: F.max_pool1d(x, stride), x, (0, 0, -math.inf, stride, stride, 1), frames, 2, n)
     check(sp.avg_pool1d, lambda x: F.avg_pool1d(x, stride), x, (0, 0, stride, stride), frames, 2, n)
     check(sp.unfold, lambda x: x.unfold(2, stride, stride), x, (2, 0, 0, 0, stride, stride), frames, 2, n)

@@ -54,7 +54,7 @@ def test_cotangents_outside_the_window_are_zeros(n: int) -> None:
         positions = torch.arange(rank * s, (rank + 1) * s)
         outside = (positions < 2) | (positions >= 10)
         x = torch.ones(1, 3, s, dtype=torch.float64).masked_fill(outside, torch.nan).requires_grad_()
-        y = sp.conv1d(x, WEIGHT, None, 2, 0, 1, 1, 1, where, where, n, SIMULATED_GROUP)
+        y = sp.conv_along(x, WEIGHT, None, 2, 2, 0, [1], [0], [1], 1, where, where, n, SIMULATED_GROUP)
         (grad,) = torch.autograd.grad(y, x, torch.ones_like(y).masked_fill(outside, torch.nan))
         return y, grad[0, 0][outside]
 
@@ -74,7 +74,9 @@ def test_second_derivatives() -> None:
 
     def sharded(x: Tensor) -> Tensor:
         args = (frame(6), frame(6), 3, SIMULATED_GROUP)
-        shard = sp.conv1d(sp.shard(x, 2, frame(6), 3, SIMULATED_GROUP), weight, None, 2, 0, 1, 1, 1, *args)
+        shard = sp.conv_along(
+            sp.shard(x, 2, frame(6), 3, SIMULATED_GROUP), weight, None, 2, 2, 0, [1], [0], [1], 1, *args
+        )
         return sp.unshard(shard, 2, frame(6), 3, SIMULATED_GROUP)
 
     expected = twice(lambda x: F.conv1d(F.pad(x, (2, 0)), weight), x)

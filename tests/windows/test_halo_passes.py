@@ -40,8 +40,8 @@ lifted_tensor_0: [4, 1, 3] = get_attr
 x: [1, 8, 4] = placeholder
 mul: [1, 8, 4] = aten.mul.Tensor(x, 2)
 m_t: [1, 4, 8] = aten.mT(mul)
-conv1d_default: [1, 4, 8] = sp.conv1d(m_t, lifted_tensor_0, None, 1, 1, 1, 1, 4, [1, 8, 0, 8], [1, 8, 0, 8], 2, sim)
-m_t_1: [1, 8, 4] = aten.mT(conv1d_default)
+conv_along_default: [1, 4, 8] = sp.conv_along(m_t, lifted_tensor_0, None, 2, 1, 1, [1], [1], [1], 4, [1, 8, 0, 8], [1, 8, 0, 8], 2, sim)
+m_t_1: [1, 8, 4] = aten.mT(conv_along_default)
 add: [1, 8, 4] = aten.add.Tensor(m_t_1, 1)
 return (add,)""",
         )
@@ -55,8 +55,8 @@ lifted_tensor_0: [4, 1, 3] = get_attr
 x: [1, 9, 4] = placeholder
 mul: [1, 9, 4] = aten.mul.Tensor(x, 2)
 m_t: [1, 4, 9] = aten.mT(mul)
-conv1d_default: [1, 4, 7] = sp.conv1d(m_t, lifted_tensor_0, None, 0, 0, 1, 1, 4, [1, 9, 0, 9], [1, 9, 0, 7], 2, sim)
-m_t_1: [1, 7, 4] = aten.mT(conv1d_default)
+conv_along_default: [1, 4, 7] = sp.conv_along(m_t, lifted_tensor_0, None, 2, 0, 0, [1], [0], [1], 4, [1, 9, 0, 9], [1, 9, 0, 7], 2, sim)
+m_t_1: [1, 7, 4] = aten.mT(conv_along_default)
 add: [1, 7, 4] = aten.add.Tensor(m_t_1, 1)
 return (add,)""",
         )
@@ -182,8 +182,8 @@ return (sub,)""",
 lifted_tensor_0: [4, 1, 3] = get_attr
 x: [1, 8, 4] = placeholder
 m_t: [1, 4, 8] = aten.mT(x)
-conv1d_default: [1, 4, 8] = sp.conv1d(m_t, lifted_tensor_0, None, 1, 1, 1, 1, 4, [1, 8, 0, 8], [1, 8, 0, 8], 2, sim)
-return (conv1d_default,)""",
+conv_along_default: [1, 4, 8] = sp.conv_along(m_t, lifted_tensor_0, None, 2, 1, 1, [1], [1], [1], 4, [1, 8, 0, 8], [1, 8, 0, 8], 2, sim)
+return (conv_along_default,)""",
         )
 
     def test_complete_pipeline(self):
@@ -200,8 +200,8 @@ m_t: [1, 4, 4] = aten.mT(mul)
 reduce_grad_default:  = sp.reduce_grad([conv_weight, conv_bias], reduce, 2, sim)
 getitem: [4, 1, 3] = getitem(reduce_grad_default, 0)
 getitem_1: [4] = getitem(reduce_grad_default, 1)
-conv1d_default_1: [1, 4, 4] = sp.conv1d(m_t, getitem, getitem_1, 2, 0, 1, 1, 4, [1, 8, 0, 8], [1, 8, 0, 8], 2, sim)
-silu: [1, 4, 4] = aten.silu(conv1d_default_1)
+conv_along_default_1: [1, 4, 4] = sp.conv_along(m_t, getitem, getitem_1, 2, 2, 0, [1], [2], [1], 4, [1, 8, 0, 8], [1, 8, 0, 8], 2, sim)
+silu: [1, 4, 4] = aten.silu(conv_along_default_1)
 m_t_1: [1, 4, 4] = aten.mT(silu)
 sum_1: [] = aten.sum(m_t_1)
 all_reduce_default: [] = sp.all_reduce(sum_1, 2, sim)
@@ -214,7 +214,7 @@ return (all_reduce_default,)""",
         self.assertExpectedInline(
             "\n".join(f"{n.label} {n.node}" for n in report.notes),
             """\
-exchange_halos conv1d_default_1
+exchange_halos conv_along_default_1
 reduce_partials sum_1""",
         )
         self.assertExpectedInline(
@@ -222,7 +222,7 @@ reduce_partials sum_1""",
             """\
 shard of 1 x 4 x 4: 0 and 64 bytes
 reduce_grad of 4 x 1 x 3, 4: 0 and 64 bytes
-conv1d of 1 x 4 x 4: 32 and 32 bytes
+conv_along of 1 x 4 x 4: 32 and 32 bytes
 all_reduce of : 4 and 0 bytes""",
         )
 

@@ -20,16 +20,18 @@ import sympy
 import torch
 from sympy.core.relational import Relational
 from torch import Tensor
+from torch.fx import Node
 
 from sp_compile.lowering.masks import predicate as language
 from sp_compile.lowering.masks import score as scores
 from sp_compile.lowering.masks.blocks import BlockPlan
 from sp_compile.lowering.masks.predicate import is_query_symbol
 from sp_compile.lowering.masks.spans import Rows
-from sp_compile.lowering.torch_compat import flex_lookup
+from sp_compile.lowering.torch_compat import flex_lookup, pytree
 
 aten = torch.ops.aten
 SMALL_INDEX = 1 << 24  # bound below which sums of a few indices and sizes are 32-bit integers
+_LARGE_OPS = (aten.pow, aten.square, aten.addcmul, aten.bitwise_left_shift, aten.__lshift__)
 _MASK_DIMS = "bhqk"  # dims of a mask: batch, head, query, key
 
 
@@ -127,6 +129,42 @@ def max_magnitude(text: str, largest: int) -> int:
     return bound(language.parse_predicate(text))
 
 
+@lru_cache(maxsize=1024)
+def max_score_magnitude(name: str, largest: int, floats: frozenset[str]) -> int:
+    """Return an upper bound of the magnitude of every integer that a score function computes.
+
+    For s + head0 * (k - q)**2 and positions up to 100, it is 40,000, the square of 200.
+
+    Args:
+        name: The score function.
+        largest: The greatest magnitude of its integer inputs.
+        floats: Names of its floating-point inputs, without the score.
+    """
+    bounds: dict[Node, int] = {}  # of integers
+    for node in scores.SCORES[name].graph.graph.nodes:
+        if node.op == "placeholder" and node.target not in {"s", *floats}:
+            bounds[node] = largest
+        bound = _bound_integers(node, bounds) if node.op == "call_function" else None
+        if bound is not None:
+            bounds[node] = bound
+    return max(bounds.values(), default=0)
+
+
+def _bound_integers(node: Node, bounds: dict[Node, int]) -> int | None:
+    """Return a bound of the magnitude of a call's integers, given those of its operands; None if they are floats."""
+    leaves = pytree.tree_leaves((node.args, node.kwargs))
+    is_float = any(isinstance(x, float) or (isinstance(x, torch.dtype) and x.is_floating_point) for x in leaves)
+    if is_float or not bounds.keys() >= set(node.all_input_nodes):
+        return None
+    numbers = [bounds[x] if isinstance(x, Node) else abs(x) for x in leaves if isinstance(x, Node | int)]
+    op = getattr(node.target, "overloadpacket", node.target)
+    if op is aten.mul:
+        return math.prod(max(x, 1) for x in numbers)
+    if op is aten.pow and isinstance(node.args[1], int):
+        return numbers[0] ** min(numbers[1], 64)
+    return 1 << 63 if op in _LARGE_OPS else sum(numbers)  # of others, such as a remainder, it is loose
+
+
 def pair_functions(
     pairs: PairTexts, queries: int, keys: int, device: torch.device
 ) -> tuple[PairFunctions, list[Tensor]]:
@@ -138,11 +176,12 @@ def pair_functions(
         keys: Rows of the local keys.
         device: Device of the captured tensors.
     """
-    # Row positions and sizes are int32 if all of them, and the values that the predicate computes, are small.
+    # Row positions and sizes are int32 if all of them, and the values that are computed from them, are small. Vectors
+    # may have any values: a predicate reads them as int64.
     ends = [segment.first + segment.length for segment in (*pairs.q_rows, *pairs.k_rows)]
     largest = max([*map(abs, pairs.sizes.values()), *ends], default=0)
     is_small = largest < SMALL_INDEX and max_magnitude(pairs.predicate, largest) < 2**31
-    dtype = torch.int32 if is_small else torch.int64
+    dtype = torch.int32 if is_small and _has_small_score(pairs, largest) else torch.int64
     captured = {
         "q": _row_positions(pairs.q_rows, queries, dtype, device),
         "k": _row_positions(pairs.k_rows, keys, dtype, device),
@@ -168,8 +207,32 @@ def pair_functions(
     return functions, list(captured.values())
 
 
+def _has_small_score(pairs: PairTexts, largest: int) -> bool:
+    """Return True if the score function has equal results for int32 positions and int64 ones, up to `largest`."""
+    if not pairs.score:
+        return True
+    inputs = pairs.vectors | {f"head{i}": x for i, x in enumerate(pairs.heads)}
+    inputs |= {f"table{i}": x for i, x in enumerate(pairs.tables)}
+    read = [inputs[name] for name in scores.score_symbols(pairs.score) & inputs.keys()]
+    # An int32 number, of any magnitude, and an int64 position give an int64 result.
+    if any(not (x.is_floating_point() or x.dtype in (torch.bool, torch.int64)) for x in read):
+        return False
+    floats = frozenset(name for name, x in inputs.items() if x.is_floating_point())
+    return max_score_magnitude(pairs.score, largest, floats) < 2**31
+
+
 def _predicate_value(name: str, inputs: dict[str, Tensor], b: Tensor, q: Tensor, k: Tensor) -> Any:
-    """Return the value of a predicate symbol for the pair of positions q and k in batch entry b.
+    """Return the value of a symbol of a predicate, as `_pair_value`, with integer vectors as int64.
+
+    A sum of elements of narrower integers, or of one and an int32 position, may overflow.
+    """
+    value = _pair_value(name, inputs, b, q, k)
+    is_vector = name.startswith(("row", "col")) and inputs[name].dtype != torch.bool
+    return value.to(torch.int64) if is_vector else value
+
+
+def _pair_value(name: str, inputs: dict[str, Tensor], b: Tensor, q: Tensor, k: Tensor) -> Any:
+    """Return the value of a symbol for the pair of positions q and k in batch entry b.
 
     "q" and "k" are the positions, "n<i>" a size, "row<i>" and "col<i>" the element of a vector at the query or the key.
     """
@@ -186,13 +249,13 @@ def _predicate_value(name: str, inputs: dict[str, Tensor], b: Tensor, q: Tensor,
 def _score_value(name: str, inputs: dict[str, Tensor], b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Any:
     """Return the value of an input of a score function for one pair; a table is returned as a whole tensor.
 
-    "head<i>" is the element of a vector for the head h, "b" the batch entry; the others are predicate symbols.
+    "head<i>" is the element of a vector for the head h, "b" the batch entry; the others are those of `_pair_value`.
     """
     if name.startswith("head"):
         return _element_at(inputs[name], h)
     if name.startswith("table"):
         return inputs[name]
-    return b if name == "b" else _predicate_value(name, inputs, b, q, k)
+    return b if name == "b" else _pair_value(name, inputs, b, q, k)
 
 
 def _fast_tanh(x: Tensor) -> Tensor:

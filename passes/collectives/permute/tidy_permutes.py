@@ -22,6 +22,7 @@ from sp_compile.passes.base import Pass
 from sp_compile.passes.canonical.pad_inputs import match_padding
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import WAIT_OP, OpCall, is_tensor, node_packet, node_shape
+from sp_compile.passes.graph.mutation import can_replace_copy
 from sp_compile.passes.graph.sizes import as_sizes
 from sp_compile.passes.sharding.matchers import SlicePiece, constant_value
 
@@ -37,7 +38,8 @@ class DropBuffers(Pass):
         changes = 0
         for node in copies:
             buffer, result = node.args[:2]
-            if result.target is WAIT_OP and _memory_format(buffer) == _memory_format(result):
+            is_equal = result.target is WAIT_OP and _memory_format(buffer) == _memory_format(result)
+            if is_equal and can_replace_copy(node, result):
                 self.replace(node, result)
                 changes += 1
         return changes
@@ -132,13 +134,16 @@ def _match_slice_write(call: OpCall, is_select: bool) -> SlicePiece | None:
     Returns None for a step, for symbolic positions, and for a scatter into values that are not all zero.
     """
     shape, dim = call.result_shapes()[0], call["dim"]
-    start: Any = call["index"] if is_select else (call["start"] or 0)
-    end: Any = None if is_select else (call["end"] or shape[dim])
-    is_static = all(isinstance(position, int) for position in (start, shape[dim], end or 0))
+    size: Any = shape[dim]
+    ends: tuple[Any, ...] = (call["index"],) if is_select else (call["start"], call["end"])
+    is_static = all(isinstance(position, int | None) for position in (size, *ends))
     has_zeros = "self" not in call.args or constant_value(call["self"]) == 0  # a gradient op has no `self`
     if not is_static or call.get("step", 1) != 1 or not has_zeros:
         return None
-    start = start + shape[dim] if start < 0 else start
-    length = 1 if is_select else min(end, shape[dim]) - start
+    if is_select:
+        start, length = ends[0] % size, 1
+    else:
+        start, end, _ = slice(*ends).indices(size)
+        length = max(end - start, 0)
     source = call.get("grad_output") or call["src"]
     return SlicePiece(source, dim % len(shape), start, length, keeps_dim=not is_select)

@@ -56,12 +56,7 @@ ELEMENTWISE = frozenset(
         "triu tril new_zeros new_full new_ones new_empty copy masked_fill.Scalar index_select expand view permute"
     )
 )
-# tile loops: index of the first operand, part of the program per tile, and kinds of results
-TILE_LOOPS = {
-    torch.ops.sp.tiles_forward.default: (0, "forward", ("results",)),
-    torch.ops.sp.tiles_at_once.default: (0, "gradients", ("results", "gradients")),
-    torch.ops.sp.tiles_backward.default: (1, "gradients", ("gradients",)),
-}
+TILE_LOOP = torch.ops.sp.run_tiles.default
 ARITHMETIC_OPS = frozenset(parse_overloads("add.Tensor sub.Tensor mul.Tensor div.Tensor"))
 DROPOUT_CALLS = frozenset(parse_overloads("native_dropout native_dropout_backward"))
 # number of blocks of scores that a thread stores, by attention op on a CPU

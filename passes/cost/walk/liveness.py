@@ -48,7 +48,7 @@ from .kinds import (
     MATRIX_PRODUCTS,
     MUTATIONS,
     REDUCTIONS,
-    TILE_LOOPS,
+    TILE_LOOP,
     TO_HOST,
     UNFREEABLE_INPUTS,
     is_product,
@@ -123,7 +123,7 @@ def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> LivenessWalk:
         product, attends = is_product(computed), node.target in ATTENTIONS
         # Products are limited by FLOPs, other kernels by the bytes that they read and write.
         traffic = 0 if product else storages.traffic(node)
-        if node.target in TILE_LOOPS:  # each tile also reads and writes the accumulators
+        if node.target is TILE_LOOP:  # each tile also reads and writes the accumulators
             loop = _TileLoop.of(node)
             traffic += loop.tiles * (_walk_tile(loop.part, fused).traffic + 2 * loop.accumulator_bytes)
         moment = WalkMoment(
@@ -156,14 +156,12 @@ class _TileLoop:
 
     @staticmethod
     def of(node: Node) -> _TileLoop:
-        """Return the tile loop of a node whose target is in `TILE_LOOPS`."""
-        # Index of the first operand, the part of the program that the loop runs, and its lists of results.
-        first_operand, part, result_kinds = TILE_LOOPS[node.target]
-        tiled, untiled, tiles, name, _ = node.args[first_operand:]  # the last argument is a seed
+        """Return the tile loop of a node whose target is `TILE_LOOP`."""
+        kinds, _, tiled, untiled, tiles, name, _ = node.args  # without the cotangents and the seed
         program: TileProgram = PROGRAMS[name]
         sizes = program.sizes([x.meta["val"] for x in (*tiled, *untiled)])
         accumulators = wide = narrow = 0  # bytes
-        for value in chain.from_iterable(getattr(program, kind) for kind in result_kinds):
+        for value in chain.from_iterable(getattr(program, kind) for kind in kinds):
             if value.dim is not None:  # each tile computes other rows of it, which are not summed
                 continue
             # The sum over tiles is accumulated in a dtype that may be wider than that of the result.
@@ -176,7 +174,7 @@ class _TileLoop:
         operands = zip((n.meta["val"] for n in tiled), program.rows)
         copied = sum(current_bytes(x) for x, dim in operands if size_hint(math.prod(x.shape[:dim])) > 1) // tiles
         _, body = max(program.bodies.items())  # (rows of a tile, its program) of the longest tile
-        return _TileLoop(tiles, getattr(body, part), accumulators, wide, narrow, copied)
+        return _TileLoop(tiles, body.part(kinds), accumulators, wide, narrow, copied)
 
     def peak_bytes(self, fused: bool) -> int:
         """Return the bytes that a loop over tiles of rows allocates at its peak, besides its results.
@@ -204,7 +202,7 @@ def _walk_tile(part: TilePart, fused: bool) -> LivenessWalk:
 
 def _workspace_bytes(node: Node, fused: bool) -> int:
     """Return the bytes that a kernel allocates for its run and frees at its end, besides operands and results."""
-    if node.target in TILE_LOOPS:
+    if node.target is TILE_LOOP:
         return _TileLoop.of(node).peak_bytes(fused)
     values = [arg.meta.get("val") if isinstance(arg, Node) else arg for arg in node.args]
     operands = [x for x in values if isinstance(x, torch.Tensor)]

@@ -1,7 +1,7 @@
 """Builders for rule files: factor names for dims, and rules from a text and a call.
 
 A rule names each dim of the operands and results of one call; the names are its factors. A factor that an operand and a
-result share passes: both may be sharded along it. A factor with a kind does not, such as "whole", which is gathered
+result share passes: both may be sharded along it. A factor with a kind does not, such as "replicate", which is gathered
 before the call. "" is a dim without a factor: it has size 1, or broadcasts. A rule function returns the rule of a call,
 or None for arguments without one: the call then runs on gathered operands.
 
@@ -75,7 +75,7 @@ def align_names(shape: Sequence[Size], full_shape: Sequence[Size], names: Dims) 
 
 
 def along_dims(
-    call: OpCall, dims: Iterable[int], result: Dims | None = None, kind: str = "whole", lazy: bool = False
+    call: OpCall, dims: Iterable[int], result: Dims | None = None, kind: str = "replicate", lazy: bool = False
 ) -> BoundRule:
     """Return the rule of an op with one operand that assigns a kind to some of its dims; the others pass.
 

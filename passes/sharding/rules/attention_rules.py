@@ -2,8 +2,8 @@
 
 A rule names the dims of the operands and results of a call; the names are its factors. "b", "h", "g": batch, query
 heads, key heads. "q", "k": rows of queries and of keys. "d", "e": last dims of q and k, and of v. A factor of kind
-"attend" is mixed by attention: a strategy replaces the call if it is sharded. One of kind "whole" is gathered before
-the call. Others pass: they remain sharded.
+"attend" is mixed by attention: a strategy replaces the call if it is sharded. One of kind "replicate" is gathered
+before the call. Others pass: they remain sharded.
 
 A strategy is an algorithm for attention on shards, such as a ring of ranks. Its op has frames as arguments, which
 describe how the rows of q and k are distributed over the ranks. The predicate of a mask is its condition in q and k; it
@@ -42,12 +42,12 @@ def _attention_rule(call: OpCall) -> BoundRule:
     operands = tuple(
         align_names(call.shape(i), [sizes.get(f, 1) for f in names], names) for i, names in enumerate(all_names)
     )
-    kinds, last = {"k": "attend", "d": "whole"}, "e"
+    kinds, last = {"k": "attend", "d": "replicate"}, "e"
     if call.get("lse"):  # the last dim of the result also has the log-sum-exp, so it is not that of v
-        kinds["e"], last = "whole", "out"
+        kinds["e"], last = "replicate", "out"
     if has_query_position(call):
         kinds["q"] = "attend"
-    kinds |= {f: "whole" for names in operands[3:] for f in names if f and f not in (*leading, "q", "k")}
+    kinds |= {f: "replicate" for names in operands[3:] for f in names if f and f not in (*leading, "q", "k")}
     result = (*leading, "q", last)
     # (3,) even without an operand 3, so that the text of the rule does not depend on the mask.
     return BoundRule(operands, (result,), kinds, masks=tuple(range(3, max(4, len(operands)))))
@@ -97,12 +97,13 @@ def sharded_attention_rule(call: OpCall) -> BoundRule:
     if call.get("mask_rows"):  # the mask is the first of the other operands
         others[0], names_of_others[0] = queries, (*names_of_others[0][:SEQUENCE], "q", "keys")
     result = ("b", "h", "q", "out" if call["lse"] else "e")
-    # Dims that the result does not have are "whole"; the fixed placements of the operands take precedence over kinds.
+    # Dims that the result does not have are "replicate"; the fixed placements of the operands take precedence over
+    # kinds.
     vanishing = [f for names in (("g", "k", "d", "e"), *names_of_others) for f in names if f not in result]
     return BoundRule(
         (*attended, *names_of_others),
         (result,),
-        dict.fromkeys(vanishing, "whole"),
+        dict.fromkeys(vanishing, "replicate"),
         masks=(3,) if call["mask"] is not None else (),  # number of the operand
         operand_placements=(queries, keys, keys, *others),
         result_placements=queries,

@@ -1,8 +1,8 @@
 """Rules of sliding windows: convolutions, pooling, pads, shifts, rolls and unfold.
 
 A rule names the dims of the operands and results of a call. A dim with the same name in operand and result may be
-sharded, such as the batch. A dim of kind "whole" is gathered before the call. A row of a result reads a window of rows
-of the operand. A dim along which known windows slide has the kind "halo" (`sharding/window_rules.py`): it may be
+sharded, such as the batch. A dim of kind "replicate" is gathered before the call. A row of a result reads a window of
+rows of the operand. A dim along which known windows slide has the kind "halo" (`sharding/window_rules.py`): it may be
 sharded, and a rank receives the rows of its neighbors that it reads. If windows are unknown, or slide over several
 dims, their dims are gathered.
 
@@ -41,7 +41,7 @@ def conv_rule(call: OpCall) -> BoundRule | None:
     image = factor_names(len(weight) - 1, "i")  # channels and positions
     batch = ("n",) if call.ndim() == len(weight) else ()
     operands = ((*batch, *image), weight) + ((("b",),) if call["bias"] is not None else ())
-    kinds = {f: "whole" for dims in operands for f in dims if f != "n"}
+    kinds = {f: "replicate" for dims in operands for f in dims if f != "n"}
     return BoundRule(operands, ((*batch, *factor_names(len(image), "o")),), kinds)
 
 
@@ -55,7 +55,7 @@ _RESIZING_OPS = {
 }
 for _ndim, _ops in _RESIZING_OPS.items():
     register_rule_function(*parse_overloads(_ops))(resize_dims(ndim=_ndim))
-rule(aten.grid_sampler.default, "n c h w, n y x xy -> n c y x", whole="h w xy")
+rule(aten.grid_sampler.default, "n c h w, n y x xy -> n c y x", replicate="h w xy")
 
 # Rule functions by op, for calls whose windows are unknown; `_sliding_rule` starts from their rules.
 _RULES_OF_UNKNOWN_WINDOWS: dict[Any, Callable[[OpCall], Any]] = {
@@ -63,7 +63,7 @@ _RULES_OF_UNKNOWN_WINDOWS: dict[Any, Callable[[OpCall], Any]] = {
     **dict.fromkeys(parse_overloads("avg_pool1d max_pool1d"), resize_dims(ndim=1)),
     **dict.fromkeys((sp.avg_pool1d.default, sp.max_pool1d.default), resize_dims(ndim=1)),
     **dict.fromkeys(parse_overloads("conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding"), conv_rule),
-    **dict.fromkeys((aten.convolution.default, sp.conv1d.default, sp.conv_along.default), conv_rule),
+    **dict.fromkeys((aten.convolution.default, sp.conv_along.default), conv_rule),
     **dict.fromkeys((aten.unfold.default, sp.unfold.default), unfold_rule),
     **dict.fromkeys((sp.roll.default, sp.shift.default), partial(along_dims, dims=(), lazy=True)),
     aten.roll.default: roll_rule,

@@ -107,7 +107,7 @@ def _first_dim_rule(call: OpCall) -> BoundRule | None:
 
     None if its ranks have other rows of the sequence (`no_rule`): it then runs on gathered values.
     """
-    return None if node_info(call.node).no_rule else bind_rule(call, "a ... -> c ...", whole="a")
+    return None if node_info(call.node).no_rule else bind_rule(call, "a ... -> c ...", replicate="a")
 
 
 @register_rule_function(sp.rows.default)
@@ -122,5 +122,5 @@ def _rows_rule(call: OpCall) -> BoundRule:
     if call["frame"] is None:
         return along_dims(call, [dim], result, lazy=True)
     want: tuple[Placement, ...] = (Shard(dim, call_frame(call)),)
-    kinds = {names[dim]: "whole"}  # the result does not have the dim; due to `want`, it is not gathered
+    kinds = {names[dim]: "replicate"}  # the result does not have the dim; due to `want`, it is not gathered
     return BoundRule((names,), (result,), kinds, operand_placements=want, result_placements=Partial())

@@ -1,9 +1,9 @@
 """Rules of rows that are sorted by expert: each rank sorts its own (see `lowering/expert_rows.py`).
 
 Factors: r rows, e experts, i and o input and output features. All values between the sort and its inverse may be
-sharded along r, and no row leaves its rank. A product of sorted rows reads the weights of all experts (kind "whole":
-gathered) and sums over i. `starts_sequence`: the sort is sharded even if its operand, the expert of each row, is
-replicated.
+sharded along r, and no row leaves its rank. A product of sorted rows reads the weights of all experts (kind
+"replicate": gathered) and sums over i. `starts_sequence`: the sort is sharded even if its operand, the expert of each
+row, is replicated.
 """
 
 from __future__ import annotations
@@ -17,4 +17,4 @@ SORTED_ROWS = (sp.sort_rows.default, sp.to_sorted.default, sp.from_sorted.defaul
 
 rule(sp.sort_rows.default, "r -> r, r", starts_sequence=True)
 rule([sp.to_sorted.default, sp.from_sorted.default], "r ..., r -> r ...")
-rule(sp.grouped_mm.default, "r i, e i o, r -> r o", sum="i", whole="e")
+rule(sp.grouped_mm.default, "r i, e i o, r -> r o", sum="i", replicate="e")

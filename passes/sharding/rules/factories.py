@@ -32,11 +32,11 @@ def _factory_like_rule(call: OpCall) -> BoundRule:
     """Return the rule of x.new_zeros(size) and the like, which read only the dtype and the device of x.
 
     The result shares no dim with x. A rule must give each such dim a kind, and there is none for a dim that is not
-    read, so it is "whole": a sharded x is gathered for the call. In captured graphs `normalize_ops.py` avoids this: it
-    replaces the call by zeros(size), which has no operand.
+    read, so it is "replicate": a sharded x is gathered for the call. In captured graphs `normalize_ops.py` avoids this:
+    it replaces the call by zeros(size), which has no operand.
     """
     operand, result = factor_names(call.ndim(), "operand"), factor_names(len(call["size"]), "made")
-    return BoundRule((operand,), (result,), dict.fromkeys(operand, "whole"), sizes="size", lazy=True)
+    return BoundRule((operand,), (result,), dict.fromkeys(operand, "replicate"), sizes="size", lazy=True)
 
 
 rule(aten.scalar_tensor.default, "->", lazy=True)
@@ -44,4 +44,4 @@ register_rule_function(*parse_overloads("bernoulli bernoulli.p bernoulli.Tensor 
     pointwise_rule
 )
 register_rule_function(*parse_overloads("normal.Tensor_Tensor normal.Tensor_float normal.float_Tensor"))(pointwise_rule)
-rule(aten.multinomial.default, "... w -> ... draws", whole="w")  # each row depends on all of its weights
+rule(aten.multinomial.default, "... w -> ... draws", replicate="w")  # each row depends on all of its weights

@@ -1,7 +1,7 @@
 """Rules of reads and writes at indices: indexed dims are gathered, the dims of the index pass.
 
 A rule names the dims of the operands and results of a call. A dim with the same name in an operand and a result passes:
-both may be sharded along it. A dim of kind "whole" is gathered before the call. A dim named "" has size 1 or
+both may be sharded along it. A dim of kind "replicate" is gathered before the call. A dim named "" has size 1 or
 broadcasts. `picks` records that a dim of the result selects positions of a dim of the operand, so that passes recognize
 both as the same sequence. A rule function returns the rule of a call, or None: the call then runs on gathered operands.
 """
@@ -20,8 +20,8 @@ from ._build import align_names, bind_rule, factor_names, normalize_dims, replac
 
 aten = torch.ops.aten
 
-rule([aten.bucketize.Scalar, aten.searchsorted.Scalar], "k -> ", whole="k")
-rule(aten.bucketize.Tensor, "..., k -> ...", whole="k")
+rule([aten.bucketize.Scalar, aten.searchsorted.Scalar], "k -> ", replicate="k")
+rule(aten.bucketize.Tensor, "..., k -> ...", replicate="k")
 rule(aten.isin.Tensor_Scalar, "... -> ...")
 
 
@@ -58,7 +58,7 @@ def _searchsorted_rule(call: OpCall) -> BoundRule | None:
     if len(call.operands) != 2:
         return None
     text = "k, ... -> ..." if call.ndim(0) == 1 else "... k, ... v -> ... v"
-    return bind_rule(call, text, whole="k")
+    return bind_rule(call, text, replicate="k")
 
 
 def has_sparse_gradient(call: OpCall) -> bool:
@@ -73,7 +73,7 @@ def has_sparse_gradient(call: OpCall) -> bool:
 def _isin_rule(call: OpCall) -> BoundRule | None:
     """Return the rule of isin, which gathers the set of values in which each element is looked up."""
     dims, value_set = factor_names(call.ndim()), factor_names(call.ndim(1), "tested")
-    return BoundRule((dims, value_set), (dims,), dict.fromkeys(value_set, "whole"))
+    return BoundRule((dims, value_set), (dims,), dict.fromkeys(value_set, "replicate"))
 
 
 @register_rule_function(aten.index.Tensor)
@@ -90,7 +90,7 @@ def _index_rule(call: OpCall) -> BoundRule | None:
     new_names, index_names = _index_dims([call.shape(i) for i in range(1, len(call.operands))])
     result = _insert_index_dims(names, indexed, new_names)
     picks = {new_names[0]: names[indexed[0]]} if len(indexed) == len(new_names) == 1 else {}
-    return BoundRule((names, *index_names), (result,), {names[d]: "whole" for d in indexed}, picks=picks)
+    return BoundRule((names, *index_names), (result,), {names[d]: "replicate" for d in indexed}, picks=picks)
 
 
 def _insert_index_dims(names: Dims, indexed: list[int], new_names: Dims) -> Dims:
@@ -158,7 +158,7 @@ def _index_put_rule(call: OpCall) -> BoundRule | None:
     values = align_names(call.shape(last), target_shape, target)
     gathered = {f for dims in index_names for f in dims} | {f for f in values if f in put_names}
     gathered |= {names[d] for d in indexed}
-    return BoundRule((names, *index_names, values), (names,), dict.fromkeys(sorted(gathered), "whole"))
+    return BoundRule((names, *index_names, values), (names,), dict.fromkeys(sorted(gathered), "replicate"))
 
 
 def _masked_put_rule(call: OpCall) -> BoundRule | None:
@@ -191,7 +191,7 @@ def _dim_scatter_rule(call: OpCall) -> BoundRule:
     # The source of slice_scatter has the dim, with another size; that of select_scatter does not have it.
     source_dim = (f"source{dim}",) if call.ndim("src") == len(names) else ()
     source = (*names[:dim], *source_dim, *names[dim + 1 :])
-    return BoundRule((names, source), (names,), dict.fromkeys((names[dim], *source_dim), "whole"))
+    return BoundRule((names, source), (names,), dict.fromkeys((names[dim], *source_dim), "replicate"))
 
 
 @register_rule_function(aten.index_select.default)
@@ -206,7 +206,7 @@ def _index_select_rule(call: OpCall) -> BoundRule:
     result = (*names[:dim], *(index or ("",)), *names[dim + 1 :]) if names else ()
     gathered = names[dim : dim + 1] or index  # the indexed dim; for a tensor without dims, that of the index
     picks = {"index": names[dim]} if names and index else {}
-    return BoundRule((names, index), (result,), dict.fromkeys(gathered, "whole"), picks=picks)
+    return BoundRule((names, index), (result,), dict.fromkeys(gathered, "replicate"), picks=picks)
 
 
 @register_rule_function(aten.index_add.default, aten.index_copy.default)
@@ -220,7 +220,7 @@ def _index_write_rule(call: OpCall) -> BoundRule | None:
     if not names or call.ndim("source") != len(names):
         return None
     index, source = ("index",) * call.ndim("index"), (*names[:dim], "index", *names[dim + 1 :])
-    return BoundRule((names, index, source), (names,), {names[dim]: "whole", "index": "whole"})
+    return BoundRule((names, index, source), (names,), {names[dim]: "replicate", "index": "replicate"})
 
 
 @register_rule_function(aten.index_fill.int_Scalar)
@@ -229,7 +229,7 @@ def _index_fill_rule(call: OpCall) -> BoundRule:
     names, index = factor_names(call.ndim()), factor_names(call.ndim("index"), "index")
     dims = normalize_dims(call["dim"], call.ndim()) if names else ()
     gathered = (*(names[d] for d in dims), *index)
-    return BoundRule((names, index), (names,), dict.fromkeys(gathered, "whole"))
+    return BoundRule((names, index), (names,), dict.fromkeys(gathered, "replicate"))
 
 
 @register_rule_function(aten.gather.default)
@@ -247,7 +247,7 @@ def _gather_rule(call: OpCall) -> BoundRule | None:
     unequal = [d for d, (x_size, index_size) in enumerate(sizes) if not is_same_size(x_size, index_size) and d != dim]
     x = replace_dims(index, [dim, *unequal], "x")  # along these dims, x has other positions than the index
     gathered = (x[dim], *(names[d] for names in (x, index) for d in unequal))
-    return BoundRule((x, index), (index,), dict.fromkeys(gathered, "whole"))
+    return BoundRule((x, index), (index,), dict.fromkeys(gathered, "replicate"))
 
 
 @register_rule_function(
@@ -268,7 +268,7 @@ def _scatter_rule(call: OpCall) -> BoundRule:
         tuple(names[d] if d in shared else f"operand{i}_{d}" for d in range(len(shape)))
         for i, shape in enumerate(shapes[1:])
     )
-    kinds = {f: "whole" for operand in (names, *others) for d, f in enumerate(operand) if d not in shared}
+    kinds = {f: "replicate" for operand in (names, *others) for d, f in enumerate(operand) if d not in shared}
     return BoundRule((names, *others), (names,), kinds)
 
 
@@ -285,7 +285,7 @@ def _take_along_dim_rule(call: OpCall) -> BoundRule | None:
     dim = wrap_dim(call["dim"], len(names))
     x_shape = [size if d != dim else 1 for d, size in enumerate(result)]  # 1: along `dim`, x does not broadcast
     x = align_names(call.shape("self"), x_shape, replace_dims(names, [dim], "x"))
-    return BoundRule((x, align_names(call.shape("indices"), result, names)), (names,), {f"x{dim}": "whole"})
+    return BoundRule((x, align_names(call.shape("indices"), result, names)), (names,), {f"x{dim}": "replicate"})
 
 
 @register_rule_function(aten.embedding.default)
@@ -296,7 +296,7 @@ def _embedding_rule(call: OpCall) -> BoundRule | None:
     with a sparse gradient, which cannot be summed over the ranks.
     """
     gathered = "v ..." if call["scale_grad_by_freq"] or has_sparse_gradient(call) else "v"
-    return bind_rule(call, "v d, ... -> ... d", whole=gathered)
+    return bind_rule(call, "v d, ... -> ... d", replicate=gathered)
 
 
 @register_rule_function(aten.one_hot.default)

@@ -57,4 +57,4 @@ def _solve_rule(call: OpCall) -> BoundRule | None:
     batch_of_a = align_names((*call.shape(0)[:-2], *shape[-2:]), shape, names)[:-2]
     b = align_names(call.shape(1), shape, names)
     gathered = names[-2:-1] if call["left"] else names[-2:]
-    return BoundRule(((*batch_of_a, "i", "j"), b), (names,), dict.fromkeys((*gathered, "i", "j"), "whole"))
+    return BoundRule(((*batch_of_a, "i", "j"), b), (names,), dict.fromkeys((*gathered, "i", "j"), "replicate"))

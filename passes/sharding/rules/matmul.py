@@ -2,8 +2,8 @@
 
 A rule names the dims of the operands and results of a call, "n i, i m -> n m". The names are its factors. A factor of
 no result is contracted: the product sums over it. If it is sharded, each rank has a summand (kind "sum"). A product
-with an addend, such as a bias, gathers the contracted factor (kind "whole"), as each rank would add the addend to its
-summand. Other factors pass: they remain sharded. "..." is any number of dims.
+with an addend, such as a bias, gathers the contracted factor (kind "replicate"), as each rank would add the addend to
+its summand. Other factors pass: they remain sharded. "..." is any number of dims.
 
 A rule function returns the rule of a call, or None: the call then runs on gathered operands.
 """
@@ -27,11 +27,11 @@ rule(aten.mv.default, "n i, i -> n", sum="i")
 rule(
     aten.bilinear.default,
     "... i, ... j, o i j -> ... o; sum=i j",
-    "... i, ... j, o i j, o -> ... o; whole=i j",  # the bias would be added on every rank
+    "... i, ... j, o i j, o -> ... o; replicate=i j",  # the bias would be added on every rank
 )
 
 
-def _with_addend(text: str, whole: str) -> RuleFunction:
+def _with_addend(text: str, replicate: str) -> RuleFunction:
     """Return a rule function for an op that adds an addend, its first operand, to a product, such as addmm.
 
     The dims that the product sums over are gathered. If they were sharded, each rank would add the addend to its part
@@ -39,7 +39,7 @@ def _with_addend(text: str, whole: str) -> RuleFunction:
 
     Args:
         text: Rule text of the product alone.
-        whole: Names of the contracted factors.
+        replicate: Names of the contracted factors.
     """
     result = text.partition("->")[2].split()
 
@@ -47,15 +47,15 @@ def _with_addend(text: str, whole: str) -> RuleFunction:
         """Return the rule of a call; the addend has the last dims of the result, to which it broadcasts."""
         addend_ndim = call.ndim(0)
         addend = " ".join(result[len(result) - addend_ndim :])
-        return bind_rule(call, f"{addend}, {text}", whole=whole)
+        return bind_rule(call, f"{addend}, {text}", replicate=replicate)
 
     return instantiate
 
 
-register_rule_function(aten.addbmm.default)(_with_addend("b n i, b i m -> n m", whole="b i"))
-register_rule_function(aten.addmm.default)(_with_addend("n i, i m -> n m", whole="i"))
-register_rule_function(aten.addmv.default)(_with_addend("n i, i -> n", whole="i"))
-register_rule_function(aten.baddbmm.default)(_with_addend("b n i, b i m -> b n m", whole="i"))
+register_rule_function(aten.addbmm.default)(_with_addend("b n i, b i m -> n m", replicate="b i"))
+register_rule_function(aten.addmm.default)(_with_addend("n i, i m -> n m", replicate="i"))
+register_rule_function(aten.addmv.default)(_with_addend("n i, i -> n", replicate="i"))
+register_rule_function(aten.baddbmm.default)(_with_addend("b n i, b i m -> b n m", replicate="i"))
 
 
 @register_rule_function(aten.linear.default, sp.subclass_linear.default)
@@ -68,7 +68,7 @@ def _linear_rule(call: OpCall) -> BoundRule | None:
     out = "o" if call.ndim(1) == 2 else ""
     if call["bias"] is None:
         return bind_rule(call, f"... i, {out} i -> ... {out}", sum="i")
-    return bind_rule(call, f"... i, {out} i, {out} -> ... {out}", whole="i")
+    return bind_rule(call, f"... i, {out} i, {out} -> ... {out}", replicate="i")
 
 
 @register_rule_function(sp.scaled_linear.default)
@@ -79,7 +79,7 @@ def _scaled_linear_rule(call: OpCall) -> BoundRule | None:
     The columns are gathered, since x may be cast with a scale for each row, which is computed from all its columns.
     """
     scales = "".join(", i" if call.ndim(k) == 1 else ", " for k in range(2, len(call.operands)))
-    return bind_rule(call, f"... i, i o{scales} -> ... o", whole="i")
+    return bind_rule(call, f"... i, i o{scales} -> ... o", replicate="i")
 
 
 @register_rule_function(aten.linalg_matmul.default, aten.matmul.default)

@@ -1,9 +1,10 @@
 """Rules of ops that permute, add, remove, repeat, slice, flip, pad or shift dims; most only move data.
 
 A rule names the dims of the operands and results of a call. A dim with the same name in an operand and a result passes:
-both may be sharded along it. A dim of kind "whole" is gathered before the call; so is a name that only a result has. A
-dim named "" has size 1 or broadcasts. A lazy rule is that of an op that only moves data, so it is no reason to shard a
-replicated operand. A rule function returns the rule of a call, or None: the call then runs on gathered operands.
+both may be sharded along it. A dim of kind "replicate" is gathered before the call; so is a name that only a result
+has. A dim named "" has size 1 or broadcasts. A lazy rule is that of an op that only moves data, so it is no reason to
+shard a replicated operand. A rule function returns the rule of a call, or None: the call then runs on gathered
+operands.
 
 A contiguous piece of a dim, such as a slice, has the kind "window". Its rows remain on their ranks if it has most rows
 of the dim. For other slices the dim is gathered, and `picks` records the dim from which the result selects positions.
@@ -84,7 +85,7 @@ def _swap_dims(dims: Dims, call: OpCall) -> Dims:
     return tuple(dims[swapped.get(d, d)] for d in range(len(dims)))
 
 
-rule(aten.view_as_complex.default, "... c -> ...", whole="c", lazy=True)
+rule(aten.view_as_complex.default, "... c -> ...", replicate="c", lazy=True)
 rule(aten.view_as_real.default, "... -> ... c", lazy=True)
 register_rule_function(aten.atleast_1d.default)(lambda call: bind_rule(call, "... -> ..." if call.ndim() else "-> one"))
 
@@ -143,7 +144,7 @@ def _diag_embed_rule(call: OpCall) -> BoundRule:
     others = iter(names[:-1])
     new_names = dict(zip(new_dims, ("row", "column")))
     result = tuple(new_names[d] if d in new_names else next(others) for d in range(len(names) + 1))
-    return BoundRule((names,), (result,), {names[-1]: "whole"}, lazy=True)
+    return BoundRule((names,), (result,), {names[-1]: "replicate"}, lazy=True)
 
 
 @register_rule_function(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
@@ -161,7 +162,7 @@ def _squeeze_rule(call: OpCall) -> BoundRule | None:
     removed = {d for d in requested if is_same_size(shape[d], 1)}
     if len(shape) - len(removed) != len(call.result_shapes()[0]):
         return None
-    kinds = {names[d]: "whole" for d in requested if d not in removed}
+    kinds = {names[d]: "replicate" for d in requested if d not in removed}
     result = tuple(f for d, f in enumerate(names) if d not in removed)
     return BoundRule((replace_dims(names, removed, ""),), (result,), kinds, lazy=True)
 
@@ -178,7 +179,7 @@ def _repeat_rule(call: OpCall) -> BoundRule:
     counts = [1] * (ndim - len(counts)) + list(counts)
     names = factor_names(ndim)
     changed = [d for d, count in enumerate(counts) if d < num_new or not is_same_size(as_size(count), 1)]
-    kinds = {names[d]: "whole" for d in changed if d >= num_new}
+    kinds = {names[d]: "replicate" for d in changed if d >= num_new}
     return BoundRule((names[num_new:],), (replace_dims(names, changed, "new"),), kinds, lazy=True)
 
 
@@ -232,7 +233,7 @@ def _cat_rule(call: OpCall) -> BoundRule:
         result = names
     else:
         joined_names = [f"part{i}" for i in range(len(shapes))]
-        kinds = {name: "whole" for name, skipped in zip(joined_names, is_skipped, strict=True) if not skipped}
+        kinds = {name: "replicate" for name, skipped in zip(joined_names, is_skipped, strict=True) if not skipped}
         result = (*names[:dim], "all", *names[dim + 1 :])
     operands = tuple(
         ("",) if skipped else (*names[:dim], joined_name, *names[dim + 1 :])
@@ -267,7 +268,7 @@ def _pieces_rule(call: OpCall, dim: int, spans: Sequence[tuple[Size, Size]]) -> 
     """
     names = factor_names(call.ndim())
     positions = [factor_names(call.ndim(i), f"where{i}_") for i in range(1, len(call.operands))]
-    kinds = {names[dim]: "window", **{f: "whole" for operand in positions for f in operand}}
+    kinds = {names[dim]: "window", **{f: "replicate" for operand in positions for f in operand}}
     return BoundRule((names, *positions), (names,) * len(spans), kinds, lazy=True, spans=tuple(spans))
 
 

@@ -1,7 +1,7 @@
 """Rules of normalizations, softmax and related ops, backward ops of autograd, and losses.
 
 A rule names the dims of the operands and results of a call; the names are its factors. "..." is any number of dims. A
-factor of kind "whole" is gathered before the call, such as those of a mean or a softmax. A factor of kind "sum" or
+factor of kind "replicate" is gathered before the call, such as those of a mean or a softmax. A factor of kind "sum" or
 "mean" is reduced: each rank reduces its rows, and the results are added later, as are gradients of weights. Others
 pass: they remain sharded. A rule function returns the rule of a call, or None: the call then runs on gathered operands.
 
@@ -27,17 +27,17 @@ from ._build import bind_rule, factor_names, gathered_dims, replace_dims, resize
 aten = torch.ops.aten
 
 
-def _affine_rule(call: OpCall, dims: str, weight_dims: str, whole: str) -> BoundRule | None:
+def _affine_rule(call: OpCall, dims: str, weight_dims: str, replicate: str) -> BoundRule | None:
     """Return the rule of a normalization of x with any number of other operands, such as weight and bias.
 
     Args:
         call: Call of the op.
         dims: Names of the dims of x and the result.
         weight_dims: Names of the dims of each other operand.
-        whole: Names of the dims that are gathered, such as those of the mean; "" for none.
+        replicate: Names of the dims that are gathered, such as those of the mean; "" for none.
     """
     operands = ", ".join([dims, *([weight_dims] * (len(call.operands) - 1))])
-    return bind_rule(call, f"{operands} -> {dims}", whole=whole)
+    return bind_rule(call, f"{operands} -> {dims}", replicate=replicate)
 
 
 @register_rule_function(aten.batch_norm.default, aten.instance_norm.default)
@@ -53,20 +53,20 @@ def _batch_norm_rule(call: OpCall) -> BoundRule | None:
         gathered = ""
     elif call["running_mean"] is not None:
         gathered = "n c ..."
-    return _affine_rule(call, "n c ...", "c", whole=gathered)
+    return _affine_rule(call, "n c ...", "c", replicate=gathered)
 
 
 @register_rule_function(aten.group_norm.default)
 def _group_norm_rule(call: OpCall) -> BoundRule | None:
     """Return the rule of group norm, which gathers channels and positions; the batch passes."""
-    return _affine_rule(call, "n c ...", "c", whole="c ...")
+    return _affine_rule(call, "n c ...", "c", replicate="c ...")
 
 
 @register_rule_function(aten.layer_norm.default, aten.rms_norm.default)
 def _layer_norm_rule(call: OpCall) -> BoundRule | None:
     """Return the rule of layer norm or RMS norm, which gathers the normalized last dims."""
     normalized = " ".join(factor_names(len(call["normalized_shape"]), "n"))
-    return _affine_rule(call, f"... {normalized}", normalized, whole=normalized)
+    return _affine_rule(call, f"... {normalized}", normalized, replicate=normalized)
 
 
 @register_rule_function(aten.cosine_similarity.default)
@@ -79,7 +79,7 @@ def _cosine_similarity_rule(call: OpCall) -> BoundRule | None:
         return None
     names, dim = factor_names(call.ndim()), call.dim()
     result = " ".join(names[:dim] + names[dim + 1 :])
-    return bind_rule(call, f"{' '.join(names)}, {' '.join(names)} -> {result}", whole=names[dim])
+    return bind_rule(call, f"{' '.join(names)}, {' '.join(names)} -> {result}", replicate=names[dim])
 
 
 @register_rule_function(aten.pairwise_distance.default)
@@ -89,7 +89,7 @@ def _pairwise_distance_rule(call: OpCall) -> BoundRule | None:
     The other dims broadcast and pass.
     """
     result = "... 1" if call["keepdim"] else "..."
-    return bind_rule(call, f"... d, ... d -> {result}", whole="d")
+    return bind_rule(call, f"... d, ... d -> {result}", replicate="d")
 
 
 @register_rule_function(aten.native_layer_norm.default)
@@ -103,7 +103,7 @@ def _native_layer_norm_rule(call: OpCall) -> BoundRule | None:
     features = names[num_rows:]
     statistics = replace_dims(names, range(num_rows, len(names)), "")
     operands = (names, *([features] * (len(call.operands) - 1)))
-    return BoundRule(operands, (names, statistics, statistics), dict.fromkeys(features, "whole"))
+    return BoundRule(operands, (names, statistics, statistics), dict.fromkeys(features, "replicate"))
 
 
 register_rule_function(aten.glu.default)(resize_dims("dim"))
@@ -122,7 +122,7 @@ def _softmax_rule(call: OpCall) -> BoundRule:
 def _softmax_backward_rule(call: OpCall) -> BoundRule | None:
     """Return the rule of softmax's backward, which gathers the normalized dim, because it subtracts a sum along it."""
     dims = factor_names(call.ndim())
-    return BoundRule((dims, dims), (dims,), {dims[call.dim()]: "whole"})
+    return BoundRule((dims, dims), (dims,), {dims[call.dim()]: "replicate"})
 
 
 @register_rule_function(aten.native_layer_norm_backward.default)
@@ -139,7 +139,7 @@ def _layer_norm_backward_rule(call: OpCall) -> BoundRule | None:
     weights = [features for name in ("weight", "bias") if call[name] is not None]
     gradients = (names, features, features)  # of the input, the weight and the bias
     results = tuple(compress(gradients, call["output_mask"]))
-    kinds = {**dict.fromkeys(rows, "sum"), **dict.fromkeys(features, "whole")}
+    kinds = {**dict.fromkeys(rows, "sum"), **dict.fromkeys(features, "replicate")}
     return BoundRule((names, names, statistics, statistics, *weights), results, kinds)
 
 
@@ -192,8 +192,8 @@ def _row_loss_rule(call: OpCall) -> BoundRule | None:
         return None
     text = weighted if call.get("weight") is not None else plain
     if call["reduction"] == NONE:
-        return bind_rule(call, f"{text} -> {rows}", whole="d")
-    return bind_rule(call, f"{text} -> ", whole="d", **{_UNFILLED_KIND[call["reduction"]]: rows})
+        return bind_rule(call, f"{text} -> {rows}", replicate="d")
+    return bind_rule(call, f"{text} -> ", replicate="d", **{_UNFILLED_KIND[call["reduction"]]: rows})
 
 
 @register_rule_function(aten.cross_entropy_loss.default)
@@ -243,5 +243,5 @@ def _reduced_loss(call: OpCall, operands: Any, positions: Any, kind: str | None,
         pad: Index of the operand, and value, that remove padded rows from the reduction; or None.
     """
     weight = (("c",),) if call["weight"] is not None else ()
-    kinds = {"c": "whole"} | (dict.fromkeys(positions, kind) if kind else {})
+    kinds = {"c": "replicate"} | (dict.fromkeys(positions, kind) if kind else {})
     return BoundRule((*operands, *weight), (() if kind else positions,), kinds, pad=pad if kind else None)

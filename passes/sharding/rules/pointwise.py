@@ -59,7 +59,7 @@ UNTAGGED_OPS = parse_overloads("""
 register_rule_function(POINTWISE, *LAZY_OPS, *UNTAGGED_OPS, torch.ops.sp.token_function.default)(pointwise_rule)
 
 rule(aten.copy.default, "..., ... -> ...")
-rule([aten.feature_alpha_dropout.default, aten.feature_dropout.default], "n c ... -> n c ...", whole="...")
+rule([aten.feature_alpha_dropout.default, aten.feature_dropout.default], "n c ... -> n c ...", replicate="...")
 rule(aten.prelu.default, "n c ..., c -> n c ...")
 
 
@@ -71,9 +71,9 @@ def _like_other_rule(call: OpCall) -> BoundRule | None:
     """
     if call.shape(0) == call.shape(1):
         return bind_rule(call, "..., ... -> ...", lazy=True)
-    # The dims of `other` are of the kind "whole": they are not sharded.
+    # The dims of `other` are of the kind "replicate": they are not sharded.
     dims, other = factor_names(call.ndim()), factor_names(call.ndim(1), "other")
-    return BoundRule((dims, other), (dims,), dict.fromkeys(other, "whole"), lazy=True)
+    return BoundRule((dims, other), (dims,), dict.fromkeys(other, "replicate"), lazy=True)
 
 
 @register_rule_function(aten.view.dtype)

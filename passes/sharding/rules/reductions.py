@@ -1,7 +1,7 @@
 """Rules of reductions (sum, mean, max, var, ..), and of sort, topk and diff, which read all of a dim.
 
 A rule names the dims of the operands and results of a call, and gives some a kind. A reduced dim of kind "sum" or
-"mean" may be sharded: each rank reduces its rows, and the ranks' results are added later. A dim of kind "whole" is
+"mean" may be sharded: each rank reduces its rows, and the ranks' results are added later. A dim of kind "replicate" is
 gathered before the call, as ranks' results cannot be added. Other dims pass: they remain sharded.
 
 A rule function returns the rule of a call, or None: the call then runs on gathered operands.
@@ -25,7 +25,7 @@ def _reduce_rule(kind: str) -> RuleFunction:
     """Return a rule function for ops that reduce the argument `dim`, or all dims without one.
 
     Args:
-        kind: Kind of the reduced dims: "sum", "mean", or "whole" to gather them.
+        kind: Kind of the reduced dims: "sum", "mean", or "replicate" to gather them.
     """
 
     def instantiate(call: OpCall) -> BoundRule | None:
@@ -52,7 +52,7 @@ register_rule_function(*parse_overloads("mean mean.dim"))(_reduce_rule("mean"))
 register_rule_function(*parse_overloads("count_nonzero count_nonzero.dim_IntList nansum sum sum.dim_IntList"))(
     _reduce_rule("sum")
 )
-register_rule_function(*_GATHERED_REDUCTIONS)(_reduce_rule("whole"))
+register_rule_function(*_GATHERED_REDUCTIONS)(_reduce_rule("replicate"))
 
 register_rule_function(aten.argsort.default, aten.argsort.stable, aten.sort.default, aten.sort.stable)(gathered_dims)
 register_rule_function(aten.topk.default)(resize_dims("dim"))
@@ -66,7 +66,9 @@ def _diff_rule(call: OpCall) -> BoundRule:
     """
     names, dim = factor_names(call.ndim()), call.dim()
     operands = tuple(replace_dims(names, [dim], f"operand{i}_") for i in range(len(call.operands)))
-    return BoundRule(operands, (replace_dims(names, [dim], "new"),), {operand[dim]: "whole" for operand in operands})
+    return BoundRule(
+        operands, (replace_dims(names, [dim], "new"),), {operand[dim]: "replicate" for operand in operands}
+    )
 
 
 @register_rule_function(sp.extreme.default)
@@ -78,7 +80,8 @@ def _extreme_rule(call: OpCall) -> BoundRule:
     names, dims = factor_names(call.ndim()), call["dims"]
     kept = replace_dims(names, dims, "")
     result = kept if call["keepdim"] else tuple(f for f in kept if f)
-    # `operand_placements`: a pass has inserted the op for an operand on shards, so that "whole" gathers nothing here.
-    kinds = {names[d]: "whole" for d in dims}
+    # `operand_placements`: a pass has inserted the op for an operand on shards, so that "replicate" gathers nothing
+    # here.
+    kinds = {names[d]: "replicate" for d in dims}
     wants = (call_shard(call, call["dim"]),)
     return BoundRule((names,), (result,), kinds, operand_placements=wants, result_placements=REPLICATE)

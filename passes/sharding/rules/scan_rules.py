@@ -136,7 +136,7 @@ def _framed_scan_rule(
         gathered: Names of dims that are gathered.
     """
     results = tuple(result for _ in call.results())
-    kinds = dict.fromkeys(scanned, "scan") | dict.fromkeys(gathered, "whole")
+    kinds = dict.fromkeys(scanned, "scan") | dict.fromkeys(gathered, "replicate")
     if call["frame"] is None or not scanned:
         return BoundRule(operands, results, kinds)
     frame = call_frame(call)

@@ -165,9 +165,12 @@ def ring_candidate(shape: AttentionShape, machine: Machine, layout: str, ulysses
         # times gradients of keys: their sum, the one that a shift moves, and those of a step.
         memory = max(memory, 2 * kv_bytes + 2 * shape.gradient_bytes + 3 * grad_bytes + workspace)
     last_hop = 1 if hops else 0  # from the last rank to the owner; none if no rank needs keys of another one
+    # Each hop adds the gradients of a step to a sum: both are read, and the sum is written.
     travel_step = machine.together(compute_backward, hop_seconds + grad_hop_seconds) + machine.copy(3 * grad_bytes)
     travel = hops * travel_step + last_hop * grad_hop_seconds
+    # Each hop copies the gradients of a step to a part; all parts are stacked by owner, and the received ones summed.
     scatter = hops * machine.together(compute_backward, hop_seconds)
+    scatter += machine.copy((2 * hops + 2 * places + places + 1) * grad_bytes)
     # A reduce_scatter of the parts of all places sends the bytes of an all_gather of one part.
     scatter += machine.seconds("all_gather", grad_bytes, places, stride=ulysses)
     scatter_memory = memory + 2 * places * grad_bytes  # the gradients of all keys, and a packed copy of them

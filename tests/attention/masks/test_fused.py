@@ -5,6 +5,7 @@ Torch's eager flex_attention replaces the kernel. It evaluates every pair; the t
 
 from __future__ import annotations
 
+import contextlib
 from functools import reduce
 from unittest import mock
 
@@ -21,6 +22,7 @@ from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
 from sp_compile.lowering.masks import score as scores
 from sp_compile.lowering.masks.block_plan import plan_blocks
 from sp_compile.lowering.masks.pieces import Pieces
+from sp_compile.lowering.masks.predicate import evaluate_mask
 from sp_compile.lowering.masks.spans import full_span, span_rows
 from sp_compile.lowering.triton.flex import flex_calls as calls
 from sp_compile.lowering.triton.flex.flex_tables import (
@@ -32,7 +34,7 @@ from sp_compile.lowering.triton.flex.flex_tables import (
     tile_kinds,
     tile_size,
 )
-from sp_compile.lowering.triton.flex.flex_texts import max_magnitude
+from sp_compile.lowering.triton.flex.flex_texts import max_magnitude, max_score_magnitude
 
 sp = torch.ops.sp
 TEXTS = ["", "30.0*tanh(s/30.0)", "s + head0*(k - q)", "s - Abs(k - q)/8.0 + exp(-s**2)"]
@@ -171,6 +173,38 @@ def test_masks_that_are_data(shape: tuple[int, ...], bias: bool) -> None:
         *grads, _ = bodies.attend_backward(p.grad, p.q, p.k, p.v, out, lse, *args, False)
     assert len(programs.made) == 2
     close([out, lse, *grads], reference(p, TEXTS[1], data))
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize("text", ["k <= q + row0", "row0 < col0 + 9", "row0 - 2*col0 < 5", "Eq(row0 + 1, col0 + 1)"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+def test_vectors_of_any_integer_dtype(dtype: torch.dtype, text: str, is_fused: bool) -> None:
+    """Sums of the largest numbers of a dtype do not overflow."""
+    q, k, v = (randn(1, 1, 8, 4, seed=seed) for seed in range(3))
+    vector = torch.arange(8, dtype=dtype)[None]
+    vector[0, 2:4] = torch.iinfo(dtype).max
+    wide, places = vector.long(), torch.arange(8)
+    values = {"q": places[:, None], "k": places, "row0": wide[..., None], "col0": wide[:, None]}
+    with fused_here() if is_fused else contextlib.nullcontext():
+        out = sp.masked_attention(q, k, v, [vector], [vector], [], text, 0.0, 0.3, False)
+    close([out], [dense(q, k, v, torch.as_tensor(evaluate_mask(text, values)))[0]])
+
+
+def test_products_of_positions_exceed_int32() -> None:
+    """Kernels have int32 positions only if scores do not multiply them."""
+    p, text = Problem("none", 1, 50_000), "s - (q - k)**2/2.0**30"
+    args = p.arguments(full_span(1), full_span(50_000), **options(text))
+    wanted = reference(p, text)[:2]
+    with fused_here(), torch.no_grad():
+        close(list(bodies.attend(p.q, p.k, p.v, *args)), wanted)
+
+
+@pytest.mark.parametrize(
+    ("text", "magnitude"),
+    [(TEXTS[3], 200), ("s + head0*(k - q)", 200), ("s - (q - k)**2/8.0", 40_000), ("s - Abs(q*(k - 9))/8.0", 10_900)],
+)
+def test_bounds_of_integers_of_scores(text: str, magnitude: int) -> None:
+    assert max_score_magnitude(score_of(text), 100, frozenset({"head0"})) == magnitude
 
 
 def test_lengths_that_change_share_a_program() -> None:

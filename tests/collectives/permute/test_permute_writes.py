@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from sp_compile.passes.collectives.permute.fuse_permute import FuseAllToAllPermutes
+from sp_compile.passes.collectives.permute.tidy_permutes import match_placed
 
 aten = torch.ops.aten
 Fn = Callable[..., Any]
@@ -158,6 +159,18 @@ def test_sums_that_are_none_of_padded_pieces(group: Any, fn: Fn) -> None:
     assert FuseAllToAllPermutes()(gm).modified
     assert count(gm, "aten.add.Tensor") == adds
     assert count(gm, "sp.all_to_all_permute") == 1
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "first", "length"), [(0, 4, 0, 4), (-8, -4, 0, 4), (-9, 20, 0, 8), (3, 0, 3, 0), (0, 0, 0, 0)]
+)
+def test_place_of_a_slice(start: int, end: int, first: int, length: int) -> None:
+    """Positions are those of Python's slices: from the end, clamped, or of no rows."""
+    gm = by_make_fx(lambda x: aten.slice_backward(x[start:end], [8, 3], 0, start, end, 1), torch.randn(8, 3))
+    (node,) = gm.graph.find_nodes(op="call_function", target=aten.slice_backward.default)
+    piece = match_placed(node)
+    assert piece is not None
+    assert (piece.dim, piece.start, piece.length, piece.keeps_dim) == (0, first, length, True)
 
 
 @pytest.mark.parametrize("named", [False, True])

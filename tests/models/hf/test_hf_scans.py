@@ -173,8 +173,8 @@ def test_recurrent_models_are_sharded_completely(name: str) -> None:
     report = verified(name, 14, sp=4)
     assert set(map(tuple, report.inputs.values())) == {(1,)}  # ids and labels
     assert not report.fallbacks, report
-    assert {e.op for e in report.exchanges} == EDGES | {"linear_scan", "conv1d"}
-    assert report.count("linear_scan") == report.count("conv1d") == 1
+    assert {e.op for e in report.exchanges} == EDGES | {"linear_scan", "conv_along"}
+    assert report.count("linear_scan") == report.count("conv_along") == 1
     assert report.count("unshard") == 1  # the logits
 
 

@@ -113,9 +113,7 @@ BODIES: dict[Any, Callable[..., Any]] = {
     sp.attend.default: attend.attend,
     sp.attend_backward.default: attend.attend_backward,
     sp.attend_backward_parts.default: attend_parts.attend_backward_parts,
-    sp.tiles_forward.default: tiles.tiles_forward,
-    sp.tiles_at_once.default: tiles.tiles_at_once,
-    sp.tiles_backward.default: tiles.tiles_backward,
+    sp.run_tiles.default: tiles.run_tiles,
 }
 """Bodies that run in place of operators."""
 WORKSPACES = {

@@ -46,9 +46,9 @@ TITLES = {
 NOT_BUILT = "Not built"
 INTRODUCTION = """# Families of models
 
-What `explain(model, sp=2)` finds in small models with nothing annotated: two layers, or one of each type, four heads, a
-batch of two, odd numbers of tokens, float32, no dropout, the attention function that the library selects. Language
-models return a loss and logits, other models their hidden states. `python -m support.docs.families` writes this page. The
+What `explain(model, sp=2)` finds in small models with nothing annotated. They have two layers, or one of each type, four
+heads, a batch of two, odd numbers of tokens, float32, no dropout, and the library's choice of the attention function.
+Language models return a loss and logits, other models their hidden states. `python -m support.docs.families` writes this page. The
 models are in `tests/support/docs/family_models.py`, the generic sizes in `family_sizes.py`.
 
 - *sequence*: the inputs with their sequence dims, or "not an input".
@@ -65,8 +65,8 @@ Why families have less than 95% on shards:
 - MobileViT: convolutions and attention in turn, with a reshape of the image to patches between the two.
 - ViT-MAE: the encoder reads a random selection of the patches, so that the patches and the selection are two sequences.
 - Hiera: the early stages attend within units; the sequence is that of the last stages.
-- Mochi, Qwen3-VL vision, Mimi: the program reads values of tensors (prompt lengths, image sizes, lengths of windows), so
-  that Dynamo breaks the graph, and the graphs between the breaks have no sequence.
+- Mochi, Qwen3-VL vision, Mimi: the program reads values of tensors (prompt lengths, image sizes, lengths of windows).
+  Dynamo breaks the graph there, and the graphs between the breaks have no sequence.
 - RWKV-4, FNet, FocalNet: no attention or scan. RWKV-4 is a loop with a running maximum, FNet a Fourier transform over the
   tokens, FocalNet convolutions.
 """

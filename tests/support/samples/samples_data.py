@@ -182,8 +182,8 @@ def pieces() -> None:
 def convolutions() -> None:
     one((aten.conv1d.default,), f(4, 2, 6), f(6, 2, 3), f(6), [1], [1])
     one(aten.conv1d.default, f(2, 6), f(4, 2, 3))
-    one(sp.conv1d.default, f(4, 2, 6), f(6, 2, 3), f(6), 2, 0)
     one(sp.conv_along.default, f(2, 4, 6, 6), f(4, 1, 3, 3), f(4), 2, 1, 1, [1, 1], [1, 1], [1, 1], 4)
+    one(sp.conv_along.default, f(4, 2, 6), f(6, 2, 3), f(6), 2, 2, 0, [1], [0], [1], 1)
     one(aten.conv1d.padding, f(4, 2, 6), f(6, 2, 3), None, [1], "same")
     one(aten.conv2d.default, f(2, 4, 6, 6), f(4, 1, 3, 3), f(4), [1, 1], [1, 1], [1, 1], 4)
     one(aten.conv2d.padding, f(2, 2, 6, 6), f(4, 2, 3, 3), f(4), [1, 1], "same")

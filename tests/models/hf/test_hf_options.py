@@ -1,4 +1,4 @@
-"""Models of this year in every way of attention and every layout: `explain` has nothing to gather."""
+"""Models of this year with every attention strategy and every layout: `explain` has nothing to gather."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def gemma2() -> torch.nn.Module:
     return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SIZES, **COUNTS, **how, sliding_window=8))
 
 
-WAYS = [
+OPTIONS = [
     *({"attention": attention} for attention in ("auto", "ring", "ulysses", "hybrid", "gather")),
     *({"attention": "ring", "layout": layout} for layout in ("zigzag", "balanced")),
 ]
@@ -26,7 +26,7 @@ WAYS = [
 
 @pytest.mark.slow
 @pytest.mark.sampled(every=36)
-@pytest.mark.parametrize("config", WAYS, ids=lambda c: " ".join(c.values()))
+@pytest.mark.parametrize("config", OPTIONS, ids=lambda c: " ".join(c.values()))
 @pytest.mark.parametrize("make", [gpt_oss, gemma2, gemma3, deepseek, qwen3])
 def test_nothing_is_gathered(make: Callable[[], torch.nn.Module], config: dict[str, str]) -> None:
     transformers.logging.set_verbosity_error()

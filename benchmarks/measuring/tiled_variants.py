@@ -153,8 +153,8 @@ class DeepSpeed(HandwrittenTiles):
 
 
 @dataclass(frozen=True)
-class Way:
-    """A variant. make: takes the number of tiles. compiled: for one length. sums: ranks sum loss and gradients."""
+class TiledVariant:
+    """One variant. make: takes the number of tiles. compiled: for one length. sums: ranks sum loss and gradients."""
 
     make: Callable[[int], Made]
     compiled: bool = False
@@ -182,11 +182,11 @@ def called(kind: type[HandwrittenTiles]) -> Callable[[int], Made]:
     return make
 
 
-ALONE = {"no tiles": Way(plain(False)), "no tiles, Inductor": Way(plain(True), compiled=True)}
-WAYS = {
-    "ours": Way(ours, compiled=True),
-    "DeepSpeed": Way(called(DeepSpeed), sums=True),
-    "handwritten": Way(called(HandwrittenTiles), sums=True),
+ALONE = {"no tiles": TiledVariant(plain(False)), "no tiles, Inductor": TiledVariant(plain(True), compiled=True)}
+VARIANTS = {
+    "ours": TiledVariant(ours, compiled=True),
+    "DeepSpeed": TiledVariant(called(DeepSpeed), sums=True),
+    "handwritten": TiledVariant(called(HandwrittenTiles), sums=True),
 }
 
 
@@ -202,7 +202,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Run:
-    """only: a regular expression of ways. repeats: turns; peaks are of the first."""
+    """only: a regular expression of variants. repeats: turns; peaks are of the first."""
 
     tokens: int
     tiles: int
@@ -212,7 +212,7 @@ class Run:
 
 
 def compared(run: Run) -> Table:
-    """All ways in turns, on processes of their own where there are several ranks."""
+    """All variants in turns, on processes of their own where there are several ranks."""
     with tempfile.TemporaryDirectory() as folder:
         if run.ranks == 1:
             found = [_seen(run)]
@@ -235,16 +235,18 @@ def _seen(run: Run) -> dict[str, Seen]:
     warnings.simplefilter("ignore")
     os.environ.update(DS_ACCELERATOR="cpu")
     torch.set_num_threads(1)
-    ways = {
-        name: way for name, way in {**(ALONE if run.ranks == 1 else {}), **WAYS}.items() if re.search(run.only, name)
+    variants = {
+        name: variant
+        for name, variant in {**(ALONE if run.ranks == 1 else {}), **VARIANTS}.items()
+        if re.search(run.only, name)
     }
     ids = torch.randint(VOCAB, (1, run.tokens), generator=torch.Generator().manual_seed(0))
     models, jobs = {}, {}
-    for name, way in ways.items():
-        models[name], call = way.make(run.tiles)
-        jobs[name] = _step(way, models[name], call)
-        jobs[name](ids if way.compiled else ids[:, :SHORT])
-    seen = {name: Seen() for name in ways}
+    for name, variant in variants.items():
+        models[name], call = variant.make(run.tiles)
+        jobs[name] = _step(variant, models[name], call)
+        jobs[name](ids if variant.compiled else ids[:, :SHORT])
+    seen = {name: Seen() for name in variants}
     first: list[Tensor] = []
     for turn in range(run.repeats):
         for name, job in jobs.items():
@@ -275,14 +277,16 @@ def _together() -> None:
         dist.barrier()
 
 
-def _step(way: Way, model: nn.Module, call: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def _step(
+    variant: TiledVariant, model: nn.Module, call: Callable[[Tensor, Tensor], Tensor]
+) -> Callable[[Tensor], Tensor]:
     """Return a function that runs forward and backward; every rank has the loss and gradients of the full sequence."""
 
     def step(ids: Tensor) -> Tensor:
         loss = call(ids, ids)
         loss.backward()
         loss = loss.detach()
-        if way.sums and dist.is_initialized():
+        if variant.sums and dist.is_initialized():
             dist.all_reduce(loss)
             for p in model.parameters():
                 dist.all_reduce(p.grad)
