@@ -28,7 +28,7 @@ from sp_compile.lowering.torch_compat import FakeTensor
 from sp_compile.passes.graph.call import OpCall, is_same_argument, is_tensor, node_shape, node_tensors, parse_overloads
 from sp_compile.passes.graph.closure import iterate_reachable
 from sp_compile.passes.graph.mutation import is_pure, is_written
-from sp_compile.passes.graph.node_info import node_info
+from sp_compile.passes.graph.node_info import can_require_grad, node_info
 from sp_compile.passes.graph.sizes import Size, as_size, is_same_shape, is_same_size, normalize_position, size_product
 from sp_compile.passes.graph.strides import is_identity
 
@@ -86,16 +86,10 @@ def may_carry_gradient(node: Node) -> bool:
 
     def differentiable_operands(n: Node) -> Sequence[Node]:
         """Return the operands to which a gradient of the node may flow."""
-        return n.all_input_nodes if _has_float_result(n) and n.target not in DETACH_OPS else ()
+        return n.all_input_nodes if any(map(is_differentiable, node_tensors(n))) and n.target not in DETACH_OPS else ()
 
     ancestors = iterate_reachable([node], differentiable_operands)
-    leaves = (n for n in ancestors if n.op in ("placeholder", "get_attr") and is_tensor(n) and _has_float_result(n))
-    return any(node_info(leaf).requires_grad is not False for leaf in leaves)  # None: not known
-
-
-def _has_float_result(node: Node) -> bool:
-    """Return True if a result is a floating point or complex tensor, to which a gradient may flow."""
-    return any(map(is_differentiable, node_tensors(node)))
+    return any(n.op in ("placeholder", "get_attr") and is_tensor(n) and can_require_grad(n) for n in ancestors)
 
 
 def move_source(node: Any) -> Node | None:
@@ -114,7 +108,8 @@ def is_cast_op(node: Any) -> bool:
 
 def is_float_cast(node: Any) -> bool:
     """Return True for a cast of one floating-point dtype to another, which only rounds; x.int() drops fractions."""
-    return is_cast_op(node) and all(x.meta["val"].is_floating_point() for x in (node, move_source(node)))
+    source = move_source(node) if is_cast_op(node) else None
+    return source is not None and source.meta["val"].is_floating_point() and node.meta["val"].is_floating_point()
 
 
 def skip_widening_cast(node: Any) -> Node | None:
