@@ -147,6 +147,8 @@ class CoupledStates:
         self.options = {"dtype": self.dtype, "device": value.device}
         if any(node_shape(x.column.node) != self.shape for x in self.states) or not value.is_floating_point():
             raise NotALoop("states of different shapes, or of integers")
+        if not all(is_tensor(x.node) for x in body):
+            raise NotALoop("an op with several results")
         if not all(isinstance(size, int) for x in body for size in node_shape(x.node)):
             raise NotALoop("a state that is mixed and has a symbolic size")
         # column -> for each dim of its value, the dim of the states that passes to it through all ops, or None

@@ -158,3 +158,30 @@ def test_a_first_state_of_another_shape_stays_if_its_batch_is_added() -> None:
     step = steps_of(lambda h, x, t: h.sum(0, keepdim=True) * 0.1 + x)
     assert not is_replaced(step, args)
     check(step, *(x.requires_grad_() for x in args), sp=2, seq_dims={"x": 1})
+
+
+def lstm(x: Tensor, y: Tensor) -> Tensor:
+    h = c = y
+    out, w = [], floats(4 * WIDTH, 2 * WIDTH, seed=7) - 0.5
+    for t in range(x.shape[1]):
+        i, f, g, o = F.linear(torch.cat([x[:, t], h], 1), w).chunk(4, 1)
+        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        h = o.sigmoid() * c.tanh()
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+def split_and_mixed(x: Tensor, y: Tensor) -> Tensor:
+    h, out = y, []
+    for t in range(x.shape[1]):
+        first, second = h.split([1, WIDTH - 1], 1)
+        h = torch.cat([second, first], 1) * 0.5 + x[:, t]
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+@pytest.mark.parametrize("loop", [lstm, split_and_mixed])
+def test_a_step_with_an_op_of_several_results_stays(loop: Loop) -> None:
+    args = floats(BATCH, 5, WIDTH), floats(BATCH, WIDTH, seed=3)
+    assert not is_replaced(loop, args)
+    check(loop, *(x.requires_grad_() for x in args), sp=2, seq_dims={"x": 1})
