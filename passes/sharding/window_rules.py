@@ -7,7 +7,7 @@ These are convolutions, poolings, unfolds, shifts and rolls.
 A shift has width 1. A roll reads one row, too, but wraps around. These are ops of torch, and the sp:: ops that replace
 them on shards, whose frame defines the placement:
 
-    F.conv1d(x, w, b, padding=2)   along its last dim:   sp::conv1d(x, w, b, before=2, after=2, ...), width 3
+    F.conv1d(x, w, b, padding=2)   along its last dim:   sp::conv_along(x, w, b, ...), width 3
 """
 
 from __future__ import annotations
