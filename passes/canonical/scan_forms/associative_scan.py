@@ -6,7 +6,7 @@ f(left leaves, right leaves) returns the leaves of the combined rows, and may re
     (l, r) -> l + r                              sp.scan(x, None, 0, "sum"), for each leaf; also *, maximum,
                                                  minimum, logaddexp
     (a, b), (a', b') -> a * a', a' * b + b'      sp.scan(a, None, 0, "prod"), sp.linear_scan(a, b, None, 0)
-    anything else                                the tree of `lowering/scan/kernels/tree.py` with the function inlined
+    anything else                                torch's tree of combinations, with the function inlined
 
 The combine function is read from its graph as an expression of its arguments, so neither its form nor the order of
 leaves matters. torch's own backward takes memory quadratic in the length, and is wrong where leaves mix (torch 2.13);
@@ -19,15 +19,15 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import sympy
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
-from sp_compile.lowering.scan.kernels import tree
 from sp_compile.lowering.scan.monoids import is_scannable
-from sp_compile.lowering.torch_compat import associative_scan_op
+from sp_compile.lowering.torch_compat import associative_scan_op, generic_associative_scan
 from sp_compile.passes.base import CanonicalPass, Pass, register_pass
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall
@@ -316,7 +316,7 @@ class ExpandAssociativeScans(Pass):
         calls = _associative_scan_calls(self.gm)
         for node in calls:
             function, leaves, captured_values = node.args[:3]
-            run = _build_tree(self.gm.get_submodule(function.target), len(leaves))
+            run = partial(_scan_as_tree, self.gm.get_submodule(function.target), len(leaves))
             operands = [*leaves, *captured_values]
             # Traced as the graph itself: ops before dispatch, with autograd enabled.
             with self.graph.inserting_before(node):
@@ -324,19 +324,13 @@ class ExpandAssociativeScans(Pass):
         return len(calls)
 
 
-def _build_tree(combine: GraphModule, num_leaves: int) -> Callable[..., Any]:
-    """Return a function that scans leaves along dim 0 by a tree, so that its ops can be traced.
+def _scan_as_tree(combine: GraphModule, num_leaves: int, *operands: Any) -> Any:
+    """Scan leaves along dim 0 by torch's tree of combinations, whose ops can be traced.
 
-    Its arguments are the leaves, and then the captured values, the other inputs of the combine function.
+    Args:
+        combine: The graph of the combine function.
+        num_leaves: The number of leaves.
+        operands: The leaves, and then the captured values, the other inputs of the combine function.
     """
-
-    def run(*inputs: Any) -> Any:
-        """Scan the first `num_leaves` inputs; the others are the captured values."""
-
-        def combine_states(left: Any, right: Any) -> Any:
-            """Call the combine function with the left leaves and the right leaves, and return the combined leaves."""
-            return list(Interpreter(combine).run(*left, *right, *inputs[num_leaves:]))
-
-        return tree.tree_inclusive(combine_states, list(inputs[:num_leaves]), 0)
-
-    return run
+    leaves, captured_values = list(operands[:num_leaves]), operands[num_leaves:]
+    return generic_associative_scan(Interpreter(combine).run, leaves, additional_inputs=captured_values)
