@@ -31,7 +31,7 @@ canonical/attention/test_eager_attention.py canonical/attention/test_masks.py ca
 attention/test_attend.py attention/test_attention_passes.py attention/masks/test_predicate.py
 backend/test_explain.py backend/test_pass_form.py backend/test_passes.py
 collectives/test_collectives.py collectives/permute/test_permute_all_to_all.py collectives/merge/test_merge_reductions.py
-scan/test_scan_graphs.py scan/kernels/test_scan_table.py scan/kernels/test_scan_tree.py windows/test_halo_passes.py
+scan/test_scan_graphs.py scan/kernels/test_scan_table.py scan/kernels/test_scan_blocked.py windows/test_halo_passes.py
 tensor_parallel/test_tensor_parallel_graphs.py
 """.split()
 """Tests of `make quick`, if they need no processes: each kind of pass and op once."""

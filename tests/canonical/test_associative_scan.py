@@ -120,6 +120,17 @@ def test_other_functions_become_a_tree(name: str, length: int) -> None:
     compare(gm, combine, count, length)
 
 
+def test_captured_values() -> None:
+    def combine(a: Tensor, b: Tensor, zero: Tensor) -> list[Tensor]:
+        """Add numbers that are relative to `zero`."""
+        return [a + b - zero]
+
+    x, zero = inputs(1)[0].movedim(1, 0), torch.rand(2, dtype=torch.float64)
+    gm = captured(lambda x, y: associative_scan_op(combine, [x], (y,)), x, zero)
+    rewrite_scans(gm)
+    torch.testing.assert_close(gm(x, zero)[0], (x - zero).cumsum(0) + zero)
+
+
 def test_a_detached_operand_is_no_sum() -> None:
     gm = graph(lambda a, b: [a.detach() + b], 1)
     RewriteAssociativeScans()(gm)

@@ -1,4 +1,4 @@
-"""Single-device scans: a reference algorithm, and the implementations that run.
+"""Single-device scans.
 
 Every module that implements a scan registers itself.
 """

@@ -2,8 +2,8 @@
 
 States are pytrees of rows; `lift` and `lower` convert operands to states and states to results (`generic.py`).
 
-The tree (`tree.py`) combines two states at a node. This algorithm combines BLOCK_ROWS states, one after another: it
-reduces the blocks, scans their totals in the same way, and scans the blocks again, each from the carry of the totals.
+This algorithm combines the BLOCK_ROWS states of a block one after another, of all blocks at once: it reduces the
+blocks, scans their totals in the same way, and scans the blocks again, each from the carry of the totals.
 Over n states, with B = BLOCK_ROWS, that is at most 2n(1 + 2/B) combinations, of which about 2B for each of log_B(n)
 levels are sequential. The states are read twice and written once.
 """
@@ -29,8 +29,12 @@ def blocked_inclusive(
     All blocks of BLOCK_ROWS rows are scanned at once: step i combines row i of each block with the result at row i - 1,
     after the first rows of later blocks were combined with the totals of all earlier blocks.
 
-    The arguments are those of `tree_inclusive`. `lift` converts rows of states before they are combined, `lower` the
-    results; if it returns (), only the last state is stored.
+    Args:
+        combine: An associative function of two such pytrees, row by row; the left one is the earlier.
+        states: A pytree of tensors with one size in ``dim``, which may be 0.
+        dim: The dim of the rows.
+        lift: Converts rows of states before they are combined.
+        lower: Converts the results; if it returns (), only the last state is stored.
     """
     n = num_rows(states, dim)
     # `running` has one row per block: the result at the current row of each block. It starts with the first rows.

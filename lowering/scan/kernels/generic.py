@@ -174,16 +174,3 @@ def concat_rows(first: Any, second: Any, dim: int) -> Any:
     if not num_rows(second, dim):
         return first
     return pytree.tree_map(lambda *leaves: torch.cat(leaves, dim), first, second)
-
-
-def interleave_rows(lefts: Any, rights: Any, dim: int) -> Any:
-    """Return the rows of two states in turn: left, right, left, right, ...; `lefts` may have one row more."""
-
-    def interleave(left: Tensor, right: Tensor) -> Tensor:
-        """Interleave the rows of two tensors."""
-        row_dim = dim % left.ndim
-        return torch.stack((left, right), row_dim + 1).flatten(row_dim, row_dim + 1)
-
-    pairs = num_rows(rights, dim)
-    interleaved = pytree.tree_map(interleave, slice_rows(lefts, dim, pairs), rights)
-    return concat_rows(interleaved, slice_rows(lefts, dim, pairs, None), dim)

@@ -1,4 +1,4 @@
-"""Scans of any associative function, as tree and as blocks: results, and counted calls within their bound."""
+"""Scans of any associative function in blocks: results, and counted calls within their bound."""
 
 import math
 from typing import Any
@@ -9,16 +9,15 @@ from support.scans.scanning import linear_scan_by_loop
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sp_compile.lowering.scan.kernels import blocked, tree
+from sp_compile.lowering.scan.kernels import blocked
 from sp_compile.lowering.scan.monoids import MONOIDS, compose_affine, segment_combine, select_combine
 from sp_compile.lowering.torch_compat import make_fx, pytree
 
-ALGORITHMS = {
-    "tree": tree.tree_inclusive,
-    "blocked": lambda combine, states, dim: blocked.blocked_inclusive(combine, states, dim)[0],
-}
 LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 31, 32, 33, 63, 64, 65, 100, 1000, 1024, 1025)
-algorithms = pytest.mark.parametrize("name", ALGORITHMS)
+
+
+def scan(combine: Any, states: Any, dim: int) -> Any:
+    return blocked.blocked_inclusive(combine, states, dim)[0]
 
 
 def matrix_product(left: Tensor, right: Tensor) -> Tensor:
@@ -26,23 +25,22 @@ def matrix_product(left: Tensor, right: Tensor) -> Tensor:
     return right @ left
 
 
-@algorithms
 @pytest.mark.parametrize("n", LENGTHS)
-def test_combines_in_order(name: str, n: int) -> None:
+def test_combines_in_order(n: int) -> None:
     angles = torch.rand(n, 3, dtype=torch.float64)
     states = torch.linalg.matrix_exp(torch.randn(n, 3, 3, dtype=torch.float64) - torch.diag_embed(angles))
     states = states / torch.linalg.matrix_norm(states, 2)[:, None, None]
     expected = [states[0]]
     for state in states[1:]:
         expected.append(matrix_product(expected[-1], state))
-    torch.testing.assert_close(ALGORITHMS[name](matrix_product, states, 0), torch.stack(expected))
-    torch.testing.assert_close(blocked.blocked_inclusive(matrix_product, states, 0)[1], expected[-1][None])
+    found, last = blocked.blocked_inclusive(matrix_product, states, 0)
+    torch.testing.assert_close(found, torch.stack(expected))
+    torch.testing.assert_close(last, expected[-1][None])
 
 
-@algorithms
 @pytest.mark.parametrize("n", [1, 2, 33, 100])
 @pytest.mark.parametrize("dim", [0, 1, -2])
-def test_takes_trees_of_states_along_any_dim(name: str, n: int, dim: int) -> None:
+def test_takes_trees_of_states_along_any_dim(n: int, dim: int) -> None:
     shape = [4, 2, 3]
     shape[dim] = n
     a, b = torch.rand(2, *shape, dtype=torch.float64)
@@ -51,24 +49,22 @@ def test_takes_trees_of_states_along_any_dim(name: str, n: int, dim: int) -> Non
         a, b = compose_affine((left["a"], left["b"]), (right["a"], right["b"]))
         return {"a": a, "b": b}
 
-    out = ALGORITHMS[name](combine, {"a": a, "b": b}, dim)
+    out = scan(combine, {"a": a, "b": b}, dim)
     torch.testing.assert_close(out["a"], a.cumprod(dim))
     torch.testing.assert_close(out["b"], linear_scan_by_loop(a, b, dim))
 
 
-@algorithms
-def test_of_no_states(name: str) -> None:
-    assert ALGORITHMS[name](torch.add, torch.ones(2, 0, 3), 1).shape == (2, 0, 3)
+def test_of_no_states() -> None:
+    assert scan(torch.add, torch.ones(2, 0, 3), 1).shape == (2, 0, 3)
 
 
 @pytest.mark.sampled(every=6)
-@algorithms
 @pytest.mark.parametrize("n", [1, 2, 5, 8])
-def test_differentiable_twice(name: str, n: int) -> None:
+def test_differentiable_twice(n: int) -> None:
     a, b = (x.requires_grad_() for x in torch.rand(2, 2, n, dtype=torch.float64))
 
     def h(a: Tensor, b: Tensor) -> Tensor:
-        return ALGORITHMS[name](compose_affine, (a, b), 1)[1]
+        return scan(compose_affine, (a, b), 1)[1]
 
     assert torch.autograd.gradcheck(h, (a, b))
     assert torch.autograd.gradgradcheck(h, (a, b))
@@ -112,36 +108,22 @@ class Elements(TorchDispatchMode):
 
 @pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("kind", STATES)
-@pytest.mark.parametrize(("name", "moves"), [("tree", 6), ("blocked", 2.5)])
-def test_work_is_linear(name: str, moves: float, kind: str) -> None:
+def test_work_is_linear(kind: str) -> None:
     """Two combinations an element or little more, and the rows that are moved to their places."""
     combine, leaves = STATES[kind]
     for n in (100, 500, 4096, 10_001, 65_535, 65_536, 300_000):
         states = states_of(kind, n)
         with Elements() as once:
             combine(states, states)
-        with Elements() as scan:
-            ALGORITHMS[name](combine, states, 0)
-        assert scan.computed <= 2.2 * once.computed + moves * 3 * n * leaves, n
+        with Elements() as all_rows:
+            scan(combine, states, 0)
+        assert all_rows.computed <= 2.2 * once.computed + 2.5 * 3 * n * leaves, n
 
 
-@pytest.mark.parametrize("n", [2, 7, 64, 1000, 1023, 1024])
-def test_the_tree_combines_fewer_than_two_n(n: int) -> None:
-    combined = []
-
-    def combine(left: Tensor, right: Tensor) -> Tensor:
-        combined.append(len(left))
-        return left + right
-
-    torch.testing.assert_close(tree.tree_inclusive(combine, torch.ones(n), 0), torch.arange(1.0, n + 1))
-    assert sum(combined) < 2 * n
-    assert len(combined) <= 2 * math.ceil(math.log2(n))
-
-
-def depth(name: str, n: int) -> int:
+def depth(n: int) -> int:
     """The operations of the longest chain in which each needs the one before."""
-    scan = make_fx(lambda x: ALGORITHMS[name](torch.add, x, 0), tracing_mode="fake")
-    graph = scan(torch.rand(n, 1)).graph
+    traced = make_fx(lambda x: scan(torch.add, x, 0), tracing_mode="fake")
+    graph = traced(torch.rand(n, 1)).graph
     longest: dict[Any, int] = {}
     for node in graph.nodes:
         before = max((longest[other] for other in node.all_input_nodes), default=0)
@@ -149,25 +131,7 @@ def depth(name: str, n: int) -> int:
     return max(longest.values())
 
 
-@pytest.mark.sampled(every=4)
-@pytest.mark.parametrize(("name", "each", "once"), [("tree", 10, 5), ("blocked", 12, 50)])
-def test_depth_is_logarithmic(name: str, each: float, once: int) -> None:
+@pytest.mark.slow
+def test_depth_is_logarithmic() -> None:
     for n in (4, 33, 1000, 33_000):
-        assert depth(name, n) <= each * math.log2(n) + once, n
-
-
-def test_the_backward_of_the_tree_keeps_linear_memory() -> None:
-    def kept(n: int) -> int:
-        sizes: dict[int, int] = {}
-
-        def pack(x: Tensor) -> Tensor:
-            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-            return x
-
-        a, b = (x.requires_grad_() for x in torch.rand(2, n, dtype=torch.float64))
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            tree.tree_inclusive(compose_affine, (a, b), 0)
-        return sum(sizes.values())
-
-    assert kept(1 << 14) <= 10 * 8 * (1 << 14)
-    assert kept(1 << 14) / kept(1 << 10) == pytest.approx(16, rel=0.05)
+        assert depth(n) <= 12 * math.log2(n) + 50, n
