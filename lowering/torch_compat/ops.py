@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.attention
 from torch._functorch.autograd_function import autograd_function_apply
-from torch._higher_order_ops.associative_scan import associative_scan_op, generic_associative_scan, wrap_combine_fn_flat
+from torch._higher_order_ops.associative_scan import associative_scan_op, generic_associative_scan
 from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
 from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_op
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph

@@ -19,9 +19,7 @@ from sp_compile.lowering.base.layers import weight_layer
 from sp_compile.lowering.torch_compat import is_module_state
 
 META_KEY = "sp"
-# keys of meta["custom"], which tracers propagate
-IN_CHUNKS = "sp_in_chunks"  # True: the original code runs in chunks of rows
-SCAN_CALL = "sp_scan_call"  # a different string for each call of torch.associative_scan that Dynamo unrolled
+IN_CHUNKS = "sp_in_chunks"  # key of meta["custom"], which tracers propagate: the original code runs in chunks of rows
 
 
 @dataclass(frozen=True)
@@ -101,18 +99,3 @@ def is_in_chunks(node: Node) -> bool:
     Such code is traced within `annotate({IN_CHUNKS: True})`. Its tiles are chosen by bytes, see `choose_tiles`.
     """
     return bool(node.meta.get("custom", {}).get(IN_CHUNKS))
-
-
-def scan_call(node: Node) -> str | None:
-    """Return the mark of the unrolled torch.associative_scan that computes the node, or None for other nodes."""
-    return node.meta.get("custom", {}).get(SCAN_CALL)
-
-
-def find_scan_calls(graph: Graph) -> dict[str, list[Node]]:
-    """Return the nodes of each unrolled torch.associative_scan, in order, by the mark of the call."""
-    calls: dict[str, list[Node]] = {}
-    for node in graph.nodes:
-        mark = scan_call(node)
-        if mark is not None:
-            calls.setdefault(mark, []).append(node)
-    return calls

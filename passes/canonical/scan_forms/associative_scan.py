@@ -31,12 +31,12 @@ from sp_compile.lowering.torch_compat import associative_scan_op, generic_associ
 from sp_compile.passes.base import CanonicalPass, Pass, register_pass
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall
-from sp_compile.passes.graph.closure import reachable_set
 from sp_compile.passes.graph.edit import erase_dead
 from sp_compile.passes.graph.node_info import set_node_info
 from sp_compile.passes.sharding.matchers import is_gradient_stop, permutation_of, skip_widening_cast, value_origin
 
 from .scan_calls import emit_scan, is_flip_along
+from .scan_trees import nodes_before
 
 aten, sp = torch.ops.aten, torch.ops.sp
 
@@ -67,31 +67,23 @@ def recognize_combine(function: GraphModule, num_leaves: int) -> list[CombineOp]
     symbols = {node: sympy.Symbol(f"x{i}") for i, node in enumerate(function.graph.find_nodes(op="placeholder"))}
     output = function.graph.output_node().args[0]
     outputs = output if isinstance(output, (list, tuple)) else [output]
-    expressions = [_expression_of(x, symbols.get) for x in outputs]  # None for a leaf with other ops
+    expressions = [expression_of(x, symbols.get) for x in outputs]  # None for a leaf with other ops
     inputs = list(symbols.values())
     left, right = inputs[:num_leaves], inputs[num_leaves : 2 * num_leaves]
     scans: list[CombineOp] = []
     for i, expression in enumerate(expressions):
-        scan = _scan_of_leaf(expression, i, left, right) or _match_recurrence(expressions, i, left, right)
+        scan = scan_of_leaf(expression, i, left, right) or _match_recurrence(expressions, i, left, right)
         if scan is None:
             return None
         scans.append(scan)
     return scans
 
 
-def add_exponentials(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
+def _logaddexp(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
     """Return the symbolic term logaddexp(a, b), with sorted arguments, so that logaddexp(b, a) is the same term."""
     return sympy.Function("logaddexp")(*sorted((a, b), key=str))
 
 
-# combine functions of expressions, by the operation of sp.scan
-COMBINE_FUNCTIONS: dict[str, Callable[[Any, Any], sympy.Expr]] = {
-    "sum": operator.add,
-    "prod": operator.mul,
-    "max": sympy.Max,
-    "min": sympy.Min,
-    "logsumexp": add_exponentials,
-}
 # ops that a recognized combine function may contain, as functions of expressions
 _COMBINE_OPS: dict[Any, Callable[..., sympy.Expr]] = {
     aten.add.Tensor: lambda a, b: a + b,
@@ -103,12 +95,12 @@ _COMBINE_OPS: dict[Any, Callable[..., sympy.Expr]] = {
     aten.max.other: sympy.Max,
     aten.minimum.default: sympy.Min,
     aten.min.other: sympy.Min,
-    aten.logaddexp.default: add_exponentials,
+    aten.logaddexp.default: _logaddexp,
     aten.detach.default: lambda a: a,
 }
 
 
-def _expression_of(value: Node, symbol: Callable[[Node], sympy.Symbol | None]) -> sympy.Expr | None:
+def expression_of(value: Node, symbol: Callable[[Node], sympy.Symbol | None]) -> sympy.Expr | None:
     """Return a value as an expanded expression of a function's arguments, such as x0*x3 + x2, to compare functions.
 
     Args:
@@ -119,21 +111,16 @@ def _expression_of(value: Node, symbol: Callable[[Node], sympy.Symbol | None]) -
         The expression of the symbols, or None if it contains an op that is not in _COMBINE_OPS.
     """
     expressions: dict[Node, sympy.Expr] = {}
-    for node in sorted(_nodes_before(value, lambda n: symbol(n) is not None)):  # in the order of the graph
+    for node in sorted(nodes_before(value, lambda n: symbol(n) is not None)):  # in the order of the graph
         # The node of which this one is a copy, possibly by a cast to a wider dtype and back; itself if it is none.
         copied = value_origin(skip_widening_cast(node) or node)
-        expression = symbol(node) or expressions.get(copied) or evaluate_node(node, expressions)
+        expression = symbol(node) or expressions.get(copied) or _evaluate_node(node, expressions)
         if expression is not None:
             expressions[node] = expression
     return sympy.expand(expressions[value]) if value in expressions else None
 
 
-def _nodes_before(node: Node, stops: Callable[[Node], bool]) -> set[Node]:
-    """Return the node and all nodes that it is computed from, up to and including nodes where `stops` is True."""
-    return reachable_set([node], lambda n: () if stops(n) else n.all_input_nodes)
-
-
-def evaluate_node(node: Node, expressions: Mapping[Node, sympy.Expr | None]) -> sympy.Expr | None:
+def _evaluate_node(node: Node, expressions: Mapping[Node, sympy.Expr]) -> sympy.Expr | None:
     """Return the expression of a call, or None if it is unknown.
 
     Unknown are ops that are not in _COMBINE_OPS, sums with a factor (`alpha`), mixed dtypes, and unknown operands.
@@ -152,7 +139,7 @@ def evaluate_node(node: Node, expressions: Mapping[Node, sympy.Expr | None]) -> 
     return combine(*operands)
 
 
-def _scan_of_leaf(expression: sympy.Expr | None, i: int, left: list[Any], right: list[Any]) -> CombineOp | None:
+def scan_of_leaf(expression: sympy.Expr | None, i: int, left: list[Any], right: list[Any]) -> CombineOp | None:
     """Return the scan, such as a sum, that computes leaf `i` from this leaf alone, or None if there is none.
 
     Args:
@@ -161,8 +148,9 @@ def _scan_of_leaf(expression: sympy.Expr | None, i: int, left: list[Any], right:
         left: The symbols of the left leaves.
         right: The symbols of the right leaves.
     """
-    ops = [op for op, combine in COMBINE_FUNCTIONS.items() if combine(left[i], right[i]) == expression]
-    return CombineOp(ops[0], (i,)) if ops else None
+    a, b = left[i], right[i]
+    ops = {a + b: "sum", a * b: "prod", sympy.Max(a, b): "max", sympy.Min(a, b): "min", _logaddexp(a, b): "logsumexp"}
+    return CombineOp(ops[expression], (i,)) if expression in ops else None
 
 
 def _match_recurrence(results: list[Any], i: int, left: list[Any], right: list[Any]) -> CombineOp | None:
@@ -279,16 +267,17 @@ def _associative_scan_calls(gm: GraphModule) -> list[Node]:
     return [n for n in calls if all(user.target is operator.getitem for user in n.users)]
 
 
-def unmoved_operands(leaves: list[Node]) -> _ScanOperands:
+def unmoved_operands(leaves: list[Node], dim: int = 0) -> _ScanOperands:
     """Return the leaves before torch permuted the dim to the front, and flipped it for a reverse scan.
 
     Args:
-        leaves: The leaves as torch scans them, along dim 0.
+        leaves: The leaves as torch scans them.
+        dim: The dim along which torch scans them.
 
     Returns:
         The leaves, the dim and direction of the scan in these, and the removed ops.
     """
-    operands = _ScanOperands([value_origin(x) for x in leaves])
+    operands = _ScanOperands([value_origin(x) for x in leaves], dim)
     # Go back from the leaves to their operands while all leaves are computed by the same permutation or flip. Arguments
     # are compared as text, because lists are not hashable.
     while len({(x.target, str(x.args[1:]), str(x.kwargs)) for x in operands.leaves}) == 1:

@@ -1,1 +1,1 @@
-"""Define what Dynamo traces in place of kernel functions of packages, and of torch.associative_scan."""
+"""Define what Dynamo traces in place of kernel functions of packages."""
