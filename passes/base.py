@@ -5,16 +5,15 @@
 
         requires = frozenset({"normalized"})
 
-        def apply(self, gm, context):                           # gm: a torch.fx graph; context: its PassContext
+        def apply(self, gm, context):                       # gm: a torch.fx graph; context: its PassContext
             ...
             return number_of_changes
 
     register_pass(DoubleSum)                                # or @register_pass above the class
 
-Passes run on a graph in a context: options, analysis and results. A pass either edits the graph in
-place or sets `gm` to a new one. Run a pass directly, `DoubleSum()(graph_module)`, or in the pipeline. Properties order
-the passes: all that provide a property run before all that require it. Each pipeline starts with the property
-"captured".
+Passes run on a graph in a context: options, analysis and results. A pass either edits the graph in place or sets `gm`
+to a new one. Run a pass directly, `DoubleSum()(graph_module)`, or in the pipeline. Properties order the passes: all
+that provide a property run before all that require it. Each pipeline starts with the property "captured".
 """
 
 from __future__ import annotations

@@ -19,6 +19,6 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALF else dtype
 
 
-def is_differentiable(value: torch.Tensor) -> bool:
-    """Return whether values of a tensor's dtype have gradients: real or complex floating point."""
+def has_gradient_dtype(value: torch.Tensor) -> bool:
+    """Return True if the dtype of a tensor has gradients: real or complex floating point."""
     return value.is_floating_point() or value.is_complex()

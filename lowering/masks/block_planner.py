@@ -95,7 +95,7 @@ class BlockPlanner:
         """
         runs, others, tile_blocks = list[AttendedRun](), list[Block](), list[TileBlocks]()
         for tile in tiles:
-            known_runs = _known_runs(tile)  # None if windows do not describe the pairs that attend
+            known_runs = _known_runs(tile)  # None unless runs describe the tile with and without windows
             if known_runs is not None:
                 known_runs = [piece for run in known_runs for piece in split_run(run)]
                 tile_blocks.append((tile, partial(self._run_blocks, tile, known_runs)))
@@ -103,14 +103,14 @@ class BlockPlanner:
                 continue
             blocks = tuple(self._cover_tile(tile))
             tile_blocks.append((tile, partial(tuple, blocks)))
-            # Masked blocks are replaced by runs of the tile's parts, if there are windows for all of these.
+            # For kernels with windows: if each part of the tile has one, its runs replace all blocks of the tile.
             window_runs = part_runs(tile) if has_masked(blocks) else None
             if window_runs is None:
                 others += map(as_band, blocks)
             else:
                 runs += window_runs
         create_blocks = partial(self._merge_tiles, tile_blocks)
-        if len(runs) == 1 and not others and self._is_full_run(runs[0]):
+        if len(runs) == 1 and not others and self._is_full_run(runs[0]):  # of a constant shape, for any kernel
             return BlockPlan(others=(block_of(runs[0]),), create_blocks=create_blocks)
         return BlockPlan(packed=tuple(packed_calls(runs)), others=tuple(others), create_blocks=create_blocks)
 

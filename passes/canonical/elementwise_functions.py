@@ -76,7 +76,7 @@ class ReplaceTokenFunctions(CanonicalPass):
             return False
         if not all(_has_only_pointwise_ops(body, shape) for body in bodies):
             return False
-        if not _are_zero_gradients_kept(bodies[1]):
+        if not _is_zero_preserving(bodies[1]):
             self.note_refusal(node, "its operands are gathered: its backward may not be 0 for a gradient of 0")
             return False
         with self.graph.inserting_before(node):
@@ -109,7 +109,7 @@ def is_pure_pointwise(target: Any) -> bool:
     return POINTWISE in target.tags and torch.Tag.nondeterministic_seeded not in target.tags
 
 
-def _are_zero_gradients_kept(backward: GraphModule) -> bool:
+def _is_zero_preserving(backward: GraphModule) -> bool:
     """Return True if all gradients that a backward returns are provably 0 where the gradient of the result is 0.
 
     The rows of a rank include padded ones, whose gradients are 0. A number, such as a loss, would get its gradient from

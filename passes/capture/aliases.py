@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from sp_compile.lowering.base.dtypes import is_differentiable
+from sp_compile.lowering.base.dtypes import has_gradient_dtype
 from sp_compile.lowering.torch_compat import is_functorch_tensor, set_grad_enabled, storage_of
 from sp_compile.passes.graph.call import collect_nodes, node_tensors, parse_overloads
 from sp_compile.passes.graph.mutation import SILENT_WRITERS
@@ -103,7 +103,7 @@ class Aliases:
             return bool(node_info(node).requires_grad)
         if not self.grad_enabled or node.target in _STOPS_GRADIENT:
             return False
-        has_float_result = any(map(is_differentiable, node_tensors(node)))
+        has_float_result = any(map(has_gradient_dtype, node_tensors(node)))
         return has_float_result and any(map(self.is_differentiable, inputs))
 
     def other_owner(self, root: Node) -> Node | None:

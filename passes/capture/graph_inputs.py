@@ -139,7 +139,7 @@ def _sequence_symbols(nodes: Sequence[Node], dims: Mapping[str, int]) -> set[sym
     Raises if a sequence dim is a constant, or if another dim has the same symbol. `nodes` are the placeholders of the
     captured graph of a shard; `dims` has the sequence dims by name.
     """
-    symbols: set[sympy.Expr] = set()
+    symbols: dict[sympy.Expr, str] = {}  # with the name of the dim
     for node in nodes:
         if node.name in dims:
             extent = as_size(node.meta["val"].shape[dims[node.name]])
@@ -149,17 +149,17 @@ def _sequence_symbols(nodes: Sequence[Node], dims: Mapping[str, int]) -> set[sym
                     f"inputs='local': dim {dims[node.name]} of {argument_name(node)} is compiled as the constant "
                     f"{extent}: its length is 1, or the program reads it as a number.",
                 )
-            symbols.add(extent)
+            symbols.setdefault(extent, f"dim {dims[node.name]} of {argument_name(node)}")
     for node in nodes:
         value = node.meta.get("val")
         for d, extent in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
             if dims.get(node.name) != d and as_size(extent) in symbols:
                 raise SpError(
                     "SP233",
-                    f"inputs='local': dim {d} of {argument_name(node)} has the length of the sequence dim on this rank "
-                    f"({extent}), so the sequence dim is ambiguous.",
+                    f"inputs='local': dim {d} of {argument_name(node)} has the length of the sequence on this rank, "
+                    f"{symbols[as_size(extent)]}, so that it is ambiguous which dims are shards.",
                 )
-    return symbols
+    return set(symbols)
 
 
 def _check_guards_of_sequence(

@@ -218,7 +218,7 @@ class Candidate:
 
     kind: str  # name of the strategy
     ulysses: int  # ranks that exchange heads
-    ring: int  # ranks of a ring
+    ring: int  # ranks whose keys each rank reads, in a ring or by an all-gather
     layout: str  # row order during the attention: "contiguous", "zigzag" or "balanced"
     forward: float  # predicted seconds
     backward: float  # predicted seconds
@@ -301,8 +301,9 @@ def all_candidates(shape: AttentionShape, machine: Machine) -> list[Candidate]:
 def candidates_in_order(shape: AttentionShape, machine: Machine) -> list[Candidate]:
     """Return the candidates for a program whose rows are already in `shape.order`, from which a pass chooses.
 
-    In a permuted order (zigzag, balanced) the keys of a window are on many ranks, so that a ring costs the same as
-    without the window: candidates with a ring are those of the shape without it.
+    In a permuted order (zigzag, balanced) the keys of a window are on many ranks, so that reading them costs the same
+    as without the window: candidates that read keys of other ranks are those of the shape without it. A balanced order
+    is that of a ring, so that all of its candidates are.
     """
     unwindowed = replace(shape, window=None)
     if shape.order.is_balanced:
@@ -312,7 +313,8 @@ def candidates_in_order(shape: AttentionShape, machine: Machine) -> list[Candida
         return candidates
     without_rings = [c for c in candidates if c.ring == 1]
     rings = [c for c in all_candidates(unwindowed, machine) if c.ring > 1]
-    # Strategies have candidates in zigzag order for such attention only. Other attention has those of contiguous order.
+    # Keep those with the layout of the program. Without a ring the rows are gathered, so that any layout is possible;
+    # attention that is not causal has candidates of contiguous order only.
     if shape.causal and shape.q_len == shape.kv_len:
         rings = [c for c in rings if c.layout == shape.order.name]
     return without_rings + rings

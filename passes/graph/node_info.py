@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from sp_compile.lowering.base.dtypes import is_differentiable
+from sp_compile.lowering.base.dtypes import has_gradient_dtype
 from sp_compile.lowering.base.layers import weight_layer
 from sp_compile.lowering.torch_compat import is_module_state
 
@@ -90,7 +90,7 @@ def clear_node_info(node: Node) -> None:
 def can_require_grad(x: Node) -> bool:
     """Return True if a value may need a gradient: a float or complex one that is not known to require none."""
     value = x.meta["val"]
-    return node_info(x).requires_grad is not False and is_differentiable(value)
+    return node_info(x).requires_grad is not False and has_gradient_dtype(value)
 
 
 def is_in_chunks(node: Node) -> bool:

@@ -16,7 +16,7 @@ import operator
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from sp_compile.lowering.base.dtypes import is_differentiable
+from sp_compile.lowering.base.dtypes import has_gradient_dtype
 from sp_compile.lowering.torch_compat import OpOverload, set_grad_enabled
 from sp_compile.passes.graph.call import OpCall, is_tensor
 from sp_compile.passes.graph.node_info import node_info
@@ -52,7 +52,7 @@ def differentiable_nodes(gm: GraphModule) -> set[Node]:
             has_grad = node.op == "call_function" and node.target is not torch.ops.aten.detach.default
             has_grad = has_grad and not differentiable.isdisjoint(node.all_input_nodes)
         # An op with several results is included for its getitems, which are tensors.
-        if has_grad and (not is_tensor(node) or is_differentiable(value)):
+        if has_grad and (not is_tensor(node) or has_gradient_dtype(value)):
             differentiable.add(node)
     return differentiable
 
@@ -65,7 +65,7 @@ def find_partial_grad_nodes(gm: GraphModule, plan: PlacementPlan, differentiable
     """
     partial_grad_nodes: set[Node] = set()
     for node in reversed(gm.graph.nodes):
-        can_be_partial = node in differentiable and node.users and _is_replicated_call(node, plan)
+        can_be_partial = node in differentiable and node.users and _can_move_reduction(node, plan)
         if can_be_partial and all(_has_partial_grad(node, user, plan, partial_grad_nodes) for user in node.users):
             partial_grad_nodes.add(node)
     # A result (getitem) of an op with several is included only with the op, and so with all results: the reduction is
@@ -73,8 +73,11 @@ def find_partial_grad_nodes(gm: GraphModule, plan: PlacementPlan, differentiable
     return {n for n in partial_grad_nodes if n.target is not operator.getitem or n.args[0] in partial_grad_nodes}
 
 
-def _is_replicated_call(node: Node, plan: PlacementPlan) -> bool:
-    """Return True if the node is an op that every rank computes on full values: replicated, and no exchange."""
+def _can_move_reduction(node: Node, plan: PlacementPlan) -> bool:
+    """Return True if summands of the gradient of an op's result give summands of the gradients of its operands.
+
+    The op is replicated, no exchange, and has a linear backward.
+    """
     # A node in `plan.wants` runs on shards.
     if node.op != "call_function" or node in plan.wants or transfer_of(node.target) is not None:
         return False

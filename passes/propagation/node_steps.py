@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch.fx import Node
 
-from sp_compile.lowering.base.dtypes import is_differentiable
+from sp_compile.lowering.base.dtypes import has_gradient_dtype
 from sp_compile.passes.graph.call import OpCall, node_shape
 from sp_compile.passes.graph.node_info import node_info
 from sp_compile.passes.graph.rank_rng import is_random
@@ -142,7 +142,7 @@ def start_sharding(axes: Axes, call: OpCall, rule: BoundRule, n: int, window: Fr
     is_draw = is_random(node)
     if value is None or (rule.lazy and not is_draw and not node_info(node).starts_sequence):  # `lazy`: only moves data
         return None
-    is_float = is_differentiable(value)
+    is_float = has_gradient_dtype(value)
     starts = is_float or is_draw or rule.starts_sequence or _is_large_broadcast(call)
     shard = axes.shard(node) if starts else None
     if shard is None:

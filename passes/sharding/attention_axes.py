@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from sp_compile.lowering.base.dtypes import MIN_FILL, is_differentiable
+from sp_compile.lowering.base.dtypes import MIN_FILL, has_gradient_dtype
 from sp_compile.lowering.base.ranks import STRATEGIES
 from sp_compile.lowering.masks.predicate import predicate_symbols
 from sp_compile.lowering.torch_compat import flex_attention_op, pytree, varlen_attention
@@ -151,7 +151,7 @@ def _has_bool_result(node: Node) -> bool:
 
 def _is_integer(node: Node) -> bool:
     """Return True for a tensor of integers; False if the node has no metadata."""
-    return is_tensor(node) and not is_differentiable(node.meta["val"])
+    return is_tensor(node) and not has_gradient_dtype(node.meta["val"])
 
 
 def _can_be_fill(leaf: Any) -> bool:

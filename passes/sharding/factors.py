@@ -10,6 +10,7 @@ or "" if it has size 1 and broadcasts.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
@@ -23,6 +24,20 @@ from .window_rules import SlidingRows
 
 FACTOR_KINDS = ("sum", "mean", "total", "replicate", "attend", "scan", "halo", "window")
 Dims = tuple[str, ...]
+
+
+def rename_kind(kind: str) -> str:
+    """Return a kind of `FACTOR_KINDS`; for "whole", the deprecated name of "replicate", warn.
+
+    Raises:
+        SpError: The kind is unknown.
+    """
+    if kind == "whole":
+        warnings.warn("sharding rule: 'whole' is deprecated; use 'replicate'.", DeprecationWarning, stacklevel=2)
+        return "replicate"
+    if kind not in FACTOR_KINDS:
+        raise SpError("SP932", f"rule: expected a kind out of {FACTOR_KINDS}, got {kind!r}.")
+    return kind
 
 
 @cache
@@ -82,6 +97,7 @@ class BoundRule:
         A factor that only a result has, such as the new dim of one_hot, is not sharded (kind "replicate"), because the
         local call would create all of it. An op with an argument for sizes (`sizes`) can create a part of it.
         """
+        object.__setattr__(self, "kinds", {f: rename_kind(k) for f, k in self.kinds.items()})  # the dataclass is frozen
         operand_factors = {f for dims in self.operands for f in flatten_dims(dims)}
         result_factors = {f for dims in self.results for f in flatten_dims(dims)}
         unclassified = sorted(operand_factors - result_factors - set(self.kinds))
@@ -91,7 +107,7 @@ class BoundRule:
         new_factors = sorted(result_factors - operand_factors)
         if self.sizes is None and new_factors:
             kinds = {**self.kinds, **dict.fromkeys(new_factors, "replicate")}
-            object.__setattr__(self, "kinds", kinds)  # the dataclass is frozen
+            object.__setattr__(self, "kinds", kinds)
 
     def __str__(self) -> str:
         """Format the rule as text for `RulePattern.parse`, without the sizes of windows."""

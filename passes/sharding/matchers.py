@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from sp_compile.lowering.base.dtypes import is_differentiable
+from sp_compile.lowering.base.dtypes import has_gradient_dtype
 from sp_compile.lowering.torch_compat import FakeTensor
 from sp_compile.passes.graph.call import OpCall, is_same_argument, is_tensor, node_shape, node_tensors, parse_overloads
 from sp_compile.passes.graph.closure import iterate_reachable
@@ -86,7 +86,7 @@ def may_carry_gradient(node: Node) -> bool:
 
     def differentiable_operands(n: Node) -> Sequence[Node]:
         """Return the operands to which a gradient of the node may flow."""
-        return n.all_input_nodes if any(map(is_differentiable, node_tensors(n))) and n.target not in DETACH_OPS else ()
+        return n.all_input_nodes if any(map(has_gradient_dtype, node_tensors(n))) and n.target not in DETACH_OPS else ()
 
     ancestors = iterate_reachable([node], differentiable_operands)
     return any(n.op in ("placeholder", "get_attr") and is_tensor(n) and can_require_grad(n) for n in ancestors)

@@ -19,7 +19,7 @@ from sp_compile.lowering.base.errors import SpError
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.sizes import Size, exact_quotient, is_same_size, size_product
 
-from .factors import FACTOR_KINDS, BoundRule, Dims, dim_factors, flatten_dims, group_factors
+from .factors import FACTOR_KINDS, BoundRule, Dims, dim_factors, flatten_dims, group_factors, rename_kind
 
 RULE_OPTIONS = ("sizes", "lazy", "starts_sequence", "pad", "masks", "reshapes", "lenders")
 MAX_BOUND_SHAPES = 1024  # cached bindings of one rule
@@ -113,6 +113,9 @@ def _read_sides(text: str, given: Mapping[str, Any]) -> RulePattern:
     dims_text, *option_texts = (part.strip() for part in text.split(";"))
     try:
         options = {**given, **dict(map(_read_option, option_texts))}
+        if "whole" in options:
+            kind = rename_kind("whole")
+            options[kind] = f"{options.get(kind, '')} {options.pop('whole')}"
         operands, results = _split_sides(dims_text)
         kind_texts = {kind: str(options.pop(kind, "")) for kind in FACTOR_KINDS}  # the remaining options are no kinds
         kinds = {f: kind for kind, factors in kind_texts.items() for f in factors.split()}
@@ -130,7 +133,7 @@ def _read_option(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
         return name, True
-    if name in (*FACTOR_KINDS, "sizes"):  # names of factors or of an argument
+    if name in (*FACTOR_KINDS, "whole", "sizes"):  # names of factors or of an argument
         return name, value
     try:
         return name, ast.literal_eval(value)

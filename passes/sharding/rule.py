@@ -23,7 +23,6 @@ The notation is that of einops and of Shardy's op sharding rules (openxla.org/sh
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -209,9 +208,6 @@ def rule(op: Any, *texts: str, **options: Unpack[RuleOptions]) -> None:
             a factor of no operand (SP934), a factor without a kind is in no result (SP935), or the size of a factor is
             unknown (SP936).
     """
-    if "whole" in options:
-        warnings.warn("sharding_rule: whole= is deprecated; use replicate=.", DeprecationWarning, stacklevel=2)
-        options["replicate"] = " ".join([options.get("replicate", ""), options.pop("whole")])
     patterns = [RulePattern.parse(text, **options) for text in texts]
     by_operand_count = {len(pattern.operands): pattern for pattern in patterns}
 

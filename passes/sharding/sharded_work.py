@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.lowering.base.dtypes import is_differentiable
+from sp_compile.lowering.base.dtypes import has_gradient_dtype
 from sp_compile.lowering.base.errors import node_line
 from sp_compile.lowering.scan.linear_attention import LINEAR_ATTENTION_OPS, chunk_tokens
 from sp_compile.lowering.torch_compat import autograd_function_apply
@@ -376,7 +376,7 @@ def _activation_bytes(node: Node, trained: set[Node]) -> float:
         return 0.0
     if ruled_call.rule is not None and ruled_call.rule.lazy:
         return 0.0
-    results = filter(is_differentiable, node_tensors(node))
+    results = filter(has_gradient_dtype, node_tensors(node))
     return float(sum(assume_large(size_product(as_sizes(x.shape))) * x.dtype.itemsize for x in results))
 
 

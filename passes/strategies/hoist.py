@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.lowering.base.dtypes import is_differentiable
+from sp_compile.lowering.base.dtypes import has_gradient_dtype
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall, collect_nodes, is_tensor, node_shape, read_results
 from sp_compile.passes.graph.closure import reachable_set
@@ -371,7 +371,7 @@ def _is_index_like(node: Node) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return isinstance(value, torch.SymInt)
-    return not is_differentiable(value)
+    return not has_gradient_dtype(value)
 
 
 def _is_same_slice(a: RowsAt, b: RowsAt) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from sp_compile.lowering.base.dtypes import is_differentiable
+from sp_compile.lowering.base.dtypes import has_gradient_dtype
 from sp_compile.passes.graph.call import is_tensor
 from sp_compile.passes.propagation.propagate import random_results
 from sp_compile.passes.sharding.placement import Demand
@@ -39,7 +39,7 @@ class BroadcastDraws(DemandPass):
         with self.graph.inserting_before(node):
             for operand in filter(is_tensor, node.all_input_nodes):
                 value = operand.meta["val"]
-                if is_differentiable(value):  # it may have a gradient
+                if has_gradient_dtype(value):  # it may have a gradient
                     shared = self.emit(sp.broadcast_grad.default, (operand, group), value, node)
                     node.replace_input_with(operand, shared)
         for result in random_results(node):

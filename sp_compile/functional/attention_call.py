@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sp_compile.lowering.attention.op_args import ShardArgs
 from sp_compile.lowering.attention.ring_kernel import RING_GRADIENTS, window_hops
-from sp_compile.lowering.base.dtypes import MIN_FILL, is_differentiable
+from sp_compile.lowering.base.dtypes import MIN_FILL, has_gradient_dtype
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.frames import LAYOUTS, FrameArg
 from sp_compile.lowering.base.library import tag_programs
@@ -261,7 +261,7 @@ class AttentionCall(RankCall):
         if documents.ndim != 2 or shape[0] not in (1, self.q.shape[0]) or {q_length, k_length} != {shape[1]}:
             expected = f"(B|1, S) with S = {q_length} queries and {k_length} keys of all ranks"
             yield SpError("SP504", f"documents: expected {expected}, got {list(shape)}.")
-        if is_differentiable(documents):
+        if has_gradient_dtype(documents):
             yield SpError("SP505", f"documents: expected integers, got {documents.dtype}.")
 
     def _wrong_dropout(self) -> Iterator[SpError]:

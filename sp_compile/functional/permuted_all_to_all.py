@@ -190,7 +190,8 @@ class PermuteCall(RankCall):
         shape = self._make_problem().shape  # of the result
         if (list(out.shape), out.dtype, out.device) != (shape, x.dtype, x.device):
             got = f"{list(out.shape)} {out.dtype} on {out.device}"
-            yield SpError("SP504", f"out: expected {shape} {x.dtype} on {x.device}, got {got}.")
+            fix = f"Omit out, or allocate it by torch.empty({shape}, dtype={x.dtype}, device='{x.device}')."
+            yield SpError("SP504", f"out: expected {shape} {x.dtype} on {x.device}, got {got}.", fix)
         if _can_overlap(out):
             yield SpError("SP544", f"out: elements of shape {shape} overlap by strides {list(out.stride())}.")
         if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):

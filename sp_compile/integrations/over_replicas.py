@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import recursively_apply
 
-from sp_compile.lowering.base.dtypes import is_differentiable
+from sp_compile.lowering.base.dtypes import has_gradient_dtype
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.ranks import ranks_of
 from sp_compile.lowering.torch_compat import is_lost_connection
@@ -40,7 +40,7 @@ def sum_over_replicas(x: torch.Tensor, replicas: dist.ProcessGroup, sequence: di
     """
     total = x.clone()
     dist.all_reduce(total, group=replicas)
-    if is_differentiable(total):
+    if has_gradient_dtype(total):
         return total
     minimum, maximum = total.clone(), total.clone()
     dist.all_reduce(minimum, dist.ReduceOp.MIN, sequence)

@@ -161,6 +161,7 @@ def test_axes_of_a_mesh_in_the_wrong_order(ranks) -> None:
     errors = ranks.run(4, _ulysses_first)
     assert len(set(errors)) == 1
     assert errors[0].startswith("SP115: mesh: ")
+    assert "ulysses" in errors[0]
 
 
 def _ulysses_first() -> str:

@@ -60,11 +60,11 @@ attention    U x R    layout           forward ms    backward ms    total ms    
 -----------  -------  -------------  ------------  -------------  ----------  ------------  ---------------
 ulysses      4 x 1    contiguous            0.707          0.710       1.417         0.008  chosen: fastest
 gather       1 x 4    contiguous            0.616          0.934       1.550         0.017  +9.4%
-hybrid       2 x 2    contiguous            1.211          1.522       2.733         0.027  +92.9%
-ring         1 x 4    contiguous            1.619          1.944       3.563         0.027  +151.4%
+hybrid       2 x 2    contiguous            1.211          1.523       2.734         0.027  +93.0%
+ring         1 x 4    contiguous            1.619          1.946       3.565         0.027  +151.6%
 gather       1 x 4    zigzag, moved         1.819          2.434       4.253         0.017  +200.1%
-hybrid       2 x 2    zigzag, moved         2.019          2.331       4.350         0.027  +207.0%
-ring         1 x 4    zigzag, moved         2.627          2.952       5.579         0.027  +293.7%
+hybrid       2 x 2    zigzag, moved         2.019          2.331       4.351         0.027  +207.1%
+ring         1 x 4    zigzag, moved         2.627          2.954       5.581         0.027  +293.9%
 
 Collectives, bytes that one rank sends
   times  exchange     local shape                                     sent forward    sent backward    at
@@ -109,8 +109,8 @@ ring         1 x 4    contiguous            1.603          1.907       3.510    
 gather       1 x 4    contiguous            0.603          0.906       1.509         0.003  -57.0%
 hybrid       2 x 2    contiguous            1.202          1.503       2.705         0.005  -22.9%
 gather       1 x 4    zigzag, moved         1.803          2.406       4.209         0.003  +19.9%
-hybrid       2 x 2    zigzag, moved         2.003          2.305       4.308         0.005  +22.8%
-ring         1 x 4    zigzag, moved         2.604          2.908       5.513         0.005  +57.1%
+hybrid       2 x 2    zigzag, moved         2.003          2.305       4.308         0.005  +22.7%
+ring         1 x 4    zigzag, moved         2.604          2.909       5.513         0.005  +57.1%
 ulysses      4 x 1    contiguous                                                            4 ranks do not divide 2 query heads
 
 Collectives, bytes that one rank sends

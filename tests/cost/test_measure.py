@@ -204,9 +204,9 @@ def test_constants_from_lines() -> None:
 @pytest.mark.parametrize("keys", [0, 300])
 def test_attention_times_are_a_line(keys: float) -> None:
     """Seconds per FLOP over one over the length: from zero on the rate, and how much more short ones take."""
-    context = measure._measure_attention(DEVICE)
-    rates = [1e-10 * (1 + keys / length) for length in context.sizes]
-    flops = [2 * 4 * 64 * length**2 for length in context.sizes]
-    line = fit_line(*zip(*(context.point(s, r * f) for s, r, f in zip(context.sizes, rates, flops))))
+    measurement = measure._measure_attention(DEVICE)
+    rates = [1e-10 * (1 + keys / length) for length in measurement.sizes]
+    flops = [2 * 4 * 64 * length**2 for length in measurement.sizes]
+    line = fit_line(*zip(*(measurement.point(s, r * f) for s, r, f in zip(measurement.sizes, rates, flops))))
     found = measure.fit_constants([LatencyBandwidth(1.0, 1.0), LatencyBandwidth(1.0, 1.0), line], 4, 4, CPU)
     assert (found.flops, found.block_keys) == (pytest.approx(1e10), pytest.approx(keys, abs=1e-3))

@@ -188,6 +188,8 @@ def test_refused_texts(text: str, options: dict[str, Any], message: str) -> None
 def test_directly_built_factors_are_validated() -> None:
     with pytest.raises(SpError, match=r"SP935: .*\['i'\]"):
         BoundRule((("n", "i"),), (("n",),))
+    with pytest.raises(SpError, match=r"SP932: .*'product'"):
+        BoundRule((("n", "i"),), (("n",),), {"i": "product"})
     assert BoundRule((("n",),), (("n", "new"),)).kind("new") == "replicate"
     assert BoundRule((("n",),), (("n", "new"),), sizes="size").kind("new") == "pass"
 

@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import sp_compile
 from sp_compile.passes.sharding import rule
+from sp_compile.passes.sharding.factors import BoundRule
 from sp_compile.passes.sharding.notation import RulePattern, _solve_groups
 
 
@@ -108,10 +109,13 @@ def test_a_backward_of_the_user_gets_full_gradients() -> None:
 
 def test_deprecated_name_of_replicate() -> None:
     op = torch.ops.sp_tests.sum_rows.default
-    with pytest.warns(DeprecationWarning, match="use replicate="):
-        sp_compile.sharding_rule(op, "(b s) d, b s e -> b d", sum="s", whole="e")
     node = make_fx(op)(torch.ones(6, 4), torch.ones(2, 3, 5)).graph.find_nodes(op="call_function", target=op)[0]
-    assert str(rule.rule_of(node)) == "(b s) d, b s e -> b d; sum=s; replicate=e"
+    for text, options in (("(b s) d, b s e -> b d", {"whole": "e"}), ("(b s) d, b s e -> b d; whole=e", {})):
+        with pytest.warns(DeprecationWarning, match="use 'replicate'"):
+            sp_compile.sharding_rule(op, text, sum="s", **options)
+        assert str(rule.rule_of(node)) == "(b s) d, b s e -> b d; sum=s; replicate=e"
+    with pytest.warns(DeprecationWarning, match="use 'replicate'"):
+        assert BoundRule((("n", "i"),), (("n",),), {"i": "whole"}).kind("i") == "replicate"
 
 
 def test_results_of_other_dims_than_the_text_have_no_rule() -> None:

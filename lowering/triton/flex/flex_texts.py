@@ -154,15 +154,18 @@ def _bound_integers(node: Node, bounds: dict[Node, int]) -> int | None:
     """Return a bound of the magnitude of a call's integers, given those of its operands; None if they are floats."""
     leaves = pytree.tree_leaves((node.args, node.kwargs))
     is_float = any(isinstance(x, float) or (isinstance(x, torch.dtype) and x.is_floating_point) for x in leaves)
-    if is_float or not bounds.keys() >= set(node.all_input_nodes):
+    if is_float:
         return None
+    if not bounds.keys() >= set(node.all_input_nodes):  # floats, which a cast to integers does not bound
+        return 1 << 63 if any(isinstance(x, torch.dtype) and x is not torch.bool for x in leaves) else None
     numbers = [bounds[x] if isinstance(x, Node) else abs(x) for x in leaves if isinstance(x, Node | int)]
     op = getattr(node.target, "overloadpacket", node.target)
     if op is aten.mul:
         return math.prod(max(x, 1) for x in numbers)
     if op is aten.pow and isinstance(node.args[1], int):
         return numbers[0] ** min(numbers[1], 64)
-    return 1 << 63 if op in _LARGE_OPS else sum(numbers)  # of others, such as a remainder, it is loose
+    largest_factor = max(1, abs(node.kwargs.get("alpha", 1)))  # of a sum
+    return 1 << 63 if op in _LARGE_OPS else largest_factor * sum(numbers)  # of others, as a remainder, it is loose
 
 
 def pair_functions(

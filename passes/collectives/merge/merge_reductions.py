@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.lowering.base.dtypes import is_differentiable
+from sp_compile.lowering.base.dtypes import has_gradient_dtype
 from sp_compile.lowering.base.errors import SpError, describe_node
 from sp_compile.lowering.base.options import OPTION_RULES
 from sp_compile.passes.base import CollectivePass, Pass, register_pass
@@ -146,7 +146,7 @@ class MergeReductions(CollectivePass):
                 raise error
             return str(error)
         value = static_value(chain.links[-1].node)
-        is_integer = not is_differentiable(value)
+        is_integer = not has_gradient_dtype(value)
         if is_integer and any(link.op == "avg" for link in chain.links):
             return f"an average of {value.dtype} is rounded in every step"
         return None

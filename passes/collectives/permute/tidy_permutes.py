@@ -30,7 +30,10 @@ aten = torch.ops.aten
 
 
 class DropBuffers(Pass):
-    """Pass that replaces a buffer by the result of an exchange that fills it, if both have equal strides."""
+    """Pass that replaces a buffer by the result of an exchange that fills it, if both have equal strides.
+
+    A buffer that is a result of the graph remains, so that it has memory of its own (`can_replace_copy`).
+    """
 
     def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Replace copies of an exchange's result to a buffer by this result, and return their number."""

@@ -113,6 +113,9 @@ def choose_fsdp_units() -> Iterator[None]:
     the code of `torch.nn`, so that a head that is a unit of its own would run eagerly on gathered rows. Only an input
     embedding next to sharded layers stays a unit, since `compile_under_fsdp` compiles it.
 
+    accelerate visits the modules in the reverse of their breadth-first order: children before parents, and the layers
+    before the embedding, the first module of a model.
+
     Returns:
         A context manager that yields None.
     """
@@ -124,7 +127,7 @@ def choose_fsdp_units() -> Iterator[None]:
         if isinstance(module, (list, torch.nn.ModuleList, torch.nn.ModuleDict)):
             return module  # accelerate's list [last norm, head], or modules without a forward
         is_leaf = type(module).__module__.startswith("torch.nn.modules") and not [*module.children()]
-        # A parent that has become a unit before has sharded the parameters of this module with its own, to DTensors.
+        # Another unit with the same weight (tied) has sharded it, to a DTensor.
         is_sharded = any(isinstance(p, DTensor) for p in module.parameters(recurse=False))
         # The only leaf that can be a unit is an embedding, after other modules (the layers) have become units.
         can_be_unit = has_units and isinstance(module, torch.nn.Embedding) and not is_sharded

@@ -112,8 +112,9 @@ READ_VERB = "reads"  # a sharded value
 LIKELY_CAUSE = (
     "Likely causes: another rank has skipped a batch or a backward, left the loop early, was killed, or destroyed its "
     "process group; it runs this part of the model eagerly (torch.compiler.disable, another backend, the recompile "
-    "limit, a dispatch mode such as FlopCounterMode); it has caught an exception of this step and continued; or it has "
-    "started another collective of the group (a barrier or all_reduce under `if rank == 0`)."
+    "limit, a dispatch mode such as FlopCounterMode); it has caught an exception of this step and continued; a second "
+    "thread of it calls programs (SP624); or it has started another collective of the group (a barrier or all_reduce "
+    "under `if rank == 0`)."
 )
 GROUP_ENDED = "The process group cannot be used any more, since some of its collectives did not end."
 BACKWARD_VERB = "runs the backward of"  # in the device's autograd thread, if it has one

@@ -215,6 +215,7 @@ def _order_error() -> str:
 def test_replicas_are_the_first_axis(ranks: Ranks) -> None:
     for message in ranks.run(4, _order_error):
         assert "SP115: mesh: " in message
+        assert "dp_replicate" in message
 
 
 def test_layers_are_the_repeated_modules() -> None:
