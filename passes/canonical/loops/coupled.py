@@ -22,7 +22,7 @@ Bytes moved: none. Unchanged: states of different shapes, more than `MAX_ROWS` m
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -293,28 +293,32 @@ class CoupledStates:
     def _terms_and_maps(self) -> tuple[list[Node], list[Node]]:
         """Return b of each state, (steps, ...), and m of each state, (steps, basis, ...) with size 1 in repeated dims.
 
-        m is the same for each element of a repeated dim, so it is computed for one element of these dims only.
+        m is the same for each element of a repeated dim. So these dims have size 1 in the linear part, but the last of
+        them, along which the vectors of the basis are: w @ h is then one product w @ basis.
         """
         num_states, dims_to_cut = len(self.states), list[int]()
         try:
-            results = self._evaluate(frozenset(self.repeated_dims))
+            sizes = dict.fromkeys(self.repeated_dims, 1)
+            if sizes:
+                sizes[self.repeated_dims[-1]] = self.rows * num_states
+            results = self._evaluate(sizes)
         except (RuntimeError, ValueError, NotALoop):
             # An op of the body, such as an expand, has the sizes of repeated dims as arguments, so that it fails for
-            # size 1: compute m for all elements, and keep the first.
-            results, dims_to_cut = self._evaluate(frozenset()), self.repeated_dims
+            # others: compute m for all elements, and keep the first.
+            results, dims_to_cut = self._evaluate({}), self.repeated_dims
         terms, maps = results[:num_states], results[num_states:]
         for d in dims_to_cut:  # the dims of the states follow steps and basis
             maps = [self._compute(aten.slice.Tensor, x, d + 2, 0, 1) for x in maps]
         return terms, maps
 
-    def _evaluate(self, single_dims: frozenset[int]) -> list[Node]:
+    def _evaluate(self, linear_sizes: Mapping[int, int]) -> list[Node]:
         """Emit the body of all steps on states of zeros, and its linear part on the vectors of a basis.
 
         These are b and the columns of m in h' = m @ h + b: for the body w @ (h + x), w @ x and w @ each basis vector.
 
         Args:
-            single_dims: The repeated dims if the linear part is evaluated with size 1 in these, as m is the same for
-                all their elements; empty if it is evaluated with all sizes.
+            linear_sizes: The sizes of the repeated dims in the linear part: 1, and the number of vectors of the basis
+                in the last one. Empty if the linear part has all sizes, and is run for one vector after the other.
 
         Returns:
             The results for each state: those for zeros, (steps, ...), then those for the basis, (steps, basis, ...).
@@ -324,21 +328,25 @@ class CoupledStates:
         operands = {id(x): x for x in leaves if isinstance(x, BatchedValue) or is_tensor(x)}
         nodes = [self.editor.move_steps(x, 0).node if isinstance(x, BatchedValue) else x for x in operands.values()]
         dims = tuple(0 if isinstance(x, BatchedValue) else None for x in operands.values())
-        shape = [1 if d in single_dims else size for d, size in enumerate(self.shape)]
+        shape = [1 if d in linear_sizes else size for d, size in enumerate(self.shape)]
         num_rows = self.rows * len(self.states)
 
         def run_step(*values: torch.Tensor) -> list[torch.Tensor]:
             """Return the results of one step, in which `operands` have these values, for zeros and for the basis."""
             coefficients = {key: x.to(self._operand_dtype(x.dtype)) for key, x in zip(operands, values)}
             zeros = [torch.zeros(self.shape, **self.options) for _ in self.states]
-            terms = self._run_body(coefficients, zeros, single_dims=None)
+            terms = self._run_body(coefficients, zeros, linear_sizes=None)
             basis = self._basis_vectors(shape)
 
             def run_linear(*vectors: torch.Tensor) -> list[torch.Tensor]:
-                """Return the linear part of the body on one vector of the basis."""
-                return self._run_body(coefficients, vectors, single_dims=single_dims)
+                """Return the linear part of the body on one vector of the basis, or on all along a repeated dim."""
+                return self._run_body(coefficients, vectors, linear_sizes=linear_sizes)
 
-            return [*terms, *torch.func.vmap(run_linear)(*basis)]
+            if not linear_sizes:
+                return [*terms, *torch.func.vmap(run_linear)(*basis)]
+            dim = self.repeated_dims[-1]
+            maps = run_linear(*(x.squeeze(dim + 1).movedim(0, dim) for x in basis))
+            return [*terms, *(x.movedim(dim, 0).unsqueeze(dim + 1) for x in maps)]
 
         fakes = [x.meta["val"].detach() for x in nodes]
         body = trace_function(torch.func.vmap(run_step, in_dims=dims), fakes)
@@ -367,14 +375,17 @@ class CoupledStates:
         return [x.reshape(num_rows, *mixed_shape).expand(num_rows, *shape) for x in parts]
 
     def _run_body(
-        self, coefficients: dict[int, torch.Tensor], states: Sequence[torch.Tensor], single_dims: frozenset[int] | None
+        self,
+        coefficients: dict[int, torch.Tensor],
+        states: Sequence[torch.Tensor],
+        linear_sizes: Mapping[int, int] | None,
     ) -> list[torch.Tensor]:
         """Run the body, or its linear part, on tensors of one step, and return the new states.
 
         Args:
             coefficients: The operands that are no states, by identity of the leaf.
             states: The previous states.
-            single_dims: For the linear part, the dims of the states that have size 1 in `states`; None for the body.
+            linear_sizes: For the linear part, the sizes in `states` of dims with another size; None for the body.
         """
         values: dict[StepColumn, torch.Tensor] = {}
         previous = dict(zip(self.states, states))
@@ -383,8 +394,8 @@ class CoupledStates:
             for i, x in enumerate(op.leaves):
                 if isinstance(x, ColumnRef):
                     leaves.append(previous[x] if x.lag else values[x.column])
-                elif single_dims is not None and i in op.zeroed:
-                    leaves.append(self._make_zeros(op, i, single_dims))
+                elif linear_sizes is not None and i in op.zeroed:
+                    leaves.append(self._make_zeros(op, i, linear_sizes))
                 else:
                     leaves.append(coefficients.get(id(x), x))  # x itself if it is a constant
             node = op.column.node
@@ -394,14 +405,14 @@ class CoupledStates:
         # In the next step, the state p of lag 1 is the new value of p, and that of lag 2 is the present one of lag 1.
         return [values[x.column] if x.lag == 1 else previous[ColumnRef(x.column, x.lag - 1)] for x in self.states]
 
-    def _make_zeros(self, op: BodyOp, leaf: int, single_dims: frozenset[int]) -> Any:
+    def _make_zeros(self, op: BodyOp, leaf: int, linear_sizes: Mapping[Any, int]) -> Any:
         """Return zeros in place of a term without a state, for the linear part of the body.
 
         Args:
             op: The op.
             leaf: The index of the leaf of its arguments that is the term.
-            single_dims: The dims of the states along which m is the same (repeated dims). The states of the linear part
-                have size 1 in these, so that the zeros must have size 1 in the dims that these pass to.
+            linear_sizes: The sizes of repeated dims in the states of the linear part, which the zeros must have in the
+                dims to which these pass.
 
         Returns:
             A tensor, the number 0 in place of a number, or None in place of None.
@@ -416,7 +427,7 @@ class CoupledStates:
         num_tensors_before = sum(map(is_tensor, nodes[:leaf]))  # rules have operands for tensors only
         names = rule.operands[num_tensors_before]
         state_dim_of = dict(zip(rule.results[0], self.state_dims[op.column]))  # by name of a dim of the result
-        sizes = [1 if state_dim_of.get(name) in single_dims else size for name, size in zip(names, node_shape(x))]
+        sizes = [linear_sizes.get(state_dim_of.get(name), size) for name, size in zip(names, node_shape(x))]
         return torch.zeros(sizes, dtype=self._operand_dtype(x.meta["val"].dtype), device=x.meta["val"].device)
 
     def _operand_dtype(self, dtype: torch.dtype) -> torch.dtype:

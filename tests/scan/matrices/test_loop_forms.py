@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.golden import captured
 from support.parity import against_eager
 from support.parity import check as check_ranks
 from support.ranks import Ranks, mesh
 from torch import Tensor, nn
 
 import sp_compile
+from sp_compile.passes.canonical.loops.reroll import RerollLoops
+from sp_compile.passes.canonical.normalize_ops import NormalizeOps
 from sp_compile.passes.context import NoteKind
+from sp_compile.passes.graph.call import node_tensors
 
 WIDTH, SIZE = 6, 4
 # From the states and the inputs of a step to the states after it, and the output of the step.
@@ -229,6 +233,26 @@ def test_other_bodies_are_refused(step: Step) -> None:
     assert report.find_notes(NoteKind.DECLINED, subject="reroll_loops")
     assert report.count("affine_scan") == 0
     assert max(error for _, error in report.errors) < 1e-12
+
+
+def test_matrices_are_not_copied_for_each_vector_of_the_basis() -> None:
+    """The largest value for two states of K elements, which matrices (B, K, K) mix, is m of all steps, (B, 2K, 2K)."""
+    batch, steps, rows, columns = 2, 5, 8, 3
+
+    def loop(w: Tensor, h: Tensor) -> Tensor:
+        states, momentum = [], torch.zeros_like(h)
+        for t in range(steps):
+            momentum = 0.9 * momentum + w[:, t] @ h
+            h = h + momentum
+            states.append(h)
+        return torch.stack(states, 1)
+
+    gm = captured(loop, torch.randn(batch, steps, rows, rows), torch.randn(batch, rows, columns))
+    NormalizeOps()(gm)
+    assert RerollLoops()(gm).modified
+    assert [n for n in gm.graph.nodes if n.target is torch.ops.sp.affine_scan.default]
+    sizes = [x.numel() for n in gm.graph.nodes for x in node_tensors(n)]
+    assert max(sizes) == batch * steps * (2 * rows) ** 2
 
 
 @pytest.mark.slow
