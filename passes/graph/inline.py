@@ -29,12 +29,21 @@ def lower_exchanges(gm: GraphModule, decompositions: Mapping[Any, Callable[..., 
     editor = GraphEditor().edit(gm.graph)
     composites = [node for node in gm.graph.nodes if node.op == "call_function" and node.target in COMPOSITES]
     for node in composites:
-        _inline_op(editor, node, decompositions or {})
+        inline_op(editor, node, decompositions or {})
     return len(composites)
 
 
-def _inline_op(editor: GraphEditor, node: Node, decompositions: Mapping[Any, Callable[..., Any]]) -> None:
-    """Replace the node by the ops that a trace of its op records."""
+def inline_op(
+    editor: GraphEditor, node: Node, decompositions: Mapping[Any, Callable[..., Any]], pre_dispatch: bool = False
+) -> None:
+    """Replace the node by the ops that a trace of its op records.
+
+    Args:
+        editor: Editor of the graph.
+        node: Node to replace.
+        decompositions: Decompositions of ATen ops, as for make_fx.
+        pre_dispatch: Keep composite ops without a decomposition.
+    """
     operands = node.all_input_nodes
 
     def body(*values: Any) -> Any:
@@ -43,5 +52,6 @@ def _inline_op(editor: GraphEditor, node: Node, decompositions: Mapping[Any, Cal
         return node.target(*args, **kwargs)
 
     with editor.graph.inserting_before(node):
-        results = editor.inline_function(body, operands, node, decompositions=decompositions)
+        options = {"decompositions": decompositions, "pre_dispatch": pre_dispatch}
+        results = editor.inline_function(body, operands, node, **options)
     editor.replace(node, results)
