@@ -289,7 +289,7 @@ class _SortUses:
             self.counts.add(node)
         return x in (self.keys, self.ids)
 
-    def _is_group_ends(self, node: Node, num_groups: Size) -> bool:
+    def _match_group_ends(self, node: Node, num_groups: Size) -> bool:
         """Return True if a node is the ends of the groups of rows, an operand of grouped products.
 
         That is the cumulative sum of histc(keys, num_groups, 0, num_groups - 1), the counts of the keys 0, ...,
@@ -314,7 +314,7 @@ class _SortUses:
         if name not in GROUPED_MM_OPS or len(node.args) != 3 or node.kwargs or not has_ascending_keys:
             return False
         x, w, ends = node.args  # rows (R, I), matrices (E, I, O), ends of the groups (E,)
-        if x not in self.rows or self.is_in_key_order(w) or not self._is_group_ends(ends, node_shape(w)[0]):
+        if x not in self.rows or self.is_in_key_order(w) or not self._match_group_ends(ends, node_shape(w)[0]):
             return False
         self.products[node] = name
         self.rows.add(node)
