@@ -75,7 +75,7 @@ def keep_chosen(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the cases of a test marked `sampled(every=k)` as slow, but one of 4 * k; mark tests of `make quick`."""
+    """Mark the cases of a test marked `sampled(every=k)` as slow, but one of 6 * k; mark tests of `make quick`."""
     keep_chosen(config, items)
     for item in items:
         place = item.path.relative_to(Path(__file__).parent).as_posix()
@@ -87,7 +87,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if mark is not None:
             name = item.nodeid.partition("[")[0]
             chosen, rest = divmod(seen[name], mark.kwargs["every"])
-            if rest or chosen % 4:  # so that the suite takes 10 minutes
+            if rest or chosen % 6:  # so that the suite takes 10 minutes
                 item.add_marker(pytest.mark.slow)
             seen[name] += 1
     drop_slow_cases(config, items)

@@ -90,6 +90,7 @@ class AttentionDropout(nn.Module):
         return F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("attention", ["ring", "gather", "hybrid", "ulysses"])
 def test_dropout_follows_the_seed(ranks: Ranks, attention: str) -> None:

@@ -152,6 +152,7 @@ def test_a_rewrite_registers_itself() -> None:
         register_pass(Doubled)
 
 
+@pytest.mark.slow
 def test_explain_shows_passes_after_the_pipeline() -> None:
     ids = torch.randint(0, 11, (2, 8))
     model = build(Decoder, layers=1)

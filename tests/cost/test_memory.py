@@ -109,6 +109,7 @@ def test_auto_takes_a_fitting_candidate() -> None:
     assert not refused.fits
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("options", [{}, {"attention": "ring"}])
 def test_nothing_fits(options: dict[str, Any]) -> None:
@@ -121,6 +122,7 @@ def test_nothing_fits(options: dict[str, Any]) -> None:
     assert not decision.chosen.fits
 
 
+@pytest.mark.slow
 def test_the_rest_alone_is_too_large() -> None:
     """If the rest alone does not fit, the fastest attention that fits alone is taken."""
     (memory,) = roomy().memory

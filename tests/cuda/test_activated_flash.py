@@ -37,6 +37,7 @@ def with_flash3(
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=10)
 @pytest.mark.parametrize(("q_len", "k_len"), [(29, 29), (13, 30), (30, 13)])
 @pytest.mark.parametrize("name", PREDICATES)

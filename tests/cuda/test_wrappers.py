@@ -321,6 +321,7 @@ wait 2""",
     )
 
 
+@pytest.mark.slow
 def test_gradients_are_sent_as_they_are_computed(gpu: AbsentGpu) -> None:
     """The sum of a layer's gradients is in flight while attention of the previous layer is computed."""
     sizes = Sizes(rows=8192, heads=32, kv_heads=8, layers=2)

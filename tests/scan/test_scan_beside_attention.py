@@ -68,6 +68,7 @@ def test_beside_attention(ranks: Ranks) -> None:
     check(ranks.run(2, mixed_zigzag))
 
 
+@pytest.mark.slow
 def test_scans_leave_zigzag_to_the_cost_model() -> None:
     report = sp_compile.explain(build(Mixed), *text(1 << 12, batch=1), sp=2, attention="ring")
     assert {d.chosen.layout for d in report.attention} == {"zigzag"}

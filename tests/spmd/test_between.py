@@ -361,6 +361,7 @@ def test_report_of_results(outputs: Any, stays: bool, small: bool) -> None:
     assert report.sharded_outputs == ["logits"] * stays
 
 
+@pytest.mark.slow
 def test_report_of_the_next_graph() -> None:
     """explain crosses a graph break as real ranks do: nothing is gathered between two graphs."""
 

@@ -220,6 +220,7 @@ def equal_in_one_row() -> tuple[float, list[Note]]:
     return (run(x) - program(x)).abs().max().item(), explain(program, x).notes
 
 
+@pytest.mark.slow
 def test_groups_of_a_grid_scatter_the_same_layers(ranks: Ranks) -> None:
     for error, notes in ranks.run(4, equal_in_one_row):
         assert error < 1e-12

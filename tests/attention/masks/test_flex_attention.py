@@ -235,6 +235,7 @@ def test_unmatched_calls_are_correct() -> None:
     assert report.fallbacks
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("strategy", ["ring", "gather", "ulysses"])
 def test_log_sum_exps(strategy: str) -> None:
@@ -261,6 +262,7 @@ def test_scores_equal_one_device(strategy: str) -> None:
     run("window", strategy, 4, score_mod="both")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("strategy", ["gather", "ring"])
 def test_scores_of_balanced_positions(strategy: str) -> None:

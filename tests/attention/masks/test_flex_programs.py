@@ -170,6 +170,7 @@ TEXTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("fills", [False, True])
 def test_fills_are_not_merged(fills: bool) -> None:
@@ -191,6 +192,7 @@ def test_fills_are_not_merged(fills: bool) -> None:
     assert bool(report.find_notes(NoteKind.DECLINED, subject="ring")) is fills
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("table", [False, True])
 @pytest.mark.parametrize(("strategy", "layout"), [("ring", "contiguous"), ("ulysses", "zigzag"), ("gather", "zigzag")])

@@ -72,6 +72,7 @@ def test_states_of_documents_are_on_shards(ranks: Ranks, kernel: str, documents:
     assert all(calls == [kernel] for _, calls in answers), "only the eager model calls the package"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.sampled(every=6)
 def test_nothing_is_gathered(kernel: str) -> None:

@@ -150,6 +150,7 @@ def row_by_row(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tens
     return sum(F.cross_entropy(z[:, i], ids[:, i]) for i in range(ids.shape[1]))
 
 
+@pytest.mark.slow
 def test_rows_that_are_all_of_them_stay_where_they_are() -> None:
     found = sp_compile.verify(Model(row_by_row).double(), *batch(16), sp=2)
     assert found.worst < EXACT

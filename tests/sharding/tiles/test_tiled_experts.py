@@ -41,6 +41,7 @@ def test_one_device(experts: Experts, n: int, tiles: int, seq: int) -> None:
     assert len(found.tiled) == (EXPERTS if experts is one_by_one else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=16)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("experts", [inverted, each_its_matrices])
