@@ -68,7 +68,7 @@ TERMS: dict[Any, tuple[str, ...]] = {
     aten.stack: ("tensors",),
 }
 UNIFORM_OPS = (
-    "alias clone contiguous expand flatten mean permute reshape select slice squeeze sum t transpose "
+    "alias clone contiguous expand flatten mean movedim mT permute reshape select slice squeeze sum t transpose "
     "unflatten unsqueeze view"
 )
 TERMS |= {getattr(aten, name): ("self",) for name in UNIFORM_OPS.split()}
