@@ -81,17 +81,6 @@ def has_derivative(target: Any) -> bool:
     return any(has_kernel(target.name(), key) for key in ("Autograd", "CompositeImplicitAutograd"))
 
 
-def can_decompose(op: Any) -> bool:
-    """Return True if torch computes an aten op by calls of other ops before autograd, and autocast does not change it.
-
-    `op.decompose` then makes these calls.
-    """
-    try:
-        return bool(op._can_decompose()) and not any(has_autocast_kernel(op, device) for device in ("cpu", "cuda"))
-    except RuntimeError:  # an overload for Python lists, such as mT.a, which no dispatcher knows
-        return False
-
-
 def has_autocast_kernel(op: OpOverload, device_type: str) -> bool:
     """Return True if autocast changes the dtype in which `op` computes on this type of device.
 

@@ -32,14 +32,17 @@ aten, sp = torch.ops.aten, torch.ops.sp
 IsZero = Callable[[str], bool]  # of the argument with a name
 # Ops that return 0 if some arguments are 0: which ones, as a condition.
 _ZERO_RULES: dict[Any, Callable[[IsZero], bool]] = {
-    aten.mul: lambda is_zero: is_zero("self") or is_zero("other"),
+    **dict.fromkeys((aten.mul, aten.multiply), lambda is_zero: is_zero("self") or is_zero("other")),
     **dict.fromkeys(
         (aten.add, aten.sub, aten.rsub, aten.maximum, aten.minimum, aten.where),
         lambda is_zero: is_zero("self") and is_zero("other"),
     ),
     aten.masked_fill: lambda is_zero: is_zero("self") and is_zero("value"),
     **dict.fromkeys(
-        (getattr(aten, name) for name in "abs div neg relu round sign sin sinh tan tanh nan_to_num".split()),
+        (
+            getattr(aten, name)
+            for name in "abs div neg relu round sign sin sinh tan tanh nan_to_num true_divide".split()
+        ),
         lambda is_zero: is_zero("self"),
     ),
     **dict.fromkeys(

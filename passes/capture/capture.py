@@ -33,7 +33,6 @@ from .check_captured import require_ops, require_whole_memory
 from .functionalize import functionalize
 from .grad_modes import detach_no_grad_regions
 from .regions import inline_regions
-from .shorthands import decompose_shorthands
 from .trace import mark_subclass, trace
 from .user_collectives import functionalize_collectives
 from .view_writes import VIEW_OPS, find_shared_results
@@ -308,7 +307,6 @@ def capture_export(program: ExportedProgram | GraphModule) -> GraphModule:
     _copy_bodies(gm)
     functionalize_collectives(gm)
     _lift_constants(gm, mode)
-    decompose_shorthands(gm)
     require_whole_memory(gm)
     functionalize(gm)
     return _finish_capture(gm)

@@ -25,7 +25,6 @@ from sp_compile.passes.graph.edit import INHERITED_META
 from sp_compile.passes.graph.modes import disable_autocast
 
 from .regions import inline_regions
-from .shorthands import SHORTHANDS
 
 # Functions of packages that compute the values of a torch.autograd.Function which Dynamo does not trace.
 PACKAGE_FUNCTIONS = {("torchao", "matmul_with_hp_or_float8_args"): trace_scaled_linear}  # (package, class)
@@ -50,8 +49,7 @@ def trace(gm: GraphModule, fakes: Sequence[Any], fake_mode: FakeTensorMode) -> G
     flat = inline_regions(gm)  # without sub-graphs for checkpoints and grad modes
     with torch_compat.preserve_thread_state(), fake_mode, torch_compat.enable_python_dispatcher(), preserve_node_meta():
         # tracing_mode="real" uses the inputs as they are, which are fake already.
-        run = _TracingInterpreter(flat, fake_mode).run
-        traced = make_fx(run, SHORTHANDS, pre_dispatch=True, tracing_mode="real")(*fakes)
+        traced = make_fx(_TracingInterpreter(flat, fake_mode).run, pre_dispatch=True, tracing_mode="real")(*fakes)
     for new, old in zip(traced.graph.find_nodes(op="placeholder"), gm.graph.find_nodes(op="placeholder"), strict=True):
         torch_compat.rename_node(new, old.name)
         new.target = new.name

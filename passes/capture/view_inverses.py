@@ -116,12 +116,12 @@ def _invert_permute(view: ViewCall, new: Node, order: tuple[int, ...], emit: Emi
     return emit(aten.permute.default, new, inverse)
 
 
-def _invert_conjugate(view: ViewCall, new: Node, emit: Emit) -> Node:
-    """Emit the new base of a conjugate: the conjugate of the new value.
+def _invert_adjoint(view: ViewCall, new: Node, emit: Emit) -> Node:
+    """Emit the new base of mH: mH of the new value.
 
-    It is computed, not lazy, because other views of the base would reject a lazy one.
+    Its conjugate is computed, not lazy, because other views of the base would reject a lazy one.
     """
-    base = emit(aten._conj.default, new)
+    base = emit(view.node.target, new)
     return emit(aten.resolve_conj.default, base) if base.meta["val"].is_conj() else base
 
 
@@ -154,8 +154,9 @@ _INVERSES: dict[Any, Callable[[ViewCall, Node, Emit], Node | None]] = {
     aten.diagonal.default: _invert_by_scatter(aten.diagonal_scatter.default),
     # Not as_strided: torch's derivative of as_strided_scatter is wrong, as it keeps the gradient of replaced elements.
     aten.narrow.default: _invert_narrow,
-    aten._conj.default: _invert_conjugate,
+    **dict.fromkeys((aten.mH.default, aten.adjoint.default), _invert_adjoint),
     aten.expand.default: _invert_expand,
+    aten.expand_as.default: _invert_expand,
     aten.view.dtype: lambda view, new, emit: emit(aten.view.dtype, new, view.base.meta["val"].dtype),
     aten.view_as_real.default: lambda view, new, emit: emit(aten.view_as_complex.default, new),
     aten.view_as_complex.default: lambda view, new, emit: emit(aten.view_as_real.default, new),

@@ -47,10 +47,12 @@ aten = torch.ops.aten
 VIEW_OPS = "sp_views"  # key of `SharedResults` in the meta of a captured graph
 
 # Ops whose result is a view or a copy, depending on strides (and, for the second set, on dtype and device).
-_RESHAPES = parse_overloads("reshape flatten.using_ints ravel contiguous")
-# Ops whose results have no element in common.
-_PARTITIONS = parse_overloads("chunk split.Tensor split.sizes split_with_sizes unbind.int")
-_MAY_COPY = {*_RESHAPES, *parse_overloads("to.dtype to.device to.dtype_layout to.other type_as")}
+_RESHAPES = parse_overloads("reshape reshape_as view_as flatten.using_ints ravel contiguous")
+# Ops whose results have no element in common. Those of others may: tensor_split at positions, meshgrid(x, x).
+_PARTITIONS = parse_overloads("""
+    chunk split.Tensor split.sizes split_with_sizes tensor_split.sections hsplit.int vsplit.int dsplit.int unbind.int
+""")
+_MAY_COPY = {*_RESHAPES, *parse_overloads("to.dtype to.device to.dtype_layout to.other type_as expand_as")}
 
 
 @dataclass(frozen=True)
@@ -258,7 +260,7 @@ def _are_disjoint(aliases: Aliases, a: Node, b: Node) -> bool:
         return False
     ranges = [(piece.start, piece.start + piece.length) for piece in pieces]
     pairs_of_bounds = ((ranges[0][1], ranges[1][0]), (ranges[1][1], ranges[0][0]))  # (end of one, start of the other)
-    return any(sympy.sympify(start - end).is_nonnegative for end, start in pairs_of_bounds)
+    return any(isinstance(end, int) and isinstance(start, int) and end <= start for end, start in pairs_of_bounds)
 
 
 def _has_distinct_elements(x: Tensor) -> bool:

@@ -54,8 +54,7 @@ def trace_function(
     # "real": make_fx uses the values as they are; these are fake tensors already.
     tracer = make_fx(run, dict(decompositions or {}), tracing_mode="real", pre_dispatch=pre_dispatch)
     with fake_mode_of(values), enable_python_dispatcher(), nullcontext() if gradients else torch.no_grad():
-        # Detached, because a traced op such as transpose_ would change the shape of a value.
-        gm = tracer(*(values if gradients else pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, values)))
+        gm = tracer(*values)
     gm.graph.eliminate_dead_code()
     gm.recompile()
     return gm

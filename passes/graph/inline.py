@@ -29,21 +29,12 @@ def lower_exchanges(gm: GraphModule, decompositions: Mapping[Any, Callable[..., 
     editor = GraphEditor().edit(gm.graph)
     composites = [node for node in gm.graph.nodes if node.op == "call_function" and node.target in COMPOSITES]
     for node in composites:
-        inline_op(editor, node, decompositions or {})
+        _inline_op(editor, node, decompositions or {})
     return len(composites)
 
 
-def inline_op(
-    editor: GraphEditor, node: Node, decompositions: Mapping[Any, Callable[..., Any]], pre_dispatch: bool = False
-) -> None:
-    """Replace the node by the ops that a trace of its op records.
-
-    Args:
-        editor: Editor of the graph.
-        node: Node to replace.
-        decompositions: Decompositions of ATen ops, as for make_fx.
-        pre_dispatch: Keep composite ops without a decomposition.
-    """
+def _inline_op(editor: GraphEditor, node: Node, decompositions: Mapping[Any, Callable[..., Any]]) -> None:
+    """Replace the node by the ops that a trace of its op records."""
     operands = node.all_input_nodes
 
     def body(*values: Any) -> Any:
@@ -52,6 +43,5 @@ def inline_op(
         return node.target(*args, **kwargs)
 
     with editor.graph.inserting_before(node):
-        options = {"decompositions": decompositions, "pre_dispatch": pre_dispatch}
-        results = editor.inline_function(body, operands, node, **options)
+        results = editor.inline_function(body, operands, node, decompositions=decompositions)
     editor.replace(node, results)

@@ -79,7 +79,7 @@ def _shard_result(plan: PlacementPlan, node: Node, shard: Shard, n: int) -> Node
     call, rule = lookup_rule(node) or (None, None)
     if call is None or rule is None:
         return None
-    if rule.operand_placements is not None:  # the op defines the placements
+    if rule.operand_placements is not None or rule.lenders:  # fixed placements, or operands read for their shape only
         return None
     # `no_rule` is the reason of an earlier pass why the node needs full operands, or None.
     if node_info(node).no_rule is not None or any(plan.of(x) != REPLICATE for x in call.operands):

@@ -206,7 +206,8 @@ def propagate_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], 
         n: The number of ranks.
     """
     node, demands = call.node, []
-    shards = {i: p for i, p in enumerate(have) if isinstance(p, Shard)}
+    # The sharded operands, without the `lenders`, of which the op reads the shape only.
+    shards = {i: p for i, p in enumerate(have) if isinstance(p, Shard) and i not in rule.lenders}
     # The sharded factor of each sharded operand, or "" if no factor describes the sharded dim, and its shard.
     factors = {i: rule.local_part(rule.operands[i], p) for i, p in shards.items()}
     # Windows over the rows of the first operand: convolutions (kind "halo") and slices (kind "window").
@@ -241,7 +242,9 @@ def propagate_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], 
             demands.append(Demand(node, i, kind, shards[i], keeps_sharding, why))
     if base is not None:
         return shard_factor(call, rule, have, main_factor, base, n, tuple(demands))
-    return NodeStep(None, (REPLICATE,) * len(rule.results), tuple(demands))  # None: it runs on full operands
+    # If only lenders are sharded, the op runs on shards and reads the local shape. None: it runs on full operands.
+    only_lenders = not demands and any(isinstance(have[i], Shard) for i in rule.lenders)
+    return NodeStep(tuple(have) if only_lenders else None, (REPLICATE,) * len(rule.results), tuple(demands))
 
 
 def _is_pairwise(call: OpCall, rule: BoundRule, leading: int | None, i: int, main_factor: str, factor: str) -> bool:
@@ -370,6 +373,8 @@ def shard_factor(
     if any(factor in flatten_dims(dims) and not isinstance(p, Shard) for dims, p in dims_and_placements):
         why = f"the sizes of {factor!r} are not provably equal along one sequence"
         return replicate_operands(call.node, have, "align", why, len(results))
+    for i in rule.lenders:  # only the shape is read
+        wants[i] = have[i]
     kind = rule.kind(factor)
     without_factor = REPLICATE if kind == "attend" else Partial()
     # A pass replaces the op by a sum over the ranks. Its demands are of the sharded operands only: each rank reads a

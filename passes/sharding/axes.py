@@ -368,6 +368,8 @@ def _name_results(axes: Axes, call: OpCall, rule: BoundRule) -> None:
     """
     factor_dims: dict[str, Dim] = {}  # atoms of each factor of the operands
     for i, operand in enumerate(call.operands):
+        if i in rule.lenders:  # only its shape is read
+            continue
         for dim, f in value_factors(axes, operand, rule, rule.operands[i]):
             if f in factor_dims:
                 axes.join(dim, factor_dims[f])

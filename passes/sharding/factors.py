@@ -84,6 +84,7 @@ class BoundRule:
     operand_placements: tuple[Placement, ...] | None = None
     result_placements: Placement | None = None  # placement that the call defines for its results
     reshapes: bool = False  # elements keep their row-major order, so the local result is a local reshape
+    lenders: tuple[int, ...] = ()  # operands of which only the shape is read
     extents: Mapping[str, Size] = field(default_factory=dict)  # sizes of the factors in groups
     # (start, length) of each result in the "window" factor, of which it is a contiguous piece
     spans: tuple[tuple[Size, Size], ...] = ()
@@ -117,7 +118,7 @@ class BoundRule:
 
         kinds = dict.fromkeys(self.kinds.values())  # without duplicates
         options = [f"{kind}={' '.join(f for f, k in self.kinds.items() if k == kind)}" for kind in kinds]
-        values = {name: getattr(self, name) for name in ("sizes", "pad", "masks")}
+        values = {name: getattr(self, name) for name in ("sizes", "pad", "masks", "lenders")}
         options += [f"{name}={value}" for name, value in values.items() if value not in (None, ())]
         flags = [name for name in ("lazy", "starts_sequence", "reshapes") if getattr(self, name)]
         return "; ".join([f"{format_side(self.operands)} -> {format_side(self.results)}", *options, *flags])

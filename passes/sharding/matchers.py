@@ -45,7 +45,7 @@ FULL_OPS: dict[Any, Number] = {
 FILL_OPS = parse_overloads("full full_like new_full")
 LITERAL_OPS = parse_overloads("lift_fresh lift_fresh_copy")  # of a number in the program's source
 DETACH_OPS = {*LITERAL_OPS, aten.detach.default}  # gradients stop at these
-CONCAT_OPS = parse_overloads("cat stack")
+CONCAT_OPS = parse_overloads("cat concat concatenate stack hstack vstack row_stack dstack")
 PAD_OPS = parse_overloads("constant_pad_nd pad")
 ARANGE_OPS = parse_overloads("arange arange.start arange.start_step")
 # Ops with lazy rules that move no elements: they create a tensor like another one, or read its bytes as other elements.
@@ -69,7 +69,7 @@ def _match_movement(node: Any) -> tuple[Node, BoundRule] | None:
     op_name = str(node.target).partition(".")[2]  # without the namespace
     if node.target.namespace not in ("aten", "prims") or NON_MOVE_OPS.match(op_name):
         return None
-    # Of `other`, only the dtype is read (type_as).
+    # Of `other`, only the shape or dtype is read (view_as, type_as).
     has_other_elements = any(x is not call.get("other") for x in call.operands[1:])
     # Without kinds all dims pass. Reshapes have some dims of the kind "replicate", slices of the kind "window".
     moves_elements = rule.reshapes or rule.spans or not rule.kinds

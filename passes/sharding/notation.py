@@ -21,7 +21,7 @@ from sp_compile.passes.graph.sizes import Size, exact_quotient, is_same_size, si
 
 from .factors import FACTOR_KINDS, BoundRule, Dims, dim_factors, flatten_dims, group_factors, rename_kind
 
-RULE_OPTIONS = ("sizes", "lazy", "starts_sequence", "pad", "masks", "reshapes")
+RULE_OPTIONS = ("sizes", "lazy", "starts_sequence", "pad", "masks", "reshapes", "lenders")
 MAX_BOUND_SHAPES = 1024  # cached bindings of one rule
 _FACTOR = re.compile(r"~\d+|[^\W\d]\w*")  # ~1 is a dim of "..."
 

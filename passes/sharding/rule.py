@@ -186,6 +186,7 @@ class RuleOptions(TypedDict, total=False):
     pad: tuple[int, Any]  # (operand, value): padded rows of the operand get the value, so that a sum ignores them
     masks: tuple[int, ...]  # operands that are only indexed by position; no sequence starts at them
     reshapes: bool  # elements keep their row-major order
+    lenders: tuple[int, ...]  # operands of which only the shape is read
 
 
 def rule(op: Any, *texts: str, **options: Unpack[RuleOptions]) -> None:
@@ -196,7 +197,7 @@ def rule(op: Any, *texts: str, **options: Unpack[RuleOptions]) -> None:
         *texts: Rule texts; the one with the call's number of tensor operands is used.
         **options: Names of factors, separated by spaces, for each kind: `sum`, `mean`, `total`, `replicate`, `attend`,
             `scan`, `halo`, `window`. And fields of `BoundRule`: `sizes`, `lazy`, `starts_sequence`, `pad`, `masks`,
-            `reshapes`. `RuleOptions` declares their types; a rule sets few of them. `whole` is a deprecated
+            `reshapes`, `lenders`. `RuleOptions` declares their types; a rule sets few of them. `whole` is a deprecated
             name of `replicate`, with a warning.
 
     Returns:

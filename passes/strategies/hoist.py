@@ -329,7 +329,7 @@ def _match_row_wise(node: Node, rows: RowsAt) -> RowWiseNode | None:
     call, rule = lookup_rule(node) or (None, None)
     if call is None or rule is None or not is_tensor(node):
         return None
-    if rule.operand_placements is not None:  # the op defines the placements
+    if rule.operand_placements is not None or rule.lenders:  # fixed placements, or an operand that is read as a shape
         return None
     # An argument with the number of rows, which would change. The size argument of a reshape is computed again.
     has_sizes = rule.sizes and not rule.reshapes

@@ -11,14 +11,9 @@ import torch
 import torch.nn.functional as F
 from support.golden import captured
 from torch import Tensor
-from torch.fx import GraphModule
-from torch.utils import _pytree as pytree
 
 from sp_compile.passes.canonical.canonicalize import Canonicalize
-from sp_compile.passes.capture.capture import capture
-from sp_compile.passes.capture.shorthands import SHORTHANDS
 from sp_compile.passes.graph.node_info import set_node_info
-from sp_compile.passes.sharding.rule import RULES
 
 sdpa = F.scaled_dot_product_attention
 Join = Callable[[Sequence[Tensor]], Tensor]
@@ -154,64 +149,3 @@ def test_another_name_of_an_op_is_the_op(name: str) -> None:
     found = ops_of(other, ops)
     assert found == ops_of(plain, ops)
     assert found.total() == 1
-
-
-def write_to(view: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    def run(x: Tensor) -> Tensor:
-        h = x.sin()
-        view(h).multiply_(2)
-        return h + h.mT.mT.reshape_as(x)
-
-    return run
-
-
-def swapped_in_place(x: Tensor) -> tuple[Tensor, ...]:
-    h = x.sin()
-    return h.swapaxes_(0, 1).multiply_(2), h, h.tile(2)
-
-
-def in_a_branch(x: Tensor) -> Tensor:
-    return torch.cond(x.sum().real > 0, lambda x: torch.multiply(x, 2), lambda x: torch.subtract(x, 1), (x,))
-
-
-DECOMPOSED: dict[str, Callable[[Tensor], Any]] = {
-    "in a branch": in_a_branch,
-    "joins": lambda x: [torch.hstack([x, x]), torch.vstack([x[0, 0], x[0, 1]]), torch.dstack([x[0], x[1]])],
-    "meshgrid": lambda x: [g.clone() for g in torch.meshgrid(x[0, 0], x[0, 1], indexing="xy")],
-    "shapes of others": lambda x: [x[0].expand_as(x), x.view_as(x.flatten()), *torch.broadcast_tensors(x, x[0, 0])],
-    "splits": lambda x: [h.sin() for h in (*torch.tensor_split(x, [3, 1], 1), *torch.hsplit(x, 3))],
-    "swapped in place": swapped_in_place,
-    "take_along_dim": lambda x: torch.take_along_dim(x, x.abs().argsort(1) - 6, 1),
-    "the operand itself": lambda x: [x.conj() + 1, x.real, torch.atleast_1d(x)],
-    "write to a conjugate": write_to(torch.conj),
-    "write to a part": write_to(torch.real),
-    "write to an adjoint": write_to(torch.adjoint),
-    "write to pieces": write_to(lambda h: torch.tensor_split(h, 2, 1)[1]),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
-@pytest.mark.parametrize("name", DECOMPOSED)
-def test_captured_graphs_have_no_shorthands(name: str, dtype: torch.dtype) -> None:
-    """By torch.export and by torch.compile, also in bodies; the values are equal."""
-    f = DECOMPOSED[name]
-    x = torch.randn(2, 6, 8, dtype=dtype, generator=torch.Generator().manual_seed(0))
-    graphs = []
-
-    def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        graphs.append(capture(gm, inputs))
-        results = len(gm.graph.output_node().args[0])
-        return lambda *args: graphs[-1](*args)[:results]  # without hidden results
-
-    expected = pytree.tree_leaves(f(x.clone()))
-    torch.testing.assert_close(pytree.tree_leaves(torch.compile(f, backend=backend)(x.clone())), expected)
-    graphs.append(captured(f, x.clone()))
-    torch.testing.assert_close(pytree.tree_leaves(graphs[-1](x.clone())), expected)
-    bodies = [body for gm in graphs for body in gm.modules() if isinstance(body, GraphModule)]
-    assert len(graphs) == 2
-    assert not [node for body in bodies for node in body.graph.nodes if node.target in SHORTHANDS]
-
-
-def test_shorthands_have_no_rules() -> None:
-    """A rule of an op that no captured graph has would never be tested in a program."""
-    assert not SHORTHANDS.keys() & RULES.keys()

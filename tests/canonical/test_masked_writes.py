@@ -44,8 +44,8 @@ x: [2, 7, 4] = placeholder
 y: [2, 7] = placeholder
 z: [6, 4] = placeholder
 unsqueeze: [2, 7, 1] = aten.unsqueeze(y, 2)
-expand_default: [2, 7, 4] = aten.expand(unsqueeze, [2, 7, 4])
-_assert_tensor_metadata_default:  = aten._assert_tensor_metadata(expand_default, dtype=bool, device=cpu, layout=strided)
+expand_as: [2, 7, 4] = aten.expand_as(unsqueeze, x)
+_assert_tensor_metadata_default:  = aten._assert_tensor_metadata(expand_as, dtype=bool, device=cpu, layout=strided)
 reshape_default: [2, 7] = aten.reshape(unsqueeze, [2, 7])
 new_zeros_default: [1, 4] = aten.new_zeros(z, [1, 4])
 cat_default: [7, 4] = aten.cat([z, new_zeros_default], 0)

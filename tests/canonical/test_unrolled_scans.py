@@ -118,9 +118,9 @@ def test_golden() -> None:
 x: [2, 13, 3] = placeholder
 y: [2, 13, 3] = placeholder
 linear_scan_default: [2, 13, 3] = sp.linear_scan(x, y, None, 1)
-permute_default_3: [13, 2, 3] = aten.permute(linear_scan_default, [1, 0, 2])
-permute_default_2: [2, 13, 3] = aten.permute(permute_default_3, [1, 0, 2])
-return (permute_default_2,)""",
+movedim_int: [13, 2, 3] = aten.movedim.int(linear_scan_default, 1, 0)
+movedim_2: [2, 13, 3] = aten.movedim.int(movedim_int, 0, 1)
+return (movedim_2,)""",
     )
 
 

@@ -39,10 +39,10 @@ class Goldens(expecttest.TestCase):
 lifted_tensor_0: [4, 1, 3] = get_attr
 x: [1, 8, 4] = placeholder
 mul: [1, 8, 4] = aten.mul.Tensor(x, 2)
-transpose_int: [1, 4, 8] = aten.transpose.int(mul, -2, -1)
-conv_along_default: [1, 4, 8] = sp.conv_along(transpose_int, lifted_tensor_0, None, 2, 1, 1, [1], [1], [1], 4, [1, 8, 0, 8], [1, 8, 0, 8], 2, sim)
-transpose_int_1: [1, 8, 4] = aten.transpose.int(conv_along_default, -2, -1)
-add: [1, 8, 4] = aten.add.Tensor(transpose_int_1, 1)
+m_t: [1, 4, 8] = aten.mT(mul)
+conv_along_default: [1, 4, 8] = sp.conv_along(m_t, lifted_tensor_0, None, 2, 1, 1, [1], [1], [1], 4, [1, 8, 0, 8], [1, 8, 0, 8], 2, sim)
+m_t_1: [1, 8, 4] = aten.mT(conv_along_default)
+add: [1, 8, 4] = aten.add.Tensor(m_t_1, 1)
 return (add,)""",
         )
 
@@ -54,10 +54,10 @@ return (add,)""",
 lifted_tensor_0: [4, 1, 3] = get_attr
 x: [1, 9, 4] = placeholder
 mul: [1, 9, 4] = aten.mul.Tensor(x, 2)
-transpose_int: [1, 4, 9] = aten.transpose.int(mul, -2, -1)
-conv_along_default: [1, 4, 7] = sp.conv_along(transpose_int, lifted_tensor_0, None, 2, 0, 0, [1], [0], [1], 4, [1, 9, 0, 9], [1, 9, 0, 7], 2, sim)
-transpose_int_1: [1, 7, 4] = aten.transpose.int(conv_along_default, -2, -1)
-add: [1, 7, 4] = aten.add.Tensor(transpose_int_1, 1)
+m_t: [1, 4, 9] = aten.mT(mul)
+conv_along_default: [1, 4, 7] = sp.conv_along(m_t, lifted_tensor_0, None, 2, 0, 0, [1], [0], [1], 4, [1, 9, 0, 9], [1, 9, 0, 7], 2, sim)
+m_t_1: [1, 7, 4] = aten.mT(conv_along_default)
+add: [1, 7, 4] = aten.add.Tensor(m_t_1, 1)
 return (add,)""",
         )
 
@@ -68,10 +68,10 @@ return (add,)""",
             """\
 x: [1, 8, 4] = placeholder
 mul: [1, 8, 4] = aten.mul.Tensor(x, 2)
-transpose_int: [1, 4, 8] = aten.transpose.int(mul, -2, -1)
-max_pool1d_default: [1, 4, 4] = sp.max_pool1d(transpose_int, 0, 0, -inf, 2, 2, 1, [1, 8, 0, 8], [1, 4, 0, 4], 2, sim)
-transpose_int_1: [1, 4, 4] = aten.transpose.int(max_pool1d_default, -2, -1)
-add: [1, 4, 4] = aten.add.Tensor(transpose_int_1, 1)
+m_t: [1, 4, 8] = aten.mT(mul)
+max_pool1d_default: [1, 4, 4] = sp.max_pool1d(m_t, 0, 0, -inf, 2, 2, 1, [1, 8, 0, 8], [1, 4, 0, 4], 2, sim)
+m_t_1: [1, 4, 4] = aten.mT(max_pool1d_default)
+add: [1, 4, 4] = aten.add.Tensor(m_t_1, 1)
 return (add,)""",
         )
 
@@ -181,8 +181,8 @@ return (sub,)""",
             """\
 lifted_tensor_0: [4, 1, 3] = get_attr
 x: [1, 8, 4] = placeholder
-transpose_int: [1, 4, 8] = aten.transpose.int(x, -2, -1)
-conv_along_default: [1, 4, 8] = sp.conv_along(transpose_int, lifted_tensor_0, None, 2, 1, 1, [1], [1], [1], 4, [1, 8, 0, 8], [1, 8, 0, 8], 2, sim)
+m_t: [1, 4, 8] = aten.mT(x)
+conv_along_default: [1, 4, 8] = sp.conv_along(m_t, lifted_tensor_0, None, 2, 1, 1, [1], [1], [1], 4, [1, 8, 0, 8], [1, 8, 0, 8], 2, sim)
 return (conv_along_default,)""",
         )
 
@@ -196,14 +196,14 @@ shard_default: [1, 4, 4] = sp.shard(x, 1, [1, 8, 0, 8], 2, sim)
 conv_weight: [4, 1, 3] = get_attr
 conv_bias: [4] = get_attr
 mul: [1, 4, 4] = aten.mul.Tensor(shard_default, 2)
-transpose_int: [1, 4, 4] = aten.transpose.int(mul, -2, -1)
+m_t: [1, 4, 4] = aten.mT(mul)
 reduce_grad_default:  = sp.reduce_grad([conv_weight, conv_bias], reduce, 2, sim)
 getitem: [4, 1, 3] = getitem(reduce_grad_default, 0)
 getitem_1: [4] = getitem(reduce_grad_default, 1)
-conv_along_default_1: [1, 4, 4] = sp.conv_along(transpose_int, getitem, getitem_1, 2, 2, 0, [1], [2], [1], 4, [1, 8, 0, 8], [1, 8, 0, 8], 2, sim)
+conv_along_default_1: [1, 4, 4] = sp.conv_along(m_t, getitem, getitem_1, 2, 2, 0, [1], [2], [1], 4, [1, 8, 0, 8], [1, 8, 0, 8], 2, sim)
 silu: [1, 4, 4] = aten.silu(conv_along_default_1)
-transpose_int_1: [1, 4, 4] = aten.transpose.int(silu, -2, -1)
-sum_1: [] = aten.sum(transpose_int_1)
+m_t_1: [1, 4, 4] = aten.mT(silu)
+sum_1: [] = aten.sum(m_t_1)
 all_reduce_default: [] = sp.all_reduce(sum_1, 2, sim)
 return (all_reduce_default,)""",
         )

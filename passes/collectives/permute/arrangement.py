@@ -163,7 +163,7 @@ class FactorTable:
 
 PASSTHROUGH_MOVES = (operator.getitem, WAIT_OP)  # they return their operand, or one of its values
 # Ops that return a view or a copy, depending on the strides.
-MAY_COPY = parse_overloads("contiguous reshape flatten.using_ints ravel")
+MAY_COPY = parse_overloads("contiguous reshape reshape_as flatten.using_ints ravel")
 
 
 def is_view(node: Node) -> bool:

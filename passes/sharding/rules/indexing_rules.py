@@ -272,6 +272,22 @@ def _scatter_rule(call: OpCall) -> BoundRule:
     return BoundRule((names, *others), (names,), kinds)
 
 
+@register_rule_function(aten.take_along_dim.default)
+def _take_along_dim_rule(call: OpCall) -> BoundRule | None:
+    """Return the rule of take_along_dim: along `dim` x is gathered, and the indices pass.
+
+    Other dims of x and the indices broadcast and pass. None without a dim, for which torch flattens x.
+    """
+    result = call.result_shapes()[0]
+    if call["dim"] is None or call.ndim("self") != call.ndim("indices"):
+        return None
+    names = factor_names(len(result))
+    dim = wrap_dim(call["dim"], len(names))
+    x_shape = [size if d != dim else 1 for d, size in enumerate(result)]  # 1: along `dim`, x does not broadcast
+    x = align_names(call.shape("self"), x_shape, replace_dims(names, [dim], "x"))
+    return BoundRule((x, align_names(call.shape("indices"), result, names)), (names,), {f"x{dim}": "replicate"})
+
+
 @register_rule_function(aten.embedding.default)
 def _embedding_rule(call: OpCall) -> BoundRule | None:
     """Return the rule of an embedding, which gathers the vocabulary v and passes the dims of the indices.

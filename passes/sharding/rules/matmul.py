@@ -82,7 +82,7 @@ def _scaled_linear_rule(call: OpCall) -> BoundRule | None:
     return bind_rule(call, f"... i, i o{scales} -> ... o", replicate="i")
 
 
-@register_rule_function(aten.matmul.default)
+@register_rule_function(aten.linalg_matmul.default, aten.matmul.default)
 def _matmul_rule(call: OpCall) -> BoundRule | None:
     """Return the rule of matmul, which sums over i, for vectors, matrices and batches of matrices."""
     text_of = {  # (the first operand is a vector, the second one is a vector)

@@ -25,7 +25,7 @@ from sp_compile.passes.graph.sizes import Size, as_size, is_same_size, position_
 from sp_compile.passes.sharding.reshape import reshape_rule
 from sp_compile.passes.sharding.rule import BoundRule, Dims, RuleFunction, register_rule_function, rule
 
-from ._build import align_names, along_dims, factor_names, normalize_dims, replace_dims, wrap_dim
+from ._build import align_names, along_dims, bind_rule, factor_names, normalize_dims, replace_dims, wrap_dim
 
 aten = torch.ops.aten
 
@@ -47,23 +47,47 @@ def _permute_rule(permute: Any) -> RuleFunction:
     return instantiate
 
 
-register_rule_function(aten.t.default)(_permute_rule(lambda dims, call: dims[::-1]))
+rule(aten.mT.default, "... a b -> ... b a", lazy=True)
+
+
+@register_rule_function(aten.adjoint.default, aten.mH.default)
+def _adjoint_rule(call: OpCall) -> BoundRule | None:
+    """Return the rule of a transpose that conjugates complex elements, and only moves others."""
+    is_complex = call.operands[0].meta["val"].is_complex()
+    return bind_rule(call, "... a b -> ... b a", lazy=not is_complex)
+
+
+register_rule_function(aten.numpy_T.default, aten.t.default)(_permute_rule(lambda dims, call: dims[::-1]))
 register_rule_function(aten.permute.default)(
     _permute_rule(lambda dims, call: [dims[wrap_dim(d, len(dims))] for d in call["dims"]])
 )
 
 
-@register_rule_function(aten.transpose.int)
+@register_rule_function(*parse_overloads("movedim.int movedim.intlist moveaxis.int moveaxis.intlist"))
+@_permute_rule
+def _move_dims(dims: Dims, call: OpCall) -> Dims:
+    """Return the names of the result's dims of movedim: those of `source` are at `destination`, the others in order."""
+    if not dims:  # of a tensor without dims, torch permits to move dim 0
+        return dims
+    source, destination = (normalize_dims(call[name], len(dims)) for name in ("source", "destination"))
+    moved = {d: dims[s] for s, d in zip(source, destination, strict=True)}  # by dim of the result
+    others = iter(f for f in dims if f not in moved.values())
+    return tuple(moved[d] if d in moved else next(others) for d in range(len(dims)))
+
+
+@register_rule_function(*parse_overloads("swapaxes swapdims transpose.int"))
 @_permute_rule
 def _swap_dims(dims: Dims, call: OpCall) -> Dims:
     """Return the names of the result's dims of transpose: those of the two dim arguments are swapped."""
-    a, b = call.dim("dim0"), call.dim("dim1")
+    first, second = ("axis0", "axis1") if "axis0" in call.args else ("dim0", "dim1")
+    a, b = call.dim(first), call.dim(second)
     swapped = {a: b, b: a}
     return tuple(dims[swapped.get(d, d)] for d in range(len(dims)))
 
 
 rule(aten.view_as_complex.default, "... c -> ...", replicate="c", lazy=True)
 rule(aten.view_as_real.default, "... -> ... c", lazy=True)
+register_rule_function(aten.atleast_1d.default)(lambda call: bind_rule(call, "... -> ..." if call.ndim() else "-> one"))
 
 
 @register_rule_function(
@@ -74,15 +98,29 @@ def _reshape_rule(call: OpCall) -> BoundRule:
     return reshape_rule(call.shape(), call.result_shapes()[0])
 
 
-@register_rule_function(aten.expand.default)
+@register_rule_function(aten.reshape_as.default, aten.view_as.default)
+def _reshape_as_rule(call: OpCall) -> BoundRule:
+    """Return the rule of x.view_as(other), which reads only the shape of `other` (`lenders`).
+
+    `other` has the dims of the result. It need not be gathered, because a rank's shard of it has the local shape.
+    """
+    reshape = _reshape_rule(call)
+    return replace(reshape, operands=(*reshape.operands, *reshape.results), lenders=(1,))
+
+
+@register_rule_function(
+    aten.broadcast_tensors.default, aten.broadcast_to.default, aten.expand.default, aten.expand_as.default
+)
 def _expand_rule(call: OpCall) -> BoundRule:
     """Return the rule of expand: a dim of size 1 that is expanded has the name "" in its operand; all others pass.
 
-    A rank passes the local sizes of a sharded result as the argument `size`.
+    If the op has an argument with the sizes (`sizes`), a rank passes the local sizes of a sharded result there.
     """
     result = call.result_shapes()[0]
     dims = factor_names(len(result))
-    return BoundRule((align_names(call.shape(), result, dims),), (dims,), sizes="size", lazy=True)
+    operands = tuple(align_names(call.shape(i), result, dims) for i in range(len(call.operands)))
+    sizes = "size" if "size" in call.args else None
+    return BoundRule(operands, tuple(dims for _ in call.results()), sizes=sizes, lazy=True)
 
 
 @register_rule_function(aten.stack.default, aten.unsqueeze.default)
@@ -129,15 +167,16 @@ def _squeeze_rule(call: OpCall) -> BoundRule | None:
     return BoundRule((replace_dims(names, removed, ""),), (result,), kinds, lazy=True)
 
 
-@register_rule_function(aten.repeat.default)
+@register_rule_function(aten.repeat.default, aten.tile.default)
 def _repeat_rule(call: OpCall) -> BoundRule:
-    """Return the rule of repeat: dims that are not repeated (count 1) pass, and the others are gathered.
+    """Return the rule of repeat or tile: dims that are not repeated (count 1) pass, and the others are gathered.
 
     With more counts than dims, the result has new leading dims.
     """
-    counts = call["repeats"]
-    ndim = len(counts)
+    counts = call["repeats"] if "repeats" in call.args else call["dims"]
+    ndim = max(call.ndim(), len(counts))
     num_new = ndim - call.ndim()  # leading dims of the result that the operand does not have
+    counts = [1] * (ndim - len(counts)) + list(counts)
     names = factor_names(ndim)
     changed = [d for d, count in enumerate(counts) if d < num_new or not is_same_size(as_size(count), 1)]
     kinds = {names[d]: "replicate" for d in changed if d >= num_new}
@@ -156,7 +195,27 @@ def _repeat_interleave_rule(call: OpCall) -> BoundRule | None:
     return _gathered_at(call, [call.dim()], result)
 
 
-@register_rule_function(aten.cat.default)
+# Dims of row_stack, vstack, hsplit, dsplit, ..., by the first letter of the name
+DIM_BY_LETTER = {"r": 0, "v": 0, "h": 1, "d": 2}
+
+
+def _dim_argument(call: OpCall, ndim: int) -> int:
+    """Return the dim of a cat, stack or split: its argument, or that of the first letter in hstack, vsplit, .."""
+    if "dim" in call.args:
+        return wrap_dim(call["dim"], ndim)
+    op_name = str(call.node.target).removeprefix("aten.")
+    return min(DIM_BY_LETTER[op_name[0]], ndim - 1)  # hstack joins vectors along their only dim
+
+
+@register_rule_function(*parse_overloads("hstack vstack row_stack dstack"))
+def _stacked_rule(call: OpCall) -> BoundRule | None:
+    """Return the rule of hstack, vstack, ..: that of cat, or None if the op first adds dims to its operands."""
+    ndim = len(call.result_shapes()[0])
+    adds_dims = any(call.ndim(i) != ndim for i in range(len(call.operands)))
+    return None if adds_dims else _cat_rule(call)
+
+
+@register_rule_function(aten.cat.default, aten.concat.default, aten.concatenate.default)
 def _cat_rule(call: OpCall) -> BoundRule:
     """Return the rule of cat, which gathers the joined dim of all operands; the other dims pass.
 
@@ -164,7 +223,7 @@ def _cat_rule(call: OpCall) -> BoundRule:
     may be joined with operands of any dims: torch skips it.
     """
     ndim = len(call.result_shapes()[0])
-    names, dim = factor_names(ndim), wrap_dim(call["dim"], ndim)
+    names, dim = factor_names(ndim), _dim_argument(call, ndim)
     shapes = [call.shape(i) for i in range(len(call.operands))]
     is_skipped = [len(shape) == 1 and is_same_size(shape[0], 0) and ndim > 1 for shape in shapes]
     nonempty = [i for i, shape in enumerate(shapes) if not is_skipped[i] and not is_same_size(shape[dim], 0)]
@@ -183,11 +242,24 @@ def _cat_rule(call: OpCall) -> BoundRule:
     return BoundRule(operands, (result,), kinds, lazy=True)
 
 
+@register_rule_function(aten.meshgrid.default, aten.meshgrid.indexing)
+def _meshgrid_rule(call: OpCall) -> BoundRule | None:
+    """Return the rule of meshgrid of vectors: the dim of vector i is dim i of all results. None for other operands.
+
+    With indexing="xy", the first two dims of the results are swapped.
+    """
+    if any(call.ndim(i) != 1 for i in range(len(call.operands))):
+        return None
+    dims = factor_names(len(call.operands))
+    result = (*reversed(dims[:2]), *dims[2:]) if call.get("indexing") == "xy" else dims
+    return BoundRule(tuple((f,) for f in dims), tuple(result for _ in dims), lazy=True)
+
+
 def _pieces_rule(call: OpCall, dim: int, spans: Sequence[tuple[Size, Size]]) -> BoundRule:
     """Return the rule of a slice or split, whose results are contiguous pieces of one dim; the other dims pass.
 
     The dim has the kind "window": a piece with most of the rows may be sharded as the operand. Further tensor operands
-    are positions (of narrow), which are gathered.
+    are positions (tensor_split), which are gathered.
 
     Args:
         call: Call of the op.
@@ -327,14 +399,21 @@ def _narrow_rule(call: OpCall) -> BoundRule:
 
 
 SPLIT_OPS = parse_overloads("""
-    chunk split.Tensor split.sizes split_with_sizes unsafe_chunk unsafe_split.Tensor unsafe_split_with_sizes
+    chunk split.Tensor split.sizes split_with_sizes tensor_split.indices tensor_split.sections unsafe_chunk
+    unsafe_split.Tensor unsafe_split_with_sizes
+    hsplit.int hsplit.array vsplit.int vsplit.array dsplit.int dsplit.array
 """)
 
 
 @register_rule_function(*SPLIT_OPS)
 def _split_rule(call: OpCall) -> BoundRule:
-    """Return the rule of a split or chunk, whose results are consecutive pieces of one dim."""
-    dim = call.dim()
+    """Return the rule of a split or chunk, whose results are consecutive pieces of one dim.
+
+    The pieces of tensor_split by indices may overlap or leave gaps, in which case the dim is gathered.
+    """
+    dim = _dim_argument(call, call.ndim())
     lengths = [shape[dim] for shape in call.result_shapes()]
+    if "indices" in call.args and not is_same_size(sum(lengths), call.shape()[dim]):
+        return _gathered_at(call, [dim], replace_dims(factor_names(call.ndim()), [dim], "piece"))
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     return _pieces_rule(call, dim, list(zip(starts, lengths, strict=True)))

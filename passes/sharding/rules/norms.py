@@ -82,6 +82,16 @@ def _cosine_similarity_rule(call: OpCall) -> BoundRule | None:
     return bind_rule(call, f"{' '.join(names)}, {' '.join(names)} -> {result}", replicate=names[dim])
 
 
+@register_rule_function(aten.pairwise_distance.default)
+def _pairwise_distance_rule(call: OpCall) -> BoundRule | None:
+    """Return the rule of pairwise_distance, the norm of x - y along the last dim, which is gathered.
+
+    The other dims broadcast and pass.
+    """
+    result = "... 1" if call["keepdim"] else "..."
+    return bind_rule(call, f"... d, ... d -> {result}", replicate="d")
+
+
 @register_rule_function(aten.native_layer_norm.default)
 def _native_layer_norm_rule(call: OpCall) -> BoundRule | None:
     """Return the rule of layer norm that also returns mean and reciprocal deviation of each row.

@@ -44,11 +44,17 @@ def pointwise_rule(call: OpCall) -> BoundRule | None:
 
 
 UNTAGGED_OPS = parse_overloads("""
-    __and__.Scalar __and__.Tensor __or__.Scalar __or__.Tensor _conj alpha_dropout complex dropout
-    fill.Scalar fill.Tensor float_power.Scalar float_power.Tensor_Scalar float_power.Tensor_Tensor
-    floor_divide.Scalar floor_divide hardswish isclose log_sigmoid masked_fill.Tensor native_dropout
-    polar resolve_conj resolve_neg rrelu rsub.Tensor where.Scalar where.ScalarOther where.ScalarSelf
-    where.self
+    __and__.Scalar __and__.Tensor __or__.Scalar __or__.Tensor _conj absolute alpha_dropout arccos arccosh
+    arcsin arcsinh arctan arctan2 arctanh complex conj divide.Scalar divide.Tensor divide.Tensor_mode
+    dropout fill.Scalar fill.Tensor fix float_power.Scalar float_power.Tensor_Scalar
+    float_power.Tensor_Tensor floor_divide.Scalar floor_divide greater.Scalar greater.Tensor
+    greater_equal.Scalar greater_equal.Tensor hardswish imag isclose isreal less.Scalar less.Tensor
+    less_equal.Scalar less_equal.Tensor log_sigmoid masked_fill.Tensor multiply.Scalar multiply.Tensor
+    native_dropout negative not_equal.Scalar not_equal.Tensor polar real resolve_conj resolve_neg rrelu
+    rsub.Tensor special_digamma special_erf special_erfc special_exp2 special_expit special_expm1
+    special_gammaln special_i0 special_log1p special_logit special_ndtr special_round special_sinc
+    special_xlogy subtract.Scalar subtract.Tensor true_divide.Scalar where.Scalar where.ScalarOther
+    where.ScalarSelf where.self
 """)
 register_rule_function(POINTWISE, *LAZY_OPS, *UNTAGGED_OPS, torch.ops.sp.token_function.default)(pointwise_rule)
 

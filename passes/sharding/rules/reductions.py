@@ -44,7 +44,7 @@ def _reduce_rule(kind: str) -> RuleFunction:
 _GATHERED_REDUCTIONS = parse_overloads("""
     all all.dim all.dims amax amin aminmax any any.dim any.dims argmax argmin kthvalue linalg_vector_norm
     logsumexp max max.dim median median.dim min min.dim mode nanmean nanmedian nanmedian.dim norm.Scalar
-    norm.ScalarOpt_dim norm.ScalarOpt_dim_dtype norm.ScalarOpt_dtype prod prod.dim_int
+    norm.ScalarOpt_dim norm.ScalarOpt_dim_dtype norm.ScalarOpt_dtype prod prod.dim_int special_logsumexp
     std.correction std std.dim std_mean.correction std_mean std_mean.dim var.correction var var.dim
     var_mean.correction var_mean var_mean.dim
 """)

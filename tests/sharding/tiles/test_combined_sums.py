@@ -179,8 +179,8 @@ x: [2, 1, 8, 4] = placeholder
 y: [2, 8] = placeholder
 scaled_dot_product_attention: [2, 1, 8, 4] = aten.scaled_dot_product_attention(x, x, x)
 select: [2, 8, 4] = aten.select.int(scaled_dot_product_attention, 1, 0)
-transpose_int: [2, 4, 8] = aten.transpose.int(select, -2, -1)
-cross_entropy_loss_default: [] = aten.cross_entropy_loss(transpose_int, y, reduction=2)
+m_t: [2, 4, 8] = aten.mT(select)
+cross_entropy_loss_default: [] = aten.cross_entropy_loss(m_t, y, reduction=2)
 ne_scalar: [2, 8] = aten.ne.Scalar(y, -100)
 sum_default: [] = aten.sum(ne_scalar)
 to_dtype: [] = aten.to.dtype(sum_default, float32)

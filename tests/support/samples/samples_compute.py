@@ -95,7 +95,7 @@ def products() -> None:
         ((2, 4, 6), (6,)),
         ((4, 6), (6, 2)),
     ]:
-        one(aten.matmul.default, f(*left), f(*right))
+        one((aten.matmul.default, aten.linalg_matmul.default), f(*left), f(*right))
     one(aten.mm.default, f(4, 6), f(6, 12))
     one(aten.mv.default, f(4, 6), f(6))
 
@@ -107,6 +107,10 @@ def norms() -> None:
     one(aten.cosine_similarity.default, f(4, 6, 2), f(4, 6, 2), 1)
     one(aten.cosine_similarity.default, f(4, 6), f(1, 6), -1)
     one(aten.cosine_similarity.default, f(4, 6), f(6), -1)
+    one(aten.pairwise_distance.default, f(2, 4, 6), f(2, 4, 6))
+    one(aten.pairwise_distance.default, f(4, 6, 2), f(6, 2), 1.0, 0.1, True)
+    one(aten.pairwise_distance.default, f(4, 6), f(4, 1))
+    one(aten.pairwise_distance.default, f(6), f(6))
     one(aten.group_norm.default, f(4, 6, 4), 3, f(6), f(6))
     one(aten.instance_norm.default, f(4, 6, 4), f(6), f(6), None, None, True, 0.1, 1e-5, False)
     one(aten.instance_norm.default, f(4, 6, 4), None, None, *statistics, False, 0.1, 1e-5, False)
@@ -193,7 +197,7 @@ def reductions() -> None:
     prod std std_mean sum var var_mean""".split()
     for name in whole:
         one(getattr(aten, name).default, x)
-    for name in "amax amin logsumexp nanmean nansum".split():
+    for name in "amax amin logsumexp nanmean nansum special_logsumexp".split():
         one(getattr(aten, name).default, x, [1])
         one(getattr(aten, name).default, x, [0, -1], True)
     for name in "mean.dim sum.dim_IntList std.dim std_mean.dim var.dim var_mean.dim all.dims any.dims".split():

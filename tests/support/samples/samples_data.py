@@ -20,13 +20,16 @@ def tables() -> None:
     one(aten.searchsorted.Tensor, f(4, 6).sort().values, f(4, 2))
     one(aten.searchsorted.Tensor, bounds, f(4, 2))
     one(aten.isin.Tensor_Scalar, i(3, 4, 6), 1)
-    one(aten.isin.Tensor_Tensor, i(9, 4, 6), i(9, 6))
+    one(aten.isin.Tensor_Tensor, i(9, 4, 6), i(9, 2))
 
 
 def gathers() -> None:
     one(aten.gather.default, f(2, 4, 6), 1, i(4, 2, 6, 6))
     one(aten.gather.default, f(4, 6), -1, i(6, 2, 4))
     one(aten.gather.default, f(4, 6), 0, i(4, 1, 6))
+    one(aten.take_along_dim.default, f(2, 4, 6), i(4, 2, 6, 6), 1)
+    one(aten.take_along_dim.default, f(2, 4, 6), i(4, 2, 6, 1), 1)
+    one(aten.take_along_dim.default, f(1, 4, 6), i(4, 2, 1, 6), 1)
     one(aten.index_select.default, f(4, 6, 2), 1, i(6, 4))
     one(aten.index_select.default, f(4, 6), 1, i(6))
 
@@ -74,14 +77,21 @@ def writes() -> None:
 
 def orders_of_dims() -> None:
     x = f(2, 4, 6)
+    one((aten.adjoint.default, aten.mH.default, aten.mT.default), x)
+    one(aten.adjoint.default, c(2, 4, 6))
+    one((aten.movedim.int, aten.moveaxis.int), x, 0, -1)
+    one((aten.movedim.intlist, aten.moveaxis.intlist), f(2, 4, 6, 3), [0, -1], [2, 0])
+    one(aten.numpy_T.default, x)
     one(aten.permute.default, x, [1, -1, 0])
-    one(aten.transpose.int, x, 0, -1)
+    one((aten.swapaxes.default, aten.swapdims.default, aten.transpose.int), x, 0, -1)
     one(aten.t.default, f(4, 6))
     one(aten.t.default, f(6))
     one(aten.diag_embed.default, f(4, 6))
     one(aten.diag_embed.default, f(2, 4, 6), -1, 0, -2)
     one(aten.view_as_complex.default, f(4, 6, 2))
     one(aten.view_as_real.default, c(4, 6))
+    one(aten.atleast_1d.default, x)
+    one(aten.atleast_1d.default, f())
 
 
 def reshapes() -> None:
@@ -93,13 +103,17 @@ def reshapes() -> None:
     one(aten._reshape_alias.default, x, [8, 6], [6, 1])
     one(aten.flatten.using_ints, x, 0, 1)
     one(aten.ravel.default, x)
+    one(aten.reshape_as.default, x, f(8, 6))
     one(aten.unflatten.int, f(2, 12), 1, [4, -1])
+    one(aten.view_as.default, x, f(2, 24))
 
 
 def sizes_of_one() -> None:
     x = f(2, 4, 6)
-    one(aten.expand.default, f(4, 1), [6, 4, 6])
-    one(aten.expand.default, f(2, 1, 6), [-1, 4, -1])
+    one((aten.broadcast_to.default, aten.expand.default), f(4, 1), [6, 4, 6])
+    one((aten.broadcast_to.default, aten.expand.default), f(2, 1, 6), [-1, 4, -1])
+    one(aten.broadcast_tensors.default, [f(4, 1), f(6)])
+    one(aten.expand_as.default, f(4, 1), f(2, 4, 6))
     one(aten.unsqueeze.default, x, 1)
     one(aten.unsqueeze.default, x, -1)
     one(aten.squeeze.default, f(1, 4, 1, 6))
@@ -112,14 +126,20 @@ def sizes_of_one() -> None:
 def joins() -> None:
     x = f(2, 4, 6)
     one(aten.repeat.default, f(4, 6), [3, 1, 2])
+    one(aten.tile.default, x, [3, 1])
     one(aten.repeat_interleave.self_int, x, 3, 1)
     one(aten.repeat_interleave.self_int, x, 3)
-    one(aten.cat.default, [x, f(2, 2, 6)], 1)
+    one((aten.cat.default, aten.concat.default, aten.concatenate.default), [x, f(2, 2, 6)], 1)
     one(aten.cat.default, [x, f(0)], -1)
     one(aten.cat.default, [f(2, 0, 6), x], 1)
     one(aten.cat.default, [f(2, 0, 6), x, f(0), x], 1)
     one(aten.cat.default, [f(4), f(0), f(2)])
     one(aten.stack.default, [x, f(2, 4, 6)], 1)
+    one((aten.hstack.default, aten.vstack.default, aten.row_stack.default, aten.dstack.default), [x, f(2, 4, 6)])
+    one(aten.hstack.default, [f(4), f(2)])
+    one(aten.meshgrid.default, [f(4), f(6)])
+    one(aten.meshgrid.indexing, [f(4), f(6)], indexing="ij")
+    one(aten.meshgrid.indexing, [f(4), f(6), f(2)], indexing="xy")
 
 
 def moves_within_dims() -> None:
@@ -148,10 +168,15 @@ def pieces() -> None:
     one(aten.slice.Tensor, x, 2, None, None, 2)
     one(aten.slice.Tensor, x, 1, 3, None)
     one(aten.narrow.default, x, 2, -5, 4)
-    one((aten.chunk.default, aten.unsafe_chunk.default), x, 2, 2)
-    one(aten.chunk.default, f(2, 7), 3, 1)
+    one((aten.chunk.default, aten.tensor_split.sections, aten.unsafe_chunk.default), x, 2, 2)
+    one((aten.chunk.default, aten.tensor_split.sections), f(2, 7), 3, 1)
     one((aten.split.Tensor, aten.unsafe_split.Tensor), x, 3, -1)
     one((aten.split.sizes, aten.split_with_sizes.default, aten.unsafe_split_with_sizes.default), x, [4, 2], -1)
+    one(aten.tensor_split.indices, x, [1, 3], -1)
+    one(aten.tensor_split.indices, x, [3, 1], -1)
+    one((aten.hsplit.int, aten.vsplit.int, aten.dsplit.int), x, 2)
+    one((aten.hsplit.array, aten.vsplit.array, aten.dsplit.array), x, [1])
+    one(aten.hsplit.int, f(6), 2)
 
 
 def convolutions() -> None:
