@@ -33,7 +33,7 @@ def rename_kind(kind: str) -> str:
         SpError: The kind is unknown.
     """
     if kind == "whole":
-        warnings.warn("sharding rule: 'whole' is deprecated; use 'replicate'.", DeprecationWarning, stacklevel=2)
+        warnings.warn("sharding rule: 'whole' is deprecated; use 'replicate'.", FutureWarning, stacklevel=2)
         return "replicate"
     if kind not in FACTOR_KINDS:
         raise SpError("SP932", f"rule: expected a kind out of {FACTOR_KINDS}, got {kind!r}.")

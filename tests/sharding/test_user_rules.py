@@ -111,10 +111,10 @@ def test_deprecated_name_of_replicate() -> None:
     op = torch.ops.sp_tests.sum_rows.default
     node = make_fx(op)(torch.ones(6, 4), torch.ones(2, 3, 5)).graph.find_nodes(op="call_function", target=op)[0]
     for text, options in (("(b s) d, b s e -> b d", {"whole": "e"}), ("(b s) d, b s e -> b d; whole=e", {})):
-        with pytest.warns(DeprecationWarning, match="use 'replicate'"):
+        with pytest.warns(FutureWarning, match="use 'replicate'"):
             sp_compile.sharding_rule(op, text, sum="s", **options)
         assert str(rule.rule_of(node)) == "(b s) d, b s e -> b d; sum=s; replicate=e"
-    with pytest.warns(DeprecationWarning, match="use 'replicate'"):
+    with pytest.warns(FutureWarning, match="use 'replicate'"):
         assert BoundRule((("n", "i"),), (("n",),), {"i": "whole"}).kind("i") == "replicate"
 
 

@@ -298,7 +298,7 @@ class CoupledStates:
         """
         num_states, dims_to_cut = len(self.states), list[int]()
         try:
-            sizes = dict.fromkeys(self.repeated_dims, 1)
+            sizes: dict[Any, int] = dict.fromkeys(self.repeated_dims, 1)
             if sizes:
                 sizes[self.repeated_dims[-1]] = self.rows * num_states
             results = self._evaluate(sizes)
@@ -311,7 +311,7 @@ class CoupledStates:
             maps = [self._compute(aten.slice.Tensor, x, d + 2, 0, 1) for x in maps]
         return terms, maps
 
-    def _evaluate(self, linear_sizes: Mapping[int, int]) -> list[Node]:
+    def _evaluate(self, linear_sizes: Mapping[Any, int]) -> list[Node]:
         """Emit the body of all steps on states of zeros, and its linear part on the vectors of a basis.
 
         These are b and the columns of m in h' = m @ h + b: for the body w @ (h + x), w @ x and w @ each basis vector.
@@ -378,7 +378,7 @@ class CoupledStates:
         self,
         coefficients: dict[int, torch.Tensor],
         states: Sequence[torch.Tensor],
-        linear_sizes: Mapping[int, int] | None,
+        linear_sizes: Mapping[Any, int] | None,
     ) -> list[torch.Tensor]:
         """Run the body, or its linear part, on tensors of one step, and return the new states.
 
@@ -402,6 +402,11 @@ class CoupledStates:
             _, structure = pytree.tree_flatten((node.args, node.kwargs))
             args, kwargs = pytree.tree_unflatten(leaves, structure)
             values[op.column] = node.target(*args, **kwargs)
+            # A reshape to (-1, 4) accepts other sizes, too, and reorders elements.
+            dims = zip(self.state_dims[op.column], node_shape(node), strict=True)
+            sizes = [size if linear_sizes is None else linear_sizes.get(d, size) for d, size in dims]
+            if tuple(values[op.column].shape) != tuple(sizes):
+                raise NotALoop("an op whose arguments have the sizes of other dims")
         # In the next step, the state p of lag 1 is the new value of p, and that of lag 2 is the present one of lag 1.
         return [values[x.column] if x.lag == 1 else previous[ColumnRef(x.column, x.lag - 1)] for x in self.states]
 

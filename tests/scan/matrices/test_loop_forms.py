@@ -235,6 +235,31 @@ def test_other_bodies_are_refused(step: Step) -> None:
     assert max(error for _, error in report.errors) < 1e-12
 
 
+RESHAPED: dict[str, tuple[tuple[int, ...], Callable[[Tensor, Tensor], Tensor]]] = {
+    "rows of -1": ((8, 4), lambda w, h: (w @ h.reshape(-1, 2, h.shape[-1])).reshape(h.shape[0], -1)),
+    "a batch of -1": ((1, 8, 4), lambda w, h: (w @ h.reshape(-1, 4, 2, h.shape[-1])).reshape(1, h.shape[1], -1)),
+    "heads of -1": ((1, 8, 4), lambda w, h: (w @ h.reshape(-1, 2, h.shape[-1])).reshape(1, h.shape[1], -1)),
+    "all sizes": ((1, 8, 8), lambda w, h: (w @ h.reshape(1, 4, 2, 8)).reshape(1, 8, 8)),
+}
+"""State shapes, and steps that mix the two rows of each group by w (2, 2)."""
+
+
+@pytest.mark.parametrize(("shape", "body"), RESHAPED.values(), ids=RESHAPED)
+def test_reshapes_with_the_sizes_of_the_state(shape: tuple[int, ...], body: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def loop(x: Tensor, w: Tensor) -> Tensor:
+        h, states = x.new_zeros(shape), []
+        for t in range(x.shape[1]):
+            h = body(w, h) + (x[:, t] if len(shape) == 2 else x[:, t, None])
+            states.append(h)
+        return torch.stack(states, 1)
+
+    torch.manual_seed(0)
+    x = torch.randn(1, 6, shape[-1], dtype=torch.float64, requires_grad=True)
+    w = torch.randn(2, 2, dtype=torch.float64, requires_grad=True)
+    report = sp_compile.verify(loop, x, w, sp=2, seq_dims={"x": 1})
+    assert max(error for _, error in report.errors) < 1e-12
+
+
 def test_matrices_are_not_copied_for_each_vector_of_the_basis() -> None:
     """The largest value for two states of K elements, which matrices (B, K, K) mix, is m of all steps, (B, 2K, 2K)."""
     batch, steps, rows, columns = 2, 5, 8, 3
