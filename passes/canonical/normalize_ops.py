@@ -37,7 +37,7 @@ from torch.fx import GraphModule, Node
 from sp_compile.lowering.torch_compat import schema_of
 from sp_compile.passes.base import CanonicalPass, register_pass
 from sp_compile.passes.context import PassContext
-from sp_compile.passes.graph.call import OpCall, node_shape
+from sp_compile.passes.graph.call import OpCall, node_shape, wrap_dim
 from sp_compile.passes.graph.sizes import as_size, is_same_size
 from sp_compile.passes.sharding.matchers import skip_widening_cast
 
@@ -127,7 +127,7 @@ def _normalize_squeeze(node: Node) -> CallForm | None:
         dims = list(range(len(sizes)))
     else:
         given = call["dim"]
-        dims = [d % max(1, len(sizes)) for d in ([given] if isinstance(given, int) else given)]
+        dims = [wrap_dim(d, len(sizes)) for d in ([given] if isinstance(given, int) else given)]
     removed = [d for d in dims if d < len(sizes) and is_same_size(sizes[d], 1)]
     is_unchanged = removed == dims and node.target is not aten.squeeze.default
     return None if is_unchanged else CallForm(aten.squeeze.dims, (source, removed))

@@ -111,6 +111,11 @@ def _op_signature(target: Any) -> tuple[_Parameter, ...]:
     )
 
 
+def wrap_dim(dim: Any, ndim: int) -> int:
+    """Return a dim argument, which may be negative, as a non-negative dim of a value with `ndim` dims."""
+    return int(dim) % max(ndim, 1)
+
+
 class OpCall:
     """One ATen call: arguments by schema name, tensor operands in schema order, global shapes."""
 
@@ -144,7 +149,7 @@ class OpCall:
 
     def dim(self, name: str = "dim", operand: int = 0) -> int:
         """Return the argument `name`, a dim of the operand, as a non-negative number; 0 for a scalar operand."""
-        return int(self.args[name]) % max(self.ndim(operand), 1)
+        return wrap_dim(self.args[name], self.ndim(operand))
 
     def results(self) -> tuple[torch.Tensor, ...]:
         """Return the results of the call as fake tensors in the global view."""

@@ -67,9 +67,8 @@ def graph_step(lowered: RankProgram, options: SPConfig, with_hosted: bool) -> Gr
         OffloadValues().run(forward, replace(requested.context, backward=backward, results=passes.context.results))
         step = replace(step, hosted=walk_graphs())
     offloaded_step = step if step.hosted is None else step.hosted
-    offloaded_step.offloaded = next(
-        iter(requested.context.on_host), None
-    )  # one entry for each graph with offloaded values
+    # `on_host` has one entry for each graph with offloaded values.
+    offloaded_step.offloaded = next(iter(requested.context.on_host), None)
     lowered.report.passes += requested.context.runs
     return step
 

@@ -25,14 +25,7 @@ import torch
 
 from sp_compile.lowering.base.errors import RemoteError, SpError
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.collectives.checksums import (
-    Summary,
-    checksum,
-    sample_view,
-    start_checksums,
-    start_cpu_copy,
-    summarize,
-)
+from sp_compile.lowering.collectives.checksums import checksum, sample_view, start_checksums, start_cpu_copy, summarize
 from sp_compile.lowering.collectives.shard_views import refuse_transforms
 from sp_compile.lowering.collectives.sharded import Sharded
 from sp_compile.lowering.torch_compat import FakeTensor, find_backward_nodes, is_wrapper, pytree
@@ -416,7 +409,7 @@ class WorldProgram:
         return self.run(*args)
 
 
-def _grad_field(grad: torch.Tensor) -> str | Summary:
+def _grad_field(grad: torch.Tensor) -> FieldValue:
     """Return the summary of a gradient on the CPU, which `is_close` compares up to rounding.
 
     It has the norm and two projections of the elements (`summarize`). For one element, as of a loss, it has the

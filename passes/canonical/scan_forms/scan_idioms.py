@@ -25,7 +25,7 @@ from sp_compile.lowering.scan.monoids import MONOIDS
 from sp_compile.passes.base import CanonicalPass, register_pass
 from sp_compile.passes.canonical.pad_inputs import match_padding, pad_of_source
 from sp_compile.passes.context import PassContext
-from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape
+from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape, wrap_dim
 from sp_compile.passes.graph.closure import iterate_reachable
 from sp_compile.passes.graph.sizes import is_same_shape, is_same_size
 from sp_compile.passes.sharding.matchers import (
@@ -366,7 +366,7 @@ def _is_total_of(term: Node, scan: ScanMatch) -> bool:
     term = skip_reshapes(term)
     if term.target is aten.sum.dim_IntList:
         call = OpCall(term)
-        dims = [int(d) % max(call.ndim(), 1) for d in call["dim"] or ()]
+        dims = [wrap_dim(d, call.ndim()) for d in call["dim"] or ()]
         return dims == [scan.dim] and _is_cast_of(call.operands[0], scan)
     piece = match_piece(term)
     if piece is None or value_origin(piece.source) is not scan.node or scan.exclusive or piece.dim != scan.dim:

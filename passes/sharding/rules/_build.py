@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sp_compile.passes.graph.call import OpCall
+from sp_compile.passes.graph.call import OpCall, wrap_dim
 from sp_compile.passes.graph.sizes import Size
 from sp_compile.passes.sharding.rule import BoundRule, Dims, RuleFunction, RulePattern
 
@@ -33,11 +33,6 @@ def factor_names(ndim: int, prefix: str = "d") -> Dims:
     Operands and results share dims with equal names; another prefix names dims that they do not share.
     """
     return tuple(f"{prefix}{i}" for i in range(ndim))
-
-
-def wrap_dim(dim: Any, ndim: int) -> int:
-    """Return a dim argument, which may be negative, as a non-negative dim of a value with `ndim` dims."""
-    return int(dim) % max(ndim, 1)
 
 
 def normalize_dims(value: Any, ndim: int) -> tuple[int, ...]:

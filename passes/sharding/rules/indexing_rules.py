@@ -12,11 +12,11 @@ import math
 
 import torch
 
-from sp_compile.passes.graph.call import OpCall, parse_overloads
+from sp_compile.passes.graph.call import OpCall, parse_overloads, wrap_dim
 from sp_compile.passes.graph.sizes import Size, is_same_size
 from sp_compile.passes.sharding.rule import BoundRule, Dims, register_rule_function, rule
 
-from ._build import align_names, bind_rule, factor_names, normalize_dims, replace_dims, wrap_dim
+from ._build import align_names, bind_rule, factor_names, normalize_dims, replace_dims
 
 aten = torch.ops.aten
 

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from sp_compile.passes.graph.call import OpCall, parse_overloads
+from sp_compile.passes.graph.call import OpCall, parse_overloads, wrap_dim
 from sp_compile.passes.graph.sizes import Size, as_size, is_same_size, position_from_start
 from sp_compile.passes.sharding.reshape import reshape_rule
 from sp_compile.passes.sharding.rule import BoundRule, Dims, RuleFunction, register_rule_function, rule
 
-from ._build import align_names, along_dims, bind_rule, factor_names, normalize_dims, replace_dims, wrap_dim
+from ._build import align_names, along_dims, bind_rule, factor_names, normalize_dims, replace_dims
 
 aten = torch.ops.aten
 
