@@ -257,7 +257,8 @@ class PassContext:
         nodes = {n.name: n for n in gm.graph.find_nodes(op="placeholder")}
         missing = sorted(set(self.seq_dims or ()) - set(nodes))
         if missing:
-            raise SpError("SP236", f"seq_dims: expected names of inputs out of {sorted(nodes)}, got {missing}.")
+            message = f"seq_dims: expected names of the graph's placeholders out of {sorted(nodes)}, got {missing}."
+            raise SpError("SP236", message, "Use names of this list.")
         user_dims = None if self.seq_dims is None else {nodes[name]: dim for name, dim in self.seq_dims.items()}
         inputs = {nodes[name]: placement for name, placement in self.inputs.items()}
         sharded_dims = {node: placement.dim for node, placement in inputs.items() if isinstance(placement, Shard)}

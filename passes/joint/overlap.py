@@ -105,8 +105,8 @@ def _movable_nodes(candidates: list[Node], exchange: Node) -> list[Node]:
     """Return the nodes to move after the start of an exchange, so that they run during it, in order.
 
     These are the last matrix product or attention on which it does not depend, all exchanges whose results are only
-    returned, and the candidates that read these. One product takes long enough; moving more would extend the lifetime
-    of values.
+    returned, and the candidates that read these, which must stay after them. One product takes long enough; moving more
+    would extend the lifetime of values.
 
     Args:
         candidates: Nodes before the exchange, in order.

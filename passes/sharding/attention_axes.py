@@ -124,7 +124,7 @@ def constant_factors(graph: Graph) -> dict[Node, float]:
         packet = node_packet(node)
         factor = max((factors[x] for x in node.all_input_nodes), default=1.0)
         # Sizes and indices, which are in lists or operands of other ops, are not in a value.
-        numbers = [abs(float(x)) for x in (*node.args, *node.kwargs.values()) if _is_finite_number(x)]
+        numbers = [abs(float(x)) for x in (*node.args, *node.kwargs.values()) if _is_finite_nonzero(x)]
         if packet in _WEIGHTED_SUMS or _has_bool_result(node):
             factor = 1.0
         elif packet in (aten.mul, aten.multiply):
@@ -134,12 +134,12 @@ def constant_factors(graph: Graph) -> dict[Node, float]:
         elif packet in _CONSTANT_TERMS and not (packet in _SUMS and _is_integer(node)):  # an integer may be a position
             factor = max(factor, *numbers, 1.0)
             alpha = node.kwargs.get("alpha", 1)
-            factor *= abs(float(alpha)) if _is_finite_number(alpha) else 1.0
+            factor *= abs(float(alpha)) if _is_finite_nonzero(alpha) else 1.0
         factors[node] = factor
     return factors
 
 
-def _is_finite_number(x: Any) -> bool:
+def _is_finite_nonzero(x: Any) -> bool:
     """Return True for a Python number other than 0, infinity, NaN and a bool."""
     return isinstance(x, int | float) and not isinstance(x, bool) and x != 0 and math.isfinite(x)
 

@@ -119,11 +119,12 @@ def place_window(sliding: SlidingRows, shard: Shard, n: int) -> Shard | str:
 def _place_roll(sliding: SlidingRows, shard: Shard, n: int) -> Shard | str:
     """Return the placement of a roll of a sharded dim, which is that of the operand, or the reason to gather.
 
-    The op skips padded rows if their number is an int. Padding of an unknown size would be rolled into valid rows.
+    The op skips padded rows if their number is an int. Padding of an unknown size would be rolled into valid rows. The
+    number of rows to roll by is an int (`_has_known_rows`).
     """
     frame = shard.frame
     has_known_padding = frame.is_exact(n) or all(isinstance(s, int) for s in (frame.size, frame.start, frame.length))
-    if isinstance(sliding.rolls, int) and has_known_padding:
+    if has_known_padding:
         return shard
     return f"{n} ranks do not provably divide the sequence of {frame.size} that it rolls"
 

@@ -224,7 +224,8 @@ class ScanCall(ShardCall):
             if not is_scannable(dtype) and not dtype.is_complex:
                 expected = "bool, uint8, int8 to int64, or a floating-point dtype of 16 bits or more"
                 yield SpError("SP522", f"{name}: expected {expected}, got {dtype}.", fix)
-        if dtype_of_x.is_floating_point and not result.is_floating_point and needs_gradient(self.x):
+        has_gradients = result.is_floating_point or result.is_complex
+        if dtype_of_x.is_floating_point and not has_gradients and needs_gradient(self.x):
             yield SpError("SP523", f"dtype: x needs a gradient, which a result in {result} does not have.")
         if dtype_of_x.is_complex or result.is_complex:
             yield SpError("SP524", f"x, dtype: {dtype_of_x if dtype_of_x.is_complex else result} is not supported.")

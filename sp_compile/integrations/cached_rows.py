@@ -99,14 +99,6 @@ class PromptLayer(DynamicLayer):
         self.keys, self.values, self.is_initialized = key_states, value_states, True
         return key_states, value_states
 
-    def get_seq_length(self) -> int:
-        """Return 0, the number of positions before the prompt, also after `update`.
-
-        Returns:
-            0.
-        """
-        return 0
-
 
 class _GuardedRows:
     """Attribute of a `RowsLayer`, whose rows (B, H, rows, D) or None other code gets as `CachedRows`."""

@@ -74,9 +74,8 @@ def gather_over_replicas(data: Any, group: dist.ProcessGroup, as_objects: bool =
     own_kind = "tensors " + ", ".join(f"{x.dtype} {[*x.shape]}" for x in tensors) if tensors else "values"
     kinds = all_gather_object(ranks, GATHER_METHODS.verb, GATHER_METHODS.subject, own_kind)
     if len({*kinds}) > 1:
-        raise SpError(
-            "SP829", format_mismatch("gather_for_metrics: the replicas pass values of different types or shapes", kinds)
-        )
+        summary = "gather, gather_for_metrics: the replicas pass values of different types or shapes"
+        raise SpError("SP829", format_mismatch(summary, kinds, member="replica"))
     channel, start = channel_of(ranks), time.monotonic()
     try:
         if tensors:

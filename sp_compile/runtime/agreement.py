@@ -271,9 +271,9 @@ def _format_value(value: FieldValue) -> str:
     return value[:MAX_FIELD_WIDTH] if isinstance(value, str) else f"about {' '.join(map(repr, value))}"
 
 
-def format_mismatch(summary: str, rows: Sequence[str], heading: str = "What differs") -> str:
-    """Return the cause of an error: a sentence, and a row of each rank below a heading."""
-    lines = "\n".join(f"  rank {rank}: {row}" for rank, row in enumerate(rows))
+def format_mismatch(summary: str, rows: Sequence[str], heading: str = "What differs", member: str = "rank") -> str:
+    """Return the cause of an error: a sentence, and a row of each rank (or another `member`) below a heading."""
+    lines = "\n".join(f"  {member} {i}: {row}" for i, row in enumerate(rows))
     return f"{summary}. {heading}:\n{lines}"
 
 

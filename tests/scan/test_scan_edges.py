@@ -112,6 +112,7 @@ WRONG = {
     "SP502: inclusive_scan: length": lambda: inclusive_scan(X, 0, length=3.0, group=GROUP),
     "SP522.*uint64": lambda: inclusive_scan(X.to(torch.uint64), 0, group=GROUP),
     "SP523": lambda: inclusive_scan(X.float().requires_grad_(), 0, dtype=torch.int64, group=GROUP),
+    "SP524": lambda: inclusive_scan(X.float().requires_grad_(), 0, dtype=torch.complex64, group=GROUP),
 }
 
 

@@ -216,16 +216,16 @@ class CoupledStates:
         state_leaves = [i for i, x in enumerate(leaves) if isinstance(x, ColumnRef)]
 
         def state_dim(name: str) -> int | None:
-            """Return the dim of the states that passes through the op to the result's dim of this name in the rule.
+            """Return the dim of the states that becomes the result's dim of this name in the rule, or None.
 
-            None if the elements along it are mixed, or if it is no dim of the states. All operands of the op with a
-            state (`state_leaves`) must have the same dim of the states there.
+            It is None if the op mixes elements along it, or if it is no dim of the states. All operands with a state
+            (`state_leaves`) must have the same dim of the states there.
             """
             if not name or rule.kind(name) != "pass":  # such as a dim along which the op is a cumulative sum
                 return None
             found: set[int | None] = set()
             for i in state_leaves:
-                reference = leaves[i]  # with a lag, to a state itself, which has all dims of the states in order
+                reference = leaves[i]  # one with a lag is to a state itself, which has all dims of the states in order
                 dims = range(len(self.shape)) if reference.lag else self.state_dims[reference.column]
                 names = operand_dims[i]
                 found.add(dims[names.index(name)] if name in names else None)

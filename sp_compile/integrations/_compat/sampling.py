@@ -50,15 +50,16 @@ class SampleSharer:
         if getattr(args, "generation_batch_size", None) is None or getattr(args, "num_generations", None) is None:
             return
         args.generation_batch_size = args.per_device_train_batch_size * args.steps_per_generation * replicas
-        # By name for messages: (number of completions, completions of a prompt).
-        sizes = {"generation_batch_size": (args.generation_batch_size, args.num_generations)}
+        # By name for messages: (number of completions, name of the option for the completions of a prompt).
+        sizes = {"generation_batch_size": (args.generation_batch_size, "num_generations")}
         if args.do_eval and args.eval_strategy != "no":
-            generations = getattr(args, "num_generations_eval", None) or args.num_generations
-            sizes["the batch of an evaluation"] = args.per_device_eval_batch_size * replicas, generations
-        for name, (size, group) in sizes.items():
+            option = "num_generations_eval" if getattr(args, "num_generations_eval", None) else "num_generations"
+            sizes["the batch of an evaluation"] = args.per_device_eval_batch_size * replicas, option
+        for name, (size, option) in sizes.items():
+            group = getattr(args, option)
             if size % group:
                 counted = f"{size} for {replicas} replica(s) of {self.accelerator.sp_size} rank(s)"
-                raise SpError("SP837", f"{name}: expected a multiple of num_generations={group}, got {counted}.")
+                raise SpError("SP837", f"{name}: expected a multiple of {option}={group}, got {counted}.")
 
     def _share(self, value: Any) -> Any:
         """Return the value of the first rank that shares a sequence with this rank, and take over its random state."""

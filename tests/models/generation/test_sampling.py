@@ -101,3 +101,5 @@ def test_completions_of_a_step() -> None:
         count(num_generations=5)
     with pytest.raises(SpError, match=r"SP837: .*num_generations=4.*\b6\b"):
         count(eval_strategy="steps")
+    with pytest.raises(SpError, match=r"SP837: .*num_generations_eval=5.*\b6\b"):
+        count(eval_strategy="steps", num_generations_eval=5)
