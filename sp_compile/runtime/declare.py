@@ -4,6 +4,8 @@ An axis of a mesh splits all ranks into groups; a communicator over several axes
 Every rank of the program must take part in the creation of a communicator, at the same point. A pass cannot create one,
 since compilation runs at different times on different ranks. The program therefore declares its mesh once. The mesh is
 not flattened (`DeviceMesh._flatten`): DTensor would then merge its redistributions independently of `merge_reductions`.
+torch's switch for that is a private context manager, which would have to be active in the user's code, around each
+operation of a DTensor.
 """
 
 from __future__ import annotations
