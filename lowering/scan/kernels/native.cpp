@@ -30,15 +30,13 @@ struct BFloat { uint16_t bits; };
 template <class T, int N> struct VectorOf { typedef T type __attribute__((vector_size(sizeof(T) * N))); };
 template <class T, int N> using Vec = typename VectorOf<T, N>::type;
 template <class V> constexpr int size_of = sizeof(V) / sizeof(std::declval<V>()[0]);
-template <class C>  // the integers of the size of C, the element type of comparisons of its vectors
-using Bits = std::conditional_t<sizeof(C) == 8, int64_t, int32_t>;
+template <class C> using Bits = std::conditional_t<sizeof(C) == 8, int64_t, int32_t>;  // elements of comparisons of C
 
 // Call f(0), ..., f(N - 1) with constants, so that arrays of vectors become registers.
 template <class F, int... i>
 INLINE void each(F f, std::integer_sequence<int, i...>) { (f(std::integral_constant<int, i>{}), ...); }
 template <int N, class F> INLINE void each(F f) { each(f, std::make_integer_sequence<int, N>{}); }
-template <int N>
-INLINE Vec<float, N> widen(Vec<int32_t, N> bits, BFloat) { return (Vec<float, N>)(bits << 16); }
+template <int N> INLINE Vec<float, N> widen(Vec<int32_t, N> bits, BFloat) { return (Vec<float, N>)(bits << 16); }
 // The product scales halves to the exponents of floats, subnormal ones too.
 template <int N>
 INLINE Vec<float, N> widen(Vec<int32_t, N> bits, Half) {
@@ -46,8 +44,7 @@ INLINE Vec<float, N> widen(Vec<int32_t, N> bits, Half) {
   return (Vec<float, N>)((size >= 0xf800000 ? size | 0x7f800000 : scaled) | (bits & 0x8000) << 16);
 }
 
-template <int N>
-INLINE Vec<int32_t, N> narrow(Vec<int32_t, N> bits, BFloat) {
+template <int N> INLINE Vec<int32_t, N> narrow(Vec<int32_t, N> bits, BFloat) {
   auto value = (Vec<float, N>)bits;
   return value != value ? (bits >> 16) | 0x40 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
@@ -168,8 +165,11 @@ struct Extremes : Machine<C>, Op {
   static constexpr int planes = 2, carried = 2, outputs = 2, vectors = 4;
   template <class V> static INLINE void lift(V* s, V x, V, V row) { s[0] = x, s[1] = row; }
   template <class V> static INLINE bool is_same(const V* s, V x) {
-    auto later = Op::wins(x, s[0]), zeros = later ^ later;
-    return std::memcmp(&later, &zeros, sizeof(later)) == 0;
+    auto later = Op::wins(x, s[0]);
+    each<4>([&](auto i) INLINE_LAMBDA {  // rotations by half of the lanes, a quarter, and so on
+      if constexpr (constexpr int width = size_of<V> >> (i + 1)) later |= shift_lanes<width>(later, later);
+    });
+    return later[0] == 0;
   }
   template <class V> static INLINE void join(const V* left, V* s) {
     auto later = Op::wins(s[0], left[0]);
