@@ -37,7 +37,7 @@ from sp_compile.lowering.base.layers import node_layer
 from sp_compile.lowering.base.progress import set_step
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.base.registry import Table
-from sp_compile.lowering.torch_compat import is_tracing_enabled, trace_graph
+from sp_compile.lowering.torch_compat import is_tracing_enabled, log_graph_text
 from sp_compile.passes.graph.edit import GraphEditor
 
 from .context import Note, NoteKind, PassContext, PassRun
@@ -132,8 +132,8 @@ class Pass(PassBase, GraphEditor):
         ]  # each text once, in order
         log.debug("after %s: %d changes, %d nodes", self.name, self.changes, len(self.gm.graph.nodes))
         if self.changes and text_before:
-            trace_graph(f"sp_before_{self.name}", text_before)
-            trace_graph(f"sp_after_{self.name}", self.gm.print_readable(print_output=False))
+            log_graph_text(f"sp_before_{self.name}", text_before)
+            log_graph_text(f"sp_after_{self.name}", self.gm.print_readable(print_output=False))
         return self.notes
 
     def __call__(self, graph_module: GraphModule) -> PassResult:

@@ -194,11 +194,11 @@ class Report:
     def _exchange_table(self) -> str:
         """Return a table of the exchanges, with the total of the bytes that one rank sends in each direction."""
         sent = [
-            (e.op, e.shape, _format_bytes(e.forward), _format_bytes(e.backward), shorten_line(e.where))
+            (e.op, e.shape, _show_bytes(e.forward), _show_bytes(e.backward), shorten_line(e.where))
             for e in self.exchanges
         ]
         sums = sum(e.forward for e in self.exchanges), sum(e.backward for e in self.exchanges)
-        totals = map(_format_bytes, sums)
+        totals = map(_show_bytes, sums)
         headers = ("times", "exchange", "local shape", "sent forward", "sent backward", "at")
         rows = [*_group_rows(sent), ("", "total", "", *totals, "")]
         return tabulate(rows, headers=headers, maxcolwidths=LINE_WIDTH)
@@ -235,6 +235,6 @@ def _group_rows(rows: Iterable[tuple[str, ...]]) -> list[tuple[Any, ...]]:
     return [(times, *row) for row, times in Counter(rows).items()]
 
 
-def _format_bytes(value: Size) -> str:
+def _show_bytes(value: Size) -> str:
     """Return bytes with a unit, or the expression of a size with symbolic lengths."""
     return format_bytes(value) if isinstance(value, int) else str(value)

@@ -25,8 +25,7 @@ from sp_compile.passes.capture.user_program import UserProgram
 from sp_compile.passes.cost.few_layers import FewLayers
 from sp_compile.runtime.eager_fallback import warn_eager_fallback, warn_fsdp_submodules
 from sp_compile.runtime.fingerprint import program_subject
-from sp_compile.runtime.one_rank import warn_one_rank
-from sp_compile.runtime.session import CompileSession
+from sp_compile.runtime.session import CompileSession, warn_one_rank
 
 from .rank_program import RankProgram, compile_rank_program, guard_program
 from .split import SplitProgram

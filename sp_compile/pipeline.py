@@ -28,6 +28,7 @@ from sp_compile.passes.localize.balance_layout import BalanceLayout
 from sp_compile.passes.localize.localize import Localize
 from sp_compile.passes.localize.mask_tables import HoistMaskTables
 from sp_compile.passes.localize.memory_order import RestoreStrides
+from sp_compile.passes.localize.tiles.run_in_tiles import RunInTiles
 from sp_compile.passes.localize.validate_shapes import ValidateShapes
 from sp_compile.passes.report import Report
 from sp_compile.passes.sharding.output_rules import OUTPUT_INFOS, output_infos
@@ -43,15 +44,13 @@ from sp_compile.passes.strategies.gather_demands import GatherOperands, GatherPa
 from sp_compile.passes.strategies.halo_demands import ExchangeHalos
 from sp_compile.passes.strategies.hoist import HoistSlices
 from sp_compile.passes.strategies.join_sequences import JoinSequences
-from sp_compile.passes.strategies.local_scan import UseFastScans
 from sp_compile.passes.strategies.random_draws import BroadcastDraws
 from sp_compile.passes.strategies.reduce_demands import DecomposeMeans, ReduceExtremes, ReducePartials
-from sp_compile.passes.strategies.scan_demands import ShardScans, SplitNestedScans
+from sp_compile.passes.strategies.scan_demands import ShardScans, SplitNestedScans, UseFastScans
 from sp_compile.passes.strategies.select_row import SelectRow
 from sp_compile.passes.strategies.select_rows import SelectRows
 from sp_compile.passes.strategies.sequence_checks import FindSequences, MarkUserCollectives, PlaceOutputs
 from sp_compile.passes.strategies.shard_inputs import ShardAttentionInputs
-from sp_compile.passes.tiles.run_in_tiles import RunInTiles
 
 
 class ApplyStrategies(RepeatPasses):

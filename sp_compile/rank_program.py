@@ -37,8 +37,8 @@ from sp_compile.passes.joint.joint import JointPasses
 from sp_compile.passes.joint.joint_context import JointContext, PartitionContext
 from sp_compile.passes.joint.partitioned import PartitionedPasses
 from sp_compile.passes.joint.save_attention import apply_checkpoint_policies
+from sp_compile.passes.localize.tiles.run_in_tiles import programs_of
 from sp_compile.passes.report import Report
-from sp_compile.passes.tiles.run_in_tiles import programs_of
 from sp_compile.runtime.control.channel import publish_stop
 from sp_compile.runtime.fingerprint import ProgramDigest, exchange_digest, graph_digest, input_names, program_subject
 from sp_compile.runtime.guard import GuardedProgram, ProgramInfo, WorldProgram

@@ -5,29 +5,31 @@ result is (B, H, s, E), or (B, H, s, E + 1) with log-sum-exps. H is a multiple o
 computes attention over the full sequences. ``ShardArgs`` describes the arguments that they share.
 
     ring           keys and values rotate over the ranks, queries do not move (``ring_kernel.py``)
-    neighborhood   adjacent ranks, ``stride`` (or ``ulysses``) of them, that exchange heads for rows
-                   (Ulysses, ``ulysses_kernel.py``)
+    neighborhood   adjacent ranks, ``stride`` (or ``ulysses``) of them, that exchange heads for rows (Ulysses):
+                   q (B, H, s, D) -> (B, H / stride, stride * s, D), and k and v likewise; the result back
     hybrid         Ulysses in each neighborhood; rings link every stride-th rank
     gathered       each rank all-gathers keys and values (``gathered_kernel.py``)
     zigzag         rank r stores chunks r and 2n - 1 - r of 2n, which balances causal attention
                    (``collectives/zigzag.py``)
 """
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sp_compile.lowering.base.frames import FrameArg, frame_folds, is_known
 from sp_compile.lowering.base.library import composite
 from sp_compile.lowering.collectives.zigzag import to_zigzag_rows
+from sp_compile.lowering.comm import routes
 
 from .attention_autograd import attention
 from .gathered_kernel import GatheredKeys
 from .masked_attention import autocast, autocast_args
-from .op_args import SEQUENCE, LocalArgs, ShardArgs
+from .op_args import HEADS, SEQUENCE, LocalArgs, ShardArgs
 from .ring_kernel import RingKeys
-from .ulysses_kernel import to_heads, to_sequence
 
 ATTENTION_ARGUMENTS = f"Tensor q, Tensor k, Tensor v, {ShardArgs.schema()}"
 
@@ -46,11 +48,11 @@ def _attend_in_rings(
         out = _attend_in_rings(q, k, v, _to_zigzag(args, mask_rows), stride, steps, grads, mask_rows)
         return to_zigzag_rows([out], args.n, args.group, back=True)[0]
     if stride > 1:
-        q, k, v = to_heads(q, k, v, args, stride)
+        q, k, v = _to_heads(q, k, v, args, stride)
     keys = RingKeys(list(args.k_frame), args.n, stride, steps, grads, args.group)
     local = autocast_args(_local_args(args, q, stride, mask_rows))
     out = attention(q, k, v, local, keys, args.local_sinks(stride), args.lse)
-    out = to_sequence(out, args, stride) if stride > 1 else out
+    out = _to_sequence(out, args, stride) if stride > 1 else out
     return _zero_padding_lse(out, args)
 
 
@@ -80,6 +82,68 @@ def _zero_padding_lse(out: Tensor, args: ShardArgs) -> Tensor:
     Without ``args.lse`` the result has no log-sum-exps and is returned unchanged.
     """
     return torch.ops.sp.mask(out, SEQUENCE, args.q_frame, 0, args.n, args.group) if args.lse else out
+
+
+def _to_heads(q: Tensor, k: Tensor, v: Tensor, args: ShardArgs, ranks: int) -> list[Tensor]:
+    """Exchange this rank's rows of all heads for the rows of its neighborhood of some heads (Ulysses).
+
+    A neighborhood is ``ranks`` adjacent ranks. The exchange is one all-to-all among them, or two if keys have another
+    length than queries. Padding is not removed.
+
+    Args:
+        q: (B, H, s, D).
+        k: (B, Hkv, t, D). Key heads are repeated until ``ranks`` divides their number.
+        v: (B, Hkv, t, E).
+        args: Arguments of the sharded operator.
+        ranks: The number of ranks of a neighborhood.
+
+    Returns:
+        [q, k, v], shaped (B, heads / ranks, ranks * rows, width).
+    """
+    keys, values = (_repeat_key_heads(x, ranks) for x in (k, v))
+    heads, route = keys.shape[HEADS], routes.neighborhood_route(args.group, ranks)
+    have_equal_rows = is_known(q.shape[SEQUENCE] == keys.shape[SEQUENCE])
+    exchanges = [[q, keys, values]] if have_equal_rows else [[q], [keys, values]]
+    results = []
+    for xs, frame in zip(exchanges, (args.q_frame, args.k_frame)):
+        row_frame = _neighborhood_frame(frame, xs[0].shape[SEQUENCE] * ranks)
+        # The heads are split without padding. The frame counts key heads, also for q: its H dim is (key heads, query
+        # heads of each), so that a rank gets the query heads of its key heads.
+        head_frame = [1, heads, 0, heads]
+        results += torch.ops.sp.all_to_all(xs, HEADS, head_frame, SEQUENCE, row_frame, ranks, route)
+    return results
+
+
+def _to_sequence(out: Tensor, args: ShardArgs, ranks: int) -> Tensor:
+    """Exchange the result, all rows of a neighborhood of this rank's heads, for this rank's rows of all heads.
+
+    Args:
+        out: (B, H / ranks, ranks * s, E).
+        args: Arguments of the sharded operator.
+        ranks: The number of ranks of a neighborhood.
+
+    Returns:
+        (B, H, s, E).
+    """
+    row_frame, heads = _neighborhood_frame(args.q_frame, out.shape[SEQUENCE]), out.shape[HEADS] * ranks
+    head_frame = [1, heads, 0, heads]  # outer, size, start, length: all heads, without padding
+    route = routes.neighborhood_route(args.group, ranks)
+    return torch.ops.sp.all_to_all([out], SEQUENCE, row_frame, HEADS, head_frame, ranks, route)[0]
+
+
+def _repeat_key_heads(x: Tensor, ranks: int) -> Tensor:
+    """Repeat key heads until ``ranks`` divides their number; the backward sums over the repetitions."""
+    repeats = math.lcm(x.shape[HEADS], ranks) // x.shape[HEADS]
+    return x if repeats == 1 else x.repeat_interleave(repeats, HEADS)
+
+
+def _neighborhood_frame(frame: FrameArg, length: int) -> FrameArg:
+    """Return a frame in which all ``length`` rows of a neighborhood are valid, with the layout of ``frame``.
+
+    ``sp::all_to_all`` then removes no padding. Zigzag rows arrive in sequence order: the first chunks of all ranks,
+    then their second chunks in reverse.
+    """
+    return [1, length, 0, length, frame_folds(frame)]  # outer, size, start, length, chunks per rank
 
 
 @composite(

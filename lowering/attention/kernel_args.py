@@ -171,7 +171,7 @@ class Kernel:
         if not self.dense and (key.dropout or key.head_dim == 0 or (key.score and not self.fused)):
             return False
         # aten's flash attention runs the implementation that the user has activated.
-        if self.flash is not None and self.flash != _active_flash_attention():
+        if self.flash is not None and self.flash != _active_fa3_or_fa4():
             return False
         # `repeatable` is the maximum head dim for which the backward is deterministic.
         if torch.are_deterministic_algorithms_enabled() and not _is_within(key.head_dim, self.repeatable):
@@ -192,7 +192,7 @@ def _is_within(width: int, limit: int | None) -> bool:
     return limit is None or width <= limit
 
 
-def _active_flash_attention() -> str:
+def _active_fa3_or_fa4() -> str:
     """Return "FA3" or "FA4" if the user has activated this implementation of aten's flash attention, else ""."""
     active = active_flash_attention()
     return active if active in ("FA3", "FA4") else ""

@@ -28,7 +28,7 @@ from .pad_rows import fill_padding
 # Linear maps of local tensors: each operator below is one of them, and its backward another, the adjoint.
 
 
-def _slice_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
+def _slice_own_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     """Return this rank's rows of a full x; padding has copies of the nearest row of the window."""
     if n == 1 and not frames.is_padded(frame, n):
         return x
@@ -40,7 +40,7 @@ def _slice_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Ten
 
 def _slice_rows_zeroed(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     """Return this rank's rows of a full cotangent, with zeros in padding."""
-    return fill_padding(_slice_rows(x, dim, frame, n, group), dim, frame, 0, n, group)
+    return fill_padding(_slice_own_rows(x, dim, frame, n, group), dim, frame, 0, n, group)
 
 
 def _gather_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
@@ -84,7 +84,7 @@ def _broadcast_first(x: Tensor, group: str) -> Tensor:
     return current_communicator().broadcast(x, group)
 
 
-def _identity(x: Tensor, *_: Any) -> Tensor:
+def _view_operand(x: Tensor, *_: Any) -> Tensor:
     """Return a view of x: the forward or the backward of an operator that does not communicate in this direction.
 
     It is a view, since an operator must not return its operand itself.
@@ -118,7 +118,7 @@ def shard(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     Backward: all_gather of the shards, (n - 1) * bytes(result): the window's rows, invariant.
     Runs: one index_select, which a compiler fuses into the reader.
     """
-    return LinearMap.apply(x, _slice_rows, _gather_rows, dim % x.ndim, frame, n, group)
+    return LinearMap.apply(x, _slice_own_rows, _gather_rows, dim % x.ndim, frame, n, group)
 
 
 @composite("unshard(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor", moves=("all_gather", ""))
@@ -190,7 +190,7 @@ def all_reduce(x: Tensor, n: int, group: str) -> Tensor:
     cotangent. (torch's derivative of ``_c10d_functional.all_reduce`` is another all_reduce: Partial -> replicated.)
     Runs: all_reduce(sum).
     """
-    return x if n == 1 else LinearMap.apply(x, _all_reduce_sum, _identity, n, group)
+    return x if n == 1 else LinearMap.apply(x, _all_reduce_sum, _view_operand, n, group)
 
 
 @composite("broadcast(Tensor x, str group) -> Tensor", moves=("broadcast", ""))
@@ -201,7 +201,7 @@ def broadcast(x: Tensor, group: str) -> Tensor:
     every rank, and each rank passes it to its own x, although only rank 0's x was used; ``broadcast_grad`` corrects
     gradients that depend on x. Runs: broadcast from the group's rank 0.
     """
-    return LinearMap.apply(x, _broadcast_first, _identity, group)
+    return LinearMap.apply(x, _broadcast_first, _view_operand, group)
 
 
 @composite("broadcast_grad(Tensor x, str group) -> Tensor", moves=("", "broadcast"))
@@ -212,7 +212,7 @@ def broadcast_grad(x: Tensor, group: str) -> Tensor:
     backward each rank's gradient of x belongs to its own draw. That of rank 0, whose draw was used, replaces them.
     Shapes: any -> same, a view. Bytes: none. Backward: a broadcast, bytes(x) from rank 0.
     """
-    return LinearMap.apply(x, _identity, _broadcast_first, group)
+    return LinearMap.apply(x, _view_operand, _broadcast_first, group)
 
 
 class _ReduceGradFunction(torch.autograd.Function):
@@ -223,7 +223,7 @@ class _ReduceGradFunction(torch.autograd.Function):
         """Return views of the tensors, unchanged."""
         ctx.set_materialize_grads(False)
         ctx.how, ctx.n, ctx.group = how, n, group
-        return tuple(_identity(x) for x in xs)
+        return tuple(_view_operand(x) for x in xs)
 
     @staticmethod
     @torch.compiler.disable

@@ -10,7 +10,7 @@ from sp_compile.lowering.base.frames import FrameArg, inner_rows, is_known, near
 from sp_compile.lowering.base.library import LinearMap, composite
 
 
-def _take_rows(x: Tensor, dim: int, frame: FrameArg, order: Tensor, inverse: Tensor) -> Tensor:
+def _permute_rows(x: Tensor, dim: int, frame: FrameArg, order: Tensor, inverse: Tensor) -> Tensor:
     """Return x with the row of position order[i] as its i-th row.
 
     x has the positions of the frame's window, start, ..., start + length - 1, out of `size`. `nearest_rows` returns the
@@ -23,8 +23,8 @@ def _take_rows(x: Tensor, dim: int, frame: FrameArg, order: Tensor, inverse: Ten
 
 
 def _undo_rows(x: Tensor, dim: int, frame: FrameArg, order: Tensor, inverse: Tensor) -> Tensor:
-    """Return x with the rows in the order before `_take_rows`. This inverse is also the adjoint."""
-    return _take_rows(x, dim, frame, inverse, order)
+    """Return x with the rows in the order before `_permute_rows`. This inverse is also the adjoint."""
+    return _permute_rows(x, dim, frame, inverse, order)
 
 
 @composite("reorder(Tensor x, int dim, SymInt[] frame, Tensor order, Tensor inverse) -> Tensor")
@@ -37,4 +37,4 @@ def reorder(x: Tensor, dim: int, frame: FrameArg, order: Tensor, inverse: Tensor
     Backward: the same with the two orders exchanged.
     Runs: one index_select each way, which a compiler fuses into the reader.
     """
-    return LinearMap.apply(x, _take_rows, _undo_rows, dim % x.ndim, frame, order, inverse)
+    return LinearMap.apply(x, _permute_rows, _undo_rows, dim % x.ndim, frame, order, inverse)

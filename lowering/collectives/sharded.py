@@ -303,7 +303,7 @@ def _make_like(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return func(like, *options, **kwargs)
 
 
-_FACTORIES = """
+_LIKE_FACTORIES = """
 empty_like zeros_like ones_like full_like rand_like randn_like new_empty new_zeros new_ones new_full new_empty_strided
 """.split()
 COPIES = {aten.clone.default: "a copy", aten._to_copy.default: "a cast"}
@@ -312,7 +312,7 @@ SHARDED_MOVES: dict[OpOverload, MoveHandler] = {
     **dict.fromkeys(COPIES, _copy),
     aten.record_stream.default: _record_stream,
     **dict.fromkeys((aten.add.Tensor, aten.add_.Tensor), _add_rows),
-    **{getattr(aten, name).default: _make_like for name in _FACTORIES},
+    **{getattr(aten, name).default: _make_like for name in _LIKE_FACTORIES},
 }
 
 

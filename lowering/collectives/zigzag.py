@@ -36,7 +36,7 @@ def to_zigzag_rows(xs: list[Tensor], n: int, group: str, back: bool = False) -> 
         return xs
     rows_first = [x.movedim(SEQUENCE_DIM, 0) for x in xs]
     flat = torch.cat([x.flatten(1) for x in rows_first], 1)  # one exchange for all tensors
-    maps = (_unfold, _fold) if back else (_fold, _unfold)  # the exchange and its adjoint
+    maps = (_undo_fold, _fold) if back else (_fold, _undo_fold)  # the exchange and its adjoint
     exchanged = LinearMap.apply(flat, *maps, n, group).split([math.prod(x.shape[1:]) for x in rows_first], 1)
     return [y.unflatten(1, x.shape[1:]).movedim(0, SEQUENCE_DIM) for y, x in zip(exchanged, rows_first, strict=True)]
 
@@ -47,7 +47,7 @@ def _fold(x: Tensor, n: int, group: str) -> Tensor:
     return current_communicator().all_to_all(chunks, 2, routes.fold_route(group)).flatten(0, 1)
 
 
-def _unfold(x: Tensor, n: int, group: str) -> Tensor:
+def _undo_fold(x: Tensor, n: int, group: str) -> Tensor:
     """Exchange zigzag rows (s, ..) for contiguous rows: the inverse and the adjoint of `_fold`."""
     chunks = x.unflatten(0, (2, x.shape[0] // 2))
     # One chunk to each of two ranks; the received chunks are in the order of their senders.

@@ -76,8 +76,8 @@ class _AffineFunction(Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor | None]:
-        """Return the states and the carries into the chunks, from the arguments of `_scan_chunks`."""
-        return _scan_chunks(*arguments)[:2]
+        """Return the states and the carries into the chunks, from the arguments of `_scan_affine_chunks`."""
+        return _scan_affine_chunks(*arguments)[:2]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -103,7 +103,7 @@ class _AffineFunction(Function):
         (m, h, carry, initial), exchange = ctx.saved_tensors, ctx.exchange  # carry: the state before each chunk
         is_exclusive, transposed = ctx.form == "exclusive", m.transpose(-1, -2)
         back_form = "exclusive" if is_exclusive else "lagged"
-        w, _, final = _scan_chunks(transposed, grad.contiguous(), None, back_form, exchange.backward)
+        w, _, final = _scan_affine_chunks(transposed, grad.contiguous(), None, back_form, exchange.backward)
         if carry is None:  # on one rank: the state before its only chunk, at index 0 of the chunks, is the initial one
             first = torch.zeros_like(last_rows(h, exchange)[0]) if initial is None else initial
             carry = chunk_rows(first[None], exchange)
@@ -117,7 +117,7 @@ class _AffineFunction(Function):
         return dm, w, final if ctx.needs_input_grad[2] else None, None, None
 
 
-def _scan_chunks(
+def _scan_affine_chunks(
     m: Tensor, b: Tensor, initial: Tensor | None, form: str, exchange: CarryExchange
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return h, the carries into the chunks, and the state after the last chunk.

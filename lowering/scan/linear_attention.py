@@ -117,7 +117,7 @@ def _process_tokens(*operands: Any) -> tuple[ScanShards, Tensor, Tensor]:
     cast = tokens.map(lambda x: _split_chunks(x.to(dtype) if x.is_floating_point() else x, size, exchange))
     maps = _map_chunks(cast._replace(q=cast.q * scale), initial)
     # Initial states of documents are parts of `maps` already.
-    before, ends = _scan_states(maps, initial if tokens.opened is None else None, exchange)
+    before, ends = _scan_chunk_states(maps, initial if tokens.opened is None else None, exchange)
     ends = ends if tokens.closed is None else maps.ends(before)  # after folds, or after documents
     out = _join_chunks(maps.out + maps.reads @ before, tokens.v.shape[1], exchange)
     return shards, out.to(tokens.v.dtype).contiguous(), ends
@@ -246,7 +246,7 @@ def _decayed_products(x: Tensor, y: Tensor, at_x: LogDecay, at_y: LogDecay, is_a
     return (x.unsqueeze(-2) * y.unsqueeze(-3) * factors).sum(-1)
 
 
-def _scan_states(maps: ChunkMaps, initial: Tensor | None, exchange: CarryExchange) -> tuple[Tensor, Tensor]:
+def _scan_chunk_states(maps: ChunkMaps, initial: Tensor | None, exchange: CarryExchange) -> tuple[Tensor, Tensor]:
     """Return the states before the chunks, (B, H, N, K, V), and after each fold, (B, H, folds, K, V).
 
     A fold is one of the contiguous runs of chunks of a rank: one, or two in a zigzag frame.
@@ -255,7 +255,7 @@ def _scan_states(maps: ChunkMaps, initial: Tensor | None, exchange: CarryExchang
     chunks = factor.shape[2] // exchange.folds  # of a fold
     is_matrix = factor.shape[-1] > 1 or factor.shape[-2] == 1  # (K, K), not the diagonal (K, 1); both if K is 1
     if is_matrix:
-        before = _affine_scan(factor, state, initial, exchange)
+        before = _scan_chunk_maps(factor, state, initial, exchange)
         after = factor @ before + state
         return before, after.unflatten(2, (exchange.folds, chunks))[:, :, :, -1]
     # Diagonal factors (B, H, N, K, 1): scan the chunks of a fold, dim 3 of (B, H, folds, chunks, K, ...) from 0.
@@ -264,13 +264,13 @@ def _scan_states(maps: ChunkMaps, initial: Tensor | None, exchange: CarryExchang
     scanned, decay = sp.linear_scan(factor, state, None, 3), factor.cumprod(3)
     # The factor of each fold, as a diagonal matrix (K, K).
     total = decay[:, :, :, -1] * torch.eye(factor.shape[-2], dtype=factor.dtype, device=factor.device)
-    first = _affine_scan(total, scanned[:, :, :, -1], initial, exchange)
+    first = _scan_chunk_maps(total, scanned[:, :, :, -1], initial, exchange)
     after = scanned + decay * first.unsqueeze(3)
     before = torch.cat([first.unsqueeze(3), after[:, :, :, :-1]], 3)
     return before.flatten(2, 3), after[:, :, :, -1]
 
 
-def _affine_scan(factor: Tensor, state: Tensor, initial: Tensor | None, exchange: CarryExchange) -> Tensor:
+def _scan_chunk_maps(factor: Tensor, state: Tensor, initial: Tensor | None, exchange: CarryExchange) -> Tensor:
     """Return the states before the chunks of this rank, (B, H, chunks, K, V), by a scan over the chunks of all ranks.
 
     Args:
@@ -311,7 +311,7 @@ def _run_kernel(
     out, end = run_attention_kernel(*rows._replace(v=F.pad(rows.v, (0, size)))[:8], first, scale, kernel)
     # (B * folds, H, K, V + K) -> (B, H, folds, K, V) and (B, H, folds, K, K)
     state, factor = end.unflatten(0, (-1, folds)).movedim(1, 2).split([columns, size], -1)
-    before = _affine_scan(factor, state, initial, exchange)  # (B, H, folds, K, V)
+    before = _scan_chunk_maps(factor, state, initial, exchange)  # (B, H, folds, K, V)
     out, reads = (x.unflatten(0, (-1, folds)) for x in out.split([columns, size], -1))  # (B, folds, rows, H, ...)
     # Add what the rows read of the state before their fold: (B, folds, H, rows, K) @ (B, folds, H, K, V).
     read_values = reads.transpose(2, 3).to(before.dtype) @ before.movedim(2, 1)

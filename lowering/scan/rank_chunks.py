@@ -130,10 +130,10 @@ def join_boundaries(cuts: Tensor, cut: Tensor, exchange: CarryExchange) -> Tenso
         exchange: The direction and the exchange.
     """
     first_boundary = cuts.shape[exchange.rows] - 1 if exchange.reverse else 0
-    return cuts | (cut & (_row_indices(cuts, exchange) == first_boundary))
+    return cuts | (cut & (_indices_in_chunk(cuts, exchange) == first_boundary))
 
 
-def _row_indices(x: Tensor, exchange: CarryExchange) -> Tensor:
+def _indices_in_chunk(x: Tensor, exchange: CarryExchange) -> Tensor:
     """Return the indices of the rows within their chunk, int64, with the number of dims of x."""
     return column_along(torch.arange(x.shape[exchange.rows], device=x.device), exchange.rows, x.ndim)
 
@@ -147,7 +147,7 @@ def _is_reached(begins: Tensor, cut: Tensor | None, exchange: CarryExchange) -> 
             to `begins`; None if it does not.
         exchange: The direction and the exchange.
     """
-    index, size = _row_indices(begins, exchange), begins.shape[exchange.rows]
+    index, size = _indices_in_chunk(begins, exchange), begins.shape[exchange.rows]
     if exchange.reverse:
         reached = index > torch.where(begins, index, -1).amax(exchange.rows, keepdim=True)
     else:

@@ -44,7 +44,7 @@ def is_tracing_enabled() -> bool:
     return any(getattr(handler, "root_dir", "") is not None for handler in trace_log.handlers)
 
 
-def trace_graph(name: str, text: str) -> None:
+def log_graph_text(name: str, text: str) -> None:
     """Log a graph's text under this name in the structured trace, for tlparse."""
     trace_structured(
         "artifact",

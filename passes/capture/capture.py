@@ -175,7 +175,7 @@ def fix_lengths(gm: GraphModule, example_inputs: Sequence[Any]) -> bool:
                 marked_sizes.add(as_size(size))
     sizes = [
         size
-        for size in _symbolic_sizes(fakes)
+        for size in _input_symints(fakes)
         if as_size(size) not in marked_sizes and torch_compat.is_specialized(size)
     ]
     for size in sizes:
@@ -186,7 +186,7 @@ def fix_lengths(gm: GraphModule, example_inputs: Sequence[Any]) -> bool:
     return bool(sizes)
 
 
-def _symbolic_sizes(fakes: Sequence[Any]) -> list[torch.SymInt]:
+def _input_symints(fakes: Sequence[Any]) -> list[torch.SymInt]:
     """Return the symbolic sizes of fake inputs, and the inputs that are symbolic ints."""
     sizes = [size for x in fakes for size in (x.shape if isinstance(x, torch.Tensor) else [x])]
     return [size for size in sizes if isinstance(size, torch.SymInt)]
@@ -256,7 +256,7 @@ def _new_fake(x: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any], mode
 
 def _replace_single_values(fakes: list[Any], mode: FakeTensorMode) -> list[Any]:
     """Return the fake inputs, with constants for the symbols to which the guards permit one value only."""
-    symbols: dict[Any, Any] = {as_size(size): size for size in _symbolic_sizes(fakes)}
+    symbols: dict[Any, Any] = {as_size(size): size for size in _input_symints(fakes)}
     all_values = {symbol: torch_compat.single_value(size) for symbol, size in symbols.items()}
     values = {symbol: value for symbol, value in all_values.items() if value is not None}
     if not values:

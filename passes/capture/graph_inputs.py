@@ -264,12 +264,12 @@ def global_view(
     mark_inputs(graph.graph, example_inputs)
     arguments = [argument_name(n) for n in gm.graph.find_nodes(op="placeholder")]
     results = [leaf if isinstance(leaf, Node) else None for leaf in pytree.tree_leaves(gm.graph.output_node().args[0])]
-    names = _result_names(gm, results)
-    outputs = _output_options(names, results, options.outputs, fragment)
+    names = _names_of_results(gm, results)
+    outputs = _resolve_output_options(names, results, options.outputs, fragment)
     # The captured graph has the results of the program, then hidden results (bases of views that the caller gets), then
     # new values of `Sharded` inputs, which stay sharded ("lazy"): append the names and options of the latter two.
     write_backs = _write_backs(graph)
-    views, first_views = _omit_views(graph, example_inputs, options.inputs, outputs)
+    views, first_views = _omit_recreated_results(graph, example_inputs, options.inputs, outputs)
     names += [f"a tensor of which {names[view.number]} is a view" for view in first_views]  # of the hidden results
     writes = _return_writes(graph, example_inputs, write_backs)
     names += [arguments[i] for i in writes]
@@ -313,7 +313,7 @@ def _write_backs(graph: GraphModule) -> dict[int, Node]:
     return {indices[copy.args[0]]: copy for copy in copies if copy.args[0] in indices}
 
 
-def _omit_views(
+def _omit_recreated_results(
     graph: GraphModule, example_inputs: Sequence[Any], inputs: str, outputs: list[str]
 ) -> tuple[tuple[ResultView, ...], list[ResultView]]:
     """Remove results from the graph that the runtime recreates as views of other results or of arguments.
@@ -400,7 +400,7 @@ def local_inputs(
     return inputs
 
 
-def _result_names(gm: GraphModule, results: Sequence[Node | None]) -> list[str]:
+def _names_of_results(gm: GraphModule, results: Sequence[Node | None]) -> list[str]:
     """Return the user's name of each result, for options and messages.
 
     This is the name in the returned structure, or the name on the line that computes it (Dynamo appends numbers, as in
@@ -437,13 +437,13 @@ def _without_number(node_name: str) -> str:
     return re.sub(r"_\d+$", "", node_name)
 
 
-def _output_options(
+def _resolve_output_options(
     names: Sequence[str], results: Sequence[Node | None], outputs: str | Mapping[str | int, str], fragment: bool
 ) -> list[str]:
     """Return the output option of each result, "auto" if the user has set none; raise for unknown results.
 
     Args:
-        names: Name of each result from `_result_names`.
+        names: Name of each result from `_names_of_results`.
         results: Node of each result; None for a value that is not a tensor.
         outputs: The option for all results, or by name in the returned structure, index, or name in the code.
         fragment: True to ignore names that this fragment of a model does not have.

@@ -167,14 +167,14 @@ def _make_original_runner(
         separates_documents = any(kwargs.get(name) is not None for name in DOCUMENTS)
         if traced is not None and not separates_documents:
             return traced(*args, **kwargs)
-        _warn_unsplit(kernel, reason)
+        _warn_unsplit_kernel(kernel, reason)
         return run_between_graphs(*args, **kwargs)
 
     return run
 
 
 @torch.compiler.assume_constant_result  # called while Dynamo traces
-def _warn_unsplit(kernel: str, reason: str) -> bool:
+def _warn_unsplit_kernel(kernel: str, reason: str) -> bool:
     """Warn on rank 0 that a kernel's original function runs, once for each kernel and reason.
 
     Returns True, because Dynamo requires a constant result.

@@ -153,7 +153,7 @@ class _RegionInliner:
             )
         # Without gradients nothing is saved, and torch does not support random ops in a checkpoint of an inference.
         if node.target in _REGION_CHECKPOINTS and self.grad_modes[-1]:
-            tags = tags or _recompute_tags(node, body)
+            tags = tags or _new_region_tags(node, body)
         body_path = f"{path}.{attribute.target}" if path else attribute.target
         with self.emit_region_state(node):
             return self.inline_graph(body, body_path, dict(zip(placeholders, operands, strict=True)), tags)
@@ -185,7 +185,7 @@ class _RegionInliner:
         return node
 
 
-def _recompute_tags(node: Node, body: GraphModule) -> dict[str, Any]:
+def _new_region_tags(node: Node, body: GraphModule) -> dict[str, Any]:
     """Return the metadata by which AOTAutograd's partitioner recomputes the nodes of a new checkpointed region.
 
     Warn if the `context_fn` of the checkpoint is not one of selective checkpointing, which has a policy by op.

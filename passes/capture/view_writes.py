@@ -52,7 +52,7 @@ _RESHAPES = parse_overloads("reshape reshape_as view_as flatten.using_ints ravel
 _PARTITIONS = parse_overloads("""
     chunk split.Tensor split.sizes split_with_sizes tensor_split.sections hsplit.int vsplit.int dsplit.int unbind.int
 """)
-_MAY_COPY = {*_RESHAPES, *parse_overloads("to.dtype to.device to.dtype_layout to.other type_as expand_as")}
+_VIEW_OR_COPY_OPS = {*_RESHAPES, *parse_overloads("to.dtype to.device to.dtype_layout to.other type_as expand_as")}
 
 
 @dataclass(frozen=True)
@@ -321,7 +321,7 @@ def _view_step(aliases: Aliases, node: Node) -> ViewStep | None:
     reads_other_tensor = any(map(is_tensor, pytree.tree_leaves((args[1:], kwargs))))
     is_view_of_source = bool(args) and args[0] is source and not reads_other_tensor
     # The op itself.
-    if is_view_of_source and op not in _MAY_COPY and getattr(op, "is_view", False):
+    if is_view_of_source and op not in _VIEW_OR_COPY_OPS and getattr(op, "is_view", False):
         positional_names = [argument.name for argument in schema_of(op).arguments[: len(args)]]
         kwargs = {name: x for name, x in kwargs.items() if name not in positional_names}
         return ViewStep(op, *map_arg((args[1:], kwargs), as_size))

@@ -94,10 +94,10 @@ def find_exchanges(local: GraphModule, n: int) -> list[Exchange]:
     for call in calls:
         sent = _sent_bytes(call, n)
         if sent is not None:
-            exchanges.append(_make_exchange(call, sent))
+            exchanges.append(_make_exchange_entry(call, sent))
         edge_bytes = _edge_bytes(call, n)  # rows for the padding of the result
         if edge_bytes:
-            edge_exchange = _make_exchange(call, _SentBytes([call.operands[0]], forward=edge_bytes, backward=0))
+            edge_exchange = _make_exchange_entry(call, _SentBytes([call.operands[0]], forward=edge_bytes, backward=0))
             exchanges.append(replace(edge_exchange, op="window"))
     return exchanges
 
@@ -154,7 +154,7 @@ def _sent_bytes(call: OpCall, n: int) -> _SentBytes | None:
     return _SentBytes(operands, forward, backward)
 
 
-def _make_exchange(call: OpCall, sent: _SentBytes) -> Exchange:
+def _make_exchange_entry(call: OpCall, sent: _SentBytes) -> Exchange:
     """Return the entry of the report for a call; its backward has no bytes if no gradient is sent."""
     node, values = call.node, [operand.meta["val"] for operand in sent.operands]
     is_summed_later = "partial" in node.args  # of sp::reduce_grad: DDP or FSDP sums the gradients in its place

@@ -201,3 +201,8 @@ def _violated_range(name: str, value: Any) -> str:
 
 
 CPU, GPU = (Machine(**{f.name: f.metadata[kind] for f in fields(Machine)}) for kind in ("cpu", "gpu"))
+
+
+def copy_seconds(nbytes: float, machine: Machine) -> float:
+    """Return the seconds of a copy of `nbytes` to or from the host, without other work."""
+    return nbytes / machine.host_bandwidth

@@ -35,13 +35,25 @@ from sp_compile.passes.graph.call import graph_tangents, node_tensors
 from sp_compile.passes.graph.sizes import as_sizes, is_same_size, size_product
 
 from .attention_memory import GIB
-from .offload_cost import HostValues
 from .weight_memory import ADAMW_STATE, ModelBytes
 
 PHASES = ("forward", "loss", "backward")
 OTHER_VALUES_ORIGIN = "results, their gradients, and values saved by other graphs"
 ALIVE_LINES = 6  # lines of a report for values alive at a peak
+# minimum size of an offloaded value as a fraction of all saved bytes: smaller copies cost more than they free
+MIN_OFFLOAD_BYTES = 1e-3
 LINE_WIDTH = 56  # characters of a table column
+
+
+@dataclass(frozen=True)
+class HostValues:
+    """Values of a graph or a step that are copied to the host in the forward and back in the backward."""
+
+    values: int = 0  # number of values
+    nbytes: int = 0  # bytes of these
+    kept: int = 0  # bytes that remain on the device
+    seconds: float = 0.0  # seconds of copies, each way
+    waits: float = 0.0  # seconds that compute waits for copies, both ways
 
 
 @dataclass

@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 from sp_compile.lowering.base.ranks import SINGLE_RANK, Ranks
 from sp_compile.passes.collectives.collective_context import CollectiveContext
 from sp_compile.passes.context import PassContext
-from sp_compile.passes.cost.offload_cost import HostValues
+from sp_compile.passes.cost.step_memory import HostValues
 from sp_compile.passes.tensor_parallel.scatter_layers import LinearLayer
 
 

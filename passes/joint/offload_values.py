@@ -34,9 +34,8 @@ from sp_compile.lowering.tiles.tile_flops import node_flops
 from sp_compile.lowering.torch_compat import storage_of
 from sp_compile.passes.base import Pass
 from sp_compile.passes.cost.group_names import is_collective
-from sp_compile.passes.cost.machine import Machine
-from sp_compile.passes.cost.offload_cost import MIN_OFFLOAD_BYTES, HostValues, copy_seconds
-from sp_compile.passes.cost.step_memory import GraphStep, StepMemory
+from sp_compile.passes.cost.machine import Machine, copy_seconds
+from sp_compile.passes.cost.step_memory import MIN_OFFLOAD_BYTES, GraphStep, HostValues, StepMemory
 from sp_compile.passes.cost.walk.live_values import nbytes_of, storage_bytes
 from sp_compile.passes.cost.weight_memory import ModelBytes
 from sp_compile.passes.graph.call import is_tensor

@@ -6,7 +6,7 @@ other ("loose") padded rows:
     x[:, :-1]             a shorter window is the same local value, and its padded rows are further rows of x
     ring_attention(..)    a padded query attends to nothing (`library.PADDED` is "finite")
     rand_like(x)          each row is an independent draw
-    sp::window in a tile  a tile may fill them with ones, see `is_finite_on_ones` of passes/tiles/tile_view.py
+    sp::window in a tile  a tile may fill them with ones, see `is_finite_on_ones` of passes/localize/tiles/tile_view.py
 
 A window is the range of valid positions of a value in its sequence. `plan.wants` has the placements that a node demands
 of its operands; the origin of a local node is its node in the global graph.

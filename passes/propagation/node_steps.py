@@ -166,7 +166,7 @@ def start_sharding(axes: Axes, call: OpCall, rule: BoundRule, n: int, window: Fr
         operand_shard = axes.shard(call.operands[0])
         if operand_shard is None or node_info(node).replicated:  # no sequence starts at a gathered value
             return None
-        step = _place_window(call, rule, replicated, operand_shard, n)
+        step = _window_step(call, rule, replicated, operand_shard, n)
         return step if step.wants is not None else None
     demands: Demands = ()
     if rule.kind(factor) == "scan":
@@ -214,7 +214,7 @@ def propagate_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], 
     first_factor, _ = factors.get(0, ("", None))
     first_kind = rule.kind(first_factor) if 0 in factors else ""
     if first_kind == "halo":
-        return _place_window(call, rule, have, shards[0], n)
+        return _window_step(call, rule, have, shards[0], n)
     if first_kind == "window":
         placed = rule.window_shard(shards[0])
         if placed:
@@ -289,7 +289,7 @@ def _has_same_positions(call: OpCall, rule: BoundRule, i: int, factor: str, have
     return transferred is not None and have.has_same_positions(transferred)
 
 
-def _place_window(call: OpCall, rule: BoundRule, have: Sequence[Placement], base: Shard, n: int) -> NodeStep:
+def _window_step(call: OpCall, rule: BoundRule, have: Sequence[Placement], base: Shard, n: int) -> NodeStep:
     """Return the step of an op with sliding windows over a sharded dim of its first operand, such as a convolution.
 
     If its windows can be placed, it runs on shards, with a "halo" demand for the rows of neighbors that they read.

@@ -23,9 +23,9 @@ from sp_compile.passes.graph.call import OpCall, is_tensor, result_number
 from sp_compile.passes.graph.mutation import is_written
 from sp_compile.passes.graph.node_info import node_info
 from sp_compile.passes.graph.rank_rng import is_random
+from sp_compile.passes.propagation.linear_ops import is_partial_sum
 from sp_compile.passes.sharding.axes import Axes
 from sp_compile.passes.sharding.factors import BoundRule
-from sp_compile.passes.sharding.linear_ops import is_partial_sum
 from sp_compile.passes.sharding.output_rules import gather_reason, output_options
 from sp_compile.passes.sharding.placement import (
     REPLICATE,

@@ -90,14 +90,14 @@ def _start_candidates(demand: Demand, plan: PlacementPlan) -> dict[Node, Frame]:
     if start_nodes:
         return dict.fromkeys(start_nodes, want)
     placed = zip(operands, plan.wants[demand.node])
-    others = [x for x, placement in placed if isinstance(placement, Shard) and _has_frame(x, want, plan)]
+    others = [x for x, placement in placed if isinstance(placement, Shard) and _has_result_in_frame(x, want, plan)]
     nodes_of_others = [_start_nodes(x, want, plan) for x in others]
     if not all(nodes_of_others):  # the sequence of one of them starts at no replicated value
         return {}
     return dict.fromkeys(chain.from_iterable(nodes_of_others), have)
 
 
-def _has_frame(node: Node, frame: Frame, plan: PlacementPlan) -> bool:
+def _has_result_in_frame(node: Node, frame: Frame, plan: PlacementPlan) -> bool:
     """Return True if a result of the node is sharded in this frame: equal size and equal valid positions."""
     return any(isinstance(p, Shard) and p.frame.is_same_window(frame) for p in plan.placements.get(node, ()))
 
@@ -120,6 +120,6 @@ def _start_nodes(x: Node, frame: Frame, plan: PlacementPlan) -> list[Node]:
         return [x for x in operands if any(isinstance(p, Shard) for p in plan.placements.get(x, ()))]
 
     nodes = list(iterate_reachable([x], sharded_operands))
-    if not all(node.op == "call_function" and _has_frame(node, frame, plan) for node in nodes):
+    if not all(node.op == "call_function" and _has_result_in_frame(node, frame, plan) for node in nodes):
         return []
     return [node for node in nodes if not sharded_operands(node)]

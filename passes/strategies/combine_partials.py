@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.node_info import set_node_info
-from sp_compile.passes.sharding.linear_ops import LINEAR_OPS, scaled_operands, summed_operands
+from sp_compile.passes.propagation.linear_ops import LINEAR_OPS, scaled_operands, summed_operands
 from sp_compile.passes.sharding.placement import Partial, PlacementPlan, Replicate
 
 from .discharge import DemandPass

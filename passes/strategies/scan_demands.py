@@ -21,9 +21,19 @@ choices of each token.
 The remaining scans along S are for `ShardScans` and `select_row.py`. Bytes sent: those of one scan; for a batch also
 one row of each sequence, from the rank that has it. Refuses: indices of extremes, segments and recurrences, and float
 maxima and log-sum-exps, whose gradients would differ from those of the scan.
+
+`UseFastScans` runs scans of local rows that are slow in torch by the kernels of the package.
+
+    cumsum(x, 0)    ->   sp.scan(x, None, 0, "sum")      x: (T, E): torch processes one column at a time
+
+The lowering table (`lowering/scan/scan_table.py`) defines slow scans: any scan that it does not lower to torch. Applies
+to any number of ranks, and to graphs without a sequence. Bytes moved: none. Unchanged: small tensors, and dtypes
+without scans in the package.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch.fx import GraphModule, Node
@@ -31,8 +41,11 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from sp_compile.lowering.scan.linear_attention import LINEAR_ATTENTION_OPS
 from sp_compile.lowering.scan.monoids import accumulate_dtype
+from sp_compile.lowering.scan.scan_table import ScanProblem, is_torch_lowering
 from sp_compile.lowering.torch_compat import size_hint
+from sp_compile.passes.base import Pass
 from sp_compile.passes.canonical.scan_forms.scan_calls import (
+    CUMULATIVE_OPS,
     EXTREME_OPS,
     RECURRENCES,
     SP_SCANS,
@@ -50,7 +63,6 @@ from sp_compile.passes.graph.sizes import as_sizes, is_same_size
 from sp_compile.passes.sharding.placement import Demand, PlacementPlan, Shard
 
 from .discharge import DemandPass
-from .local_scan import UseFastScans
 
 aten, sp = torch.ops.aten, torch.ops.sp
 COMBINE_OPS = {
@@ -59,6 +71,7 @@ COMBINE_OPS = {
     "max": aten.maximum.default,
     "min": aten.minimum.default,
 }
+MIN_SCAN_ELEMENTS = 1 << 14  # of a scan that is replaced; smaller scans are dominated by the overhead of a call
 
 
 class SplitNestedScans(DemandPass):
@@ -153,7 +166,7 @@ class ShardScans(DemandPass):
     """Exchange of the carries of scans.
 
     Direct use: `ShardScans(1)(graph_module)` replaces the slow scans of any graph: large ones for which the package has
-    a faster kernel than torch (`local_scan.py`).
+    a faster kernel than torch (`UseFastScans`).
     """
 
     requires = DemandPass.requires | {"flat scans"}
@@ -200,3 +213,35 @@ def _describe_scan(call: OpCall) -> str:
         return f"{name} {kernel}" if kernel else name
     kind = "exclusive" if call.get("exclusive") else "inclusive"
     return f"{kind} {call['op']}" + (", reversed," if call["reverse"] else "")
+
+
+class UseFastScans(Pass):
+    """Replacement of torch's scans that need no exchange."""
+
+    requires = frozenset({"no demands"})
+    provides = frozenset({"planned"})
+
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
+        """Replace the scans that need no exchange and are slow in torch; return their number."""
+        demanding = {demand.node for demand in context.plan(gm).demands}
+        scans = [n for n in gm.graph.nodes if n.op == "call_function" and n.target in TORCH_SCANS]
+        slow_scans = [n for n in scans if n not in demanding and is_slow_scan(n)]
+        for node in slow_scans:
+            new = to_sp_scan(self, node)
+            self.note(new, f"{TORCH_SCANS[node.target]} along dim {OpCall(new).dim()}, which is slow in torch", "scan")
+        return len(slow_scans)
+
+
+def is_slow_scan(node: Node) -> bool:
+    """Return True for a large scan of torch for which the lowering table selects a faster kernel of the package."""
+    call = OpCall(node)
+    result, dim, op = call.results()[0], call.dim(), TORCH_SCANS[node.target]
+    shape = [size_hint(size) for size in result.shape]
+    if math.prod(shape) < MIN_SCAN_ELEMENTS or not is_scannable_call(call):
+        return False
+    kind = "scan" if node.target in CUMULATIVE_OPS else "extremes"
+    outer, length, inner = math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :])
+    dtypes = (call.operands[0].meta["val"].dtype, result.dtype, accumulate_dtype(op, result.dtype, result.device))
+    # total=False: the combination of all rows is not needed as a second result.
+    problem = ScanProblem(kind, result.device.type, outer, length, inner, *dtypes, op=op, total=False)
+    return not is_torch_lowering(problem)

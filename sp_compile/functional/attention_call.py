@@ -125,7 +125,7 @@ class AttentionCall(RankCall):
             balance=False,
         )
         if torch.compiler.is_compiling():  # the groups of the call must exist before a compiled program runs
-            _declare_routes(ranks.group, self.width or 1, self.steps())
+            _declare_traced_routes(ranks.group, self.width or 1, self.steps())
         return self.function.run(self, (self.q, self.k, self.v, *shards.to_flat()))
 
     def frames(self) -> tuple[FrameArg, FrameArg]:
@@ -248,7 +248,7 @@ class AttentionCall(RankCall):
             yield SpError("SP505", f"attn_mask: expected {expected}, got {mask.dtype}.")
         # Some functions always merge results of key blocks; all do so with a predicate (causal, window or documents).
         is_merged = self.function.merges or bool(options.predicate_arguments()["predicate"])
-        if options.check and is_merged and mask.is_floating_point() and not mask.is_meta and _has_fills(mask):
+        if options.check and is_merged and mask.is_floating_point() and not mask.is_meta and _has_fill_values(mask):
             yield SpError(
                 "SP455",
                 "attn_mask: expected -inf for pairs that may not attend, got a large finite number, with which blocks "
@@ -310,7 +310,7 @@ class AttentionCall(RankCall):
         return ", ".join([self._shapes(), str(self.q.dtype), function, grads_text, *option_texts])
 
 
-def _has_fills(mask: Tensor) -> bool:
+def _has_fill_values(mask: Tensor) -> bool:
     """Return True if the mask contains large finite values such as `torch.finfo.min`.
 
     A float32 log-sum-exp of such values loses the logarithm of their count, so key blocks cannot be merged. A traced
@@ -322,7 +322,7 @@ def _has_fills(mask: Tensor) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def _declare_routes(group: str, stride: int, steps: int) -> None:
+def _declare_traced_routes(group: str, stride: int, steps: int) -> None:
     """Declare the routes of a traced call, and add the operators' version to the key of torch's caches.
 
     A route is the communicator of an exchange between some of the ranks. A compiled program may be loaded from a cache

@@ -79,7 +79,7 @@ def gather_over_replicas(data: Any, group: dist.ProcessGroup, as_objects: bool =
     channel, start = channel_of(ranks), time.monotonic()
     try:
         if tensors:
-            return recursively_apply(lambda x: _all_gather(x, group), data, error_on_other_type=True)
+            return recursively_apply(lambda x: _concat_over_replicas(x, group), data, error_on_other_type=True)
         by_rank: list[Any] = [None] * ranks.n
         dist.all_gather_object(by_rank, data, group)
     except RuntimeError as error:
@@ -89,7 +89,7 @@ def gather_over_replicas(data: Any, group: dist.ProcessGroup, as_objects: bool =
     return [x for objects in by_rank for x in objects]
 
 
-def _all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _concat_over_replicas(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the tensors of all ranks, concatenated along the first dim; scalars become vectors."""
     x = (x[None] if x.ndim == 0 else x).contiguous()
     out = [torch.empty_like(x) for _ in range(group.size())]

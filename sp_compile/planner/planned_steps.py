@@ -40,8 +40,7 @@ from sp_compile.passes.cost.attention_cost import (
 )
 from sp_compile.passes.cost.exchange_cost import exchange_collectives
 from sp_compile.passes.cost.few_layers import checkpoint_layers
-from sp_compile.passes.cost.machine import Machine
-from sp_compile.passes.cost.offload_cost import copy_seconds
+from sp_compile.passes.cost.machine import Machine, copy_seconds
 from sp_compile.passes.cost.step_memory import StepMemory
 from sp_compile.passes.cost.weight_memory import ModelBytes
 from sp_compile.passes.graph.sizes import assume_large

@@ -25,9 +25,8 @@ from functools import cached_property, partial
 from itertools import accumulate, chain
 from typing import NamedTuple
 
-from sp_compile.passes.cost.machine import Machine
-from sp_compile.passes.cost.offload_cost import MIN_OFFLOAD_BYTES, HostValues, copy_seconds
-from sp_compile.passes.cost.step_memory import GraphStep
+from sp_compile.passes.cost.machine import Machine, copy_seconds
+from sp_compile.passes.cost.step_memory import MIN_OFFLOAD_BYTES, GraphStep, HostValues
 from sp_compile.passes.cost.walk.live_values import LiveValue
 from sp_compile.passes.cost.walk.liveness import LivenessWalk
 

@@ -36,7 +36,7 @@ def find_input_mismatch(
         compared: The inputs that the ranks compare.
         has_shards: True if each rank passes its rows of some inputs.
     """
-    inputs = _common_inputs(messages)  # for each rank the records of its inputs, by name
+    inputs = _comparable_inputs(messages)  # for each rank the records of its inputs, by name
     common = [name for name in inputs[0] if all(name in records for records in inputs)]
     # If a rank has only the common inputs, only these are compared. The additional inputs of other ranks are due to
     # different programs, which `lines` report.
@@ -173,7 +173,7 @@ def _find_gradient_mismatch(trained: Sequence[Sequence[str]]) -> SpError | None:
     return SpError("SP639", format_mismatch("the ranks of this group require gradients of different inputs", rows))
 
 
-def _common_inputs(messages: Sequence[Message]) -> list[dict[str, InputRecord]]:
+def _comparable_inputs(messages: Sequence[Message]) -> list[dict[str, InputRecord]]:
     """Return for each rank the records of its inputs by name, without weights that only some ranks have compared."""
     common = set.intersection(*(set(message.inputs) for message in messages))
     return [

@@ -9,6 +9,8 @@ compilation are raised on all ranks.
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,12 +20,14 @@ from itertools import combinations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.fx import GraphModule
 
 from sp_compile.lowering.base.errors import RankMismatchError, SpError
 from sp_compile.lowering.base.options import AnyOptions, SPConfig
 from sp_compile.lowering.base.progress import show_in_thread, show_progress
 from sp_compile.lowering.base.ranks import SINGLE_RANK, Ranks, can_split_sequence, resolve
+from sp_compile.lowering.base.warn import warn_once
 from sp_compile.lowering.torch_compat import wrap_late_backward
 from sp_compile.passes.collectives.collective_context import RankQueries
 from sp_compile.passes.cost import measure
@@ -40,9 +44,26 @@ from .compile_protocol import CompileProtocol
 from .fingerprint import graph_digest, program_subject
 from .input_checks import check_options, combine_facts, input_digests
 
+log = logging.getLogger(__name__)
+
 register_sendable(Machine)
 register_sendable(LatencyBandwidth)
 JOINT_OPTIONS = ("merge_reductions", "sequence_parallel_linear")  # options of the passes on collectives
+
+# warnings of `warn_one_rank`
+NO_GROUP = (
+    "torchrun started %d processes and this program has no process group: backend='sp' splits nothing, and every "
+    "process computes alone. Call torch.distributed.init_process_group() before the first call of the compiled model."
+)
+ONE_RANK_OF_MESH = (
+    "The axis of the mesh that splits the sequence has one rank, and the program has %d: backend='sp' splits nothing. "
+    "Pass an axis of several ranks with options={'mesh': mesh, 'mesh_dim': '<axis>'}, such as that of size %d of "
+    "init_device_mesh(device, (1, %d), mesh_dim_names=('dp', 'sp'))."
+)
+ONE_RANK = (
+    "The process group has one rank: backend='sp' splits nothing. Start several ranks, such as with torchrun "
+    "--nproc-per-node=2."
+)
 
 
 class CompileSession(RankQueries):
@@ -332,3 +353,26 @@ def _resolve_or_single(mesh: Any, mesh_dim: str | None) -> tuple[Ranks, Exceptio
         return resolve(mesh, mesh_dim), None
     except Exception as problem:
         return SINGLE_RANK, problem
+
+
+def warn_one_rank(session: CompileSession) -> None:
+    """Warn on rank 0, once for each reason, if there is only one rank for the sequence although others exist.
+
+    There is no warning for a program on a single device, without torchrun and without a process group, nor for one
+    with its own collectives and without a mesh for a sequence.
+
+    Args:
+        session: The session of the compilation.
+    """
+    if not session.may_split or session.problem is not None or session.ranks.n > 1:
+        return
+    num_started = int(os.environ.get("WORLD_SIZE", "1"))  # processes that torchrun has started
+    if not (dist.is_available() and dist.is_initialized()):
+        if num_started > 1 and os.environ.get("RANK", "0") == "0":
+            warn_once(log, NO_GROUP, num_started)
+        return
+    world_size = dist.get_world_size()
+    if world_size > 1:
+        warn_once(log, ONE_RANK_OF_MESH, world_size, world_size, world_size)
+    else:
+        warn_once(log, ONE_RANK)

@@ -187,7 +187,7 @@ def test_without_it_nothing_is_left_of_it() -> None:
 def test_graphs_go_to_tlparse_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[str] = []
     monkeypatch.setattr("sp_compile.passes.base.is_tracing_enabled", lambda: True)
-    monkeypatch.setattr("sp_compile.passes.base.trace_graph", lambda name, text: traced.append(name))
+    monkeypatch.setattr("sp_compile.passes.base.log_graph_text", lambda name, text: traced.append(name))
     Doubled()(captured(Sums(), torch.randn(1, 8, 4)))
     assert traced == ["sp_before_doubled", "sp_after_doubled"]
 

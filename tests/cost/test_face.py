@@ -25,15 +25,14 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import sp_compile
-from sp_compile import cli as command
-from sp_compile.cli import main
+from sp_compile import __main__ as command
+from sp_compile.__main__ import main
 from sp_compile.passes.context import Note, NoteKind, TiledRegion
 from sp_compile.passes.cost.attention_cost import AttentionShape, all_candidates
 from sp_compile.passes.cost.decision import Decision
 from sp_compile.passes.cost.exchange_cost import Exchange
 from sp_compile.passes.cost.machine import Machine
-from sp_compile.passes.cost.offload_cost import HostValues
-from sp_compile.passes.cost.step_memory import GraphStep, StepMemory, format_bytes
+from sp_compile.passes.cost.step_memory import GraphStep, HostValues, StepMemory, format_bytes
 from sp_compile.passes.cost.walk.live_values import LiveValue
 from sp_compile.passes.cost.weight_memory import ModelBytes
 from sp_compile.passes.report import Report

@@ -10,7 +10,8 @@ import pytest
 import torch
 from support.ranks import Ranks
 
-from sp_compile import SpError, cli
+from sp_compile import SpError
+from sp_compile import __main__ as command_line
 from sp_compile.selftest import launch
 from sp_compile.selftest.model import ModelSize
 from sp_compile.selftest.rank import Settings, StrategyResult, _largest_error, run_rank, strategies_of
@@ -36,8 +37,8 @@ def _result(**changes: Any) -> dict[str, Any]:
 def test_a_wrong_result_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     path = tmp_path / "found.json"
     for is_right, status in ((True, 0), (False, 1)):
-        monkeypatch.setattr(cli, "selftest", lambda *_, right=is_right: _result(is_right=right))
-        assert cli.main(["selftest", "--json", str(path)]) == status
+        monkeypatch.setattr(command_line, "selftest", lambda *_, right=is_right: _result(is_right=right))
+        assert command_line.main(["selftest", "--json", str(path)]) == status
         assert ("WRONG" in capsys.readouterr().out) is not is_right
         assert json.loads(path.read_text())["results"][1]["is_right"] is is_right
 
@@ -56,7 +57,7 @@ def test_errors_are_relative_and_count_nan() -> None:
 def test_what_this_machine_cannot_run(arguments: list[str], capsys: pytest.CaptureFixture) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has GPUs")
-    assert cli.main(["selftest", *arguments]) == 2
+    assert command_line.main(["selftest", *arguments]) == 2
     assert "SP741" in capsys.readouterr().err
     with pytest.raises(SpError, match="SP741"):
         launch.selftest(device="tpu")

@@ -447,7 +447,7 @@ def test_balanced_rows_stay_balanced(
 def _published_by_checkpoints() -> list[str]:
     """Return the exceptions that this rank publishes in two steps of checkpointed blocks that are compiled one by one."""
     model, published = build(Stack, checkpoints=True), []
-    publish = failures._publish_failure
+    publish = failures._publish_exception
     for block in model.blocks:
         block.compile(backend="sp", options={"compiler": "aot_eager", "mesh": worker.mesh(), "outputs": "lazy"})
 
@@ -455,7 +455,7 @@ def _published_by_checkpoints() -> list[str]:
         published.append(type(error).__name__)
         return publish(error, *rest)
 
-    with mock.patch.object(failures, "_publish_failure", record):
+    with mock.patch.object(failures, "_publish_exception", record):
         for _ in range(2):
             model(*text(9)).backward()
     return published

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from sp_compile.lowering.base import warn
-from sp_compile.runtime import one_rank
+from sp_compile.runtime import session
 
 
 def warned_with(**options: Any) -> list[str]:
@@ -25,14 +25,14 @@ def warned_with(**options: Any) -> list[str]:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    one_rank.log.addHandler(handler)
+    session.log.addHandler(handler)
     warn._warned.clear()
     torch.compiler.reset()
     try:
         for size in (8, 9):
             sp(build(Sums), **options)(torch.ones(2, size, 16, dtype=torch.float64))
     finally:
-        one_rank.log.removeHandler(handler)
+        session.log.removeHandler(handler)
     return records
 
 

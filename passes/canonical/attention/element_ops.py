@@ -34,9 +34,9 @@ from .elements import (
     as_truth,
     cast_cases,
     cast_number,
+    choose_element,
     element_handler,
     exact_range,
-    select_element,
 )
 from .proofs import SUMMED_ROW, IndexBox
 
@@ -149,7 +149,7 @@ def _first_match(pieces: list[tuple[Any, Element]]) -> Element:
         raise NotSymbolic("is read after its last piece")
     element = pieces[-1][1]
     for condition, piece in reversed(pieces[:-1]):
-        element = select_element(condition, piece, element)
+        element = choose_element(condition, piece, element)
     return element
 
 
@@ -187,7 +187,7 @@ def _triangle_element(reader: ElementReader, call: OpCall, coords: Coords) -> El
     *_, row, column = coords
     distance_below = row + reader.integer(as_number(call["diagonal"])) - column  # >= 0 on the diagonal and below it
     distance = distance_below if "tril" in schema_of(call.node.target).name else -distance_below
-    return select_element(reader.box.at_least_zero(distance), reader.at(call.operands[0], coords), as_number(0))
+    return choose_element(reader.box.at_least_zero(distance), reader.at(call.operands[0], coords), as_number(0))
 
 
 @element_handler("diff")
@@ -379,11 +379,11 @@ def _where_element(reader: ElementReader, call: OpCall, coords: Coords) -> Eleme
     if "self" not in call.args:
         raise NotSymbolic("returns the indices of a condition")
     yes, no = _operands(reader, call, coords)
-    return select_element(as_truth(reader.operand(call["condition"], coords)), yes, no)
+    return choose_element(as_truth(reader.operand(call["condition"], coords)), yes, no)
 
 
 @element_handler("masked_fill")
 def _masked_fill_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
     """Return the element of x.masked_fill(mask, value): the value where the mask holds, else the element of x."""
     fill = reader.operand(call["value"], ())
-    return select_element(as_truth(reader.operand(call["mask"], coords)), fill, reader.operand(call["self"], coords))
+    return choose_element(as_truth(reader.operand(call["mask"], coords)), fill, reader.operand(call["self"], coords))

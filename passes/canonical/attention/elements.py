@@ -361,7 +361,7 @@ def _fixed_indices(condition: Boolean) -> dict[sympy.Symbol, int]:
     return {index: 0 for index in indices if any(term == (index < 1) for term in terms)}
 
 
-def select_element(condition: Boolean, yes: Element, no: Element) -> Element:
+def choose_element(condition: Boolean, yes: Element, no: Element) -> Element:
     """Return the element that is `yes` where the condition holds, else `no`.
 
     It is a condition if `yes` and `no` are conditions, else cases of numbers.

@@ -418,11 +418,11 @@ def _has_product_after(start: Node, neighbors: Callable[[Node], Sequence[Node]])
         return [n for n in neighbors(node) if is_tensor(n) and n.op == "call_function"]
 
     next_nodes = islice(iterate_reachable([start], tensor_neighbors), 1, MAX_STEPS + 1)  # without `start` itself
-    return any(_is_product(node) for node in next_nodes)
+    return any(_is_batched_product(node) for node in next_nodes)
 
 
-def _is_product(node: Node) -> bool:
-    """Return True for a matrix product, possibly with a term that it adds."""
+def _is_batched_product(node: Node) -> bool:
+    """Return True for a batched matrix product, possibly with a term that it adds."""
     return match_product(node, with_addend=True) is not None
 
 
@@ -432,12 +432,12 @@ def scores_refusal(x: Node) -> str:
     It names the first op, from the softmax back to the product, that is no scale, bias or fill or has other readers.
     """
     node = x
-    while not _is_product(node):
+    while not _is_batched_product(node):
         if len(node.users) > 1:
             return f"another op reads the scores ({node.name})"
         operands = [n for n in node.all_input_nodes if is_tensor(n) and n.op == "call_function"]
         # The operand that is computed from a product; others are factors, biases and masks.
-        scores = [n for n in operands if _is_product(n) or _has_product_after(n, lambda n: n.all_input_nodes)]
+        scores = [n for n in operands if _is_batched_product(n) or _has_product_after(n, lambda n: n.all_input_nodes)]
         # Follow ops that only move elements: views and permutes are not pointwise; copies and casts have a move_source.
         is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) and move_source(node) is None
         if not scores or (is_pointwise and node.target not in SCORE_OPS):

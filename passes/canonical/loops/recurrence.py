@@ -120,7 +120,7 @@ class ScanBuilder(BatchedOps):
         if isinstance(left, AffineValue) or min(len(right.step_shape), step_ndim(left)) < 2:
             return None
         ops, m = _FoldingArithmetic(self, node), 0
-        if not _is_constant(right.a, 0):
+        if not _is_filled_with(right.a, 0):
             if not _is_row_factor(right.a):
                 return None
             m = ops.multiply(left, right.a if _is_number(right.a) else self._transpose(right.a))
@@ -173,18 +173,18 @@ class ScanBuilder(BatchedOps):
             """Expand a coefficient to the shape of all steps, as scans require."""
             return self.expand_to(self.align(x, trailing_dims=value.ndim - time), stacked_shape, like, dtype)
 
-        initial = None if _is_constant(seed, 0) else self.expand_to(seed, shape, like, dtype)
+        initial = None if _is_filled_with(seed, 0) else self.expand_to(seed, shape, like, dtype)
         if not _is_number(affine.m):
             return self._scan_matrices(affine, initial, reverse)
-        if _is_constant(a, 1) and not _is_constant(b, 0):  # state + b
+        if _is_filled_with(a, 1) and not _is_filled_with(b, 0):  # state + b
             out = self._emit_cumulative("sum", expand_steps(b), time, reverse, like)
             if initial is not None:
                 out = self.compute(aten.add.Tensor, (out, self.unsqueeze(initial, time)), like)
         elif not value.is_floating_point():
             raise NotALoop("a recurrence of integers")
-        elif _is_constant(b, 0):  # a * state
+        elif _is_filled_with(b, 0):  # a * state
             out = self._emit_cumulative("prod", expand_steps(a), time, reverse, like)
-            if not _is_constant(seed, 1):  # also for zeros, for which `initial` is None
+            if not _is_filled_with(seed, 1):  # also for zeros, for which `initial` is None
                 initial = self.expand_to(seed, shape, like, dtype)
                 out = self.compute(aten.mul.Tensor, (out, self.unsqueeze(initial, time)), like)
         else:
@@ -208,7 +208,7 @@ class ScanBuilder(BatchedOps):
         if not _is_row_factor(affine.a):
             raise NotALoop("a state whose factor differs between the columns that a matrix multiplies")
         m, value, dtype = affine.m, like.meta["val"], _scan_dtype(affine)
-        if not _is_constant(affine.a, 0):
+        if not _is_filled_with(affine.a, 0):
             options = {"dtype": dtype, "device": value.device}
             identity = self.compute(aten.eye.default, (self.sizes(rows),), like, options)
             m = ops.add(ops.multiply(identity, affine.a), m)
@@ -277,7 +277,7 @@ class _FoldingArithmetic:
         """Return x / y for values without the state."""
         if _is_number(x) and _is_number(y):
             return x / y
-        if _is_constant(x, 0):
+        if _is_filled_with(x, 0):
             return 0
         if _is_number(x):
             return self.multiply(x, self.scans.compute_steps(aten.reciprocal.default, y, like=self.like))
@@ -431,7 +431,7 @@ def _is_number(x: Value) -> bool:
     return isinstance(x, int | float) and not isinstance(x, bool)
 
 
-def _is_constant(x: Value, number: int) -> bool:
+def _is_filled_with(x: Value, number: int) -> bool:
     """Return True for the number, or a tensor filled with it."""
     if _is_number(x):
         return x == number

@@ -85,7 +85,7 @@ def _logaddexp(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
 
 
 # ops that a recognized combine function may contain, as functions of expressions
-_COMBINE_OPS: dict[Any, Callable[..., sympy.Expr]] = {
+_OP_EXPRESSIONS: dict[Any, Callable[..., sympy.Expr]] = {
     aten.add.Tensor: lambda a, b: a + b,
     aten.sub.Tensor: lambda a, b: a - b,
     aten.mul.Tensor: lambda a, b: a * b,
@@ -108,7 +108,7 @@ def expression_of(value: Node, symbol: Callable[[Node], sympy.Symbol | None]) ->
         symbol: Returns the symbol of a node that is an argument of the function, or None for other nodes.
 
     Returns:
-        The expression of the symbols, or None if it contains an op that is not in _COMBINE_OPS.
+        The expression of the symbols, or None if it contains an op that is not in _OP_EXPRESSIONS.
     """
     expressions: dict[Node, sympy.Expr] = {}
     for node in sorted(nodes_before(value, lambda n: symbol(n) is not None)):  # in the order of the graph
@@ -123,13 +123,13 @@ def expression_of(value: Node, symbol: Callable[[Node], sympy.Symbol | None]) ->
 def _evaluate_node(node: Node, expressions: Mapping[Node, sympy.Expr]) -> sympy.Expr | None:
     """Return the expression of a call, or None if it is unknown.
 
-    Unknown are ops that are not in _COMBINE_OPS, sums with a factor (`alpha`), mixed dtypes, and unknown operands.
+    Unknown are ops that are not in _OP_EXPRESSIONS, sums with a factor (`alpha`), mixed dtypes, and unknown operands.
 
     Args:
         node: The call.
         expressions: The expressions of the nodes before it, as far as they are known.
     """
-    combine = _COMBINE_OPS.get(node.target)
+    combine = _OP_EXPRESSIONS.get(node.target)
     if combine is None or any(option not in (1, None) for option in node.kwargs.values()):
         return None
     operands = [expressions.get(a) if isinstance(a, Node) else sympy.sympify(a) for a in node.args]

@@ -93,7 +93,7 @@ register_rule_function(aten.atleast_1d.default)(lambda call: bind_rule(call, "..
 @register_rule_function(
     *parse_overloads("_reshape_alias _unsafe_view flatten.using_ints ravel reshape unflatten.int view")
 )
-def _reshape_rule(call: OpCall) -> BoundRule:
+def _view_rule(call: OpCall) -> BoundRule:
     """Return the rule of a view, in which dims may be groups of factors: "b s d -> (b s) d"."""
     return reshape_rule(call.shape(), call.result_shapes()[0])
 
@@ -104,7 +104,7 @@ def _reshape_as_rule(call: OpCall) -> BoundRule:
 
     `other` has the dims of the result. It need not be gathered, because a rank's shard of it has the local shape.
     """
-    reshape = _reshape_rule(call)
+    reshape = _view_rule(call)
     return replace(reshape, operands=(*reshape.operands, *reshape.results), lenders=(1,))
 
 

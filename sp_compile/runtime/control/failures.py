@@ -70,7 +70,7 @@ def announce_failures(
             raise group_error from error
         # An exception of this rank itself.
         line = failed_line(error, lines) or failed_exchange(error, places)
-        channel.raised = _publish_failure(error, str(mine), line)
+        channel.raised = _publish_exception(error, str(mine), line)
         raise
 
 
@@ -93,7 +93,7 @@ def abort_if_connected(channel: ControlChannel | None, messages: Sequence[Messag
         abort_groups(notice)
 
 
-def _publish_failure(error: BaseException, operation: str, line: str) -> tuple[int, str]:
+def _publish_exception(error: BaseException, operation: str, line: str) -> tuple[int, str]:
     """Publish that this rank has raised, and add the rank and the line to the text of the exception.
 
     The type of the exception does not change, since the user's code may catch it.

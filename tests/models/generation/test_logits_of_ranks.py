@@ -13,7 +13,7 @@ from support.ranks import Ranks, mesh
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from sp_compile.passes.tiles import choose_tiles, run_in_tiles
+from sp_compile.passes.localize.tiles import choose_tiles, run_in_tiles
 
 VOCAB, WIDTH, ROWS, RANKS, TILES = 8192, 8, 4, 2, 8
 LENGTHS = (64, 96, 80)  # the second is compiled with a symbol

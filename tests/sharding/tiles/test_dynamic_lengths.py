@@ -22,7 +22,7 @@ import sp_compile
 from sp_compile import rank_program
 from sp_compile.lowering.tiles.tile_program import ANY_LENGTH, TileProgram
 from sp_compile.lowering.torch_compat import SYMBOLIC_GRAPHS
-from sp_compile.passes.tiles.run_in_tiles import programs_of
+from sp_compile.passes.localize.tiles.run_in_tiles import programs_of
 from sp_compile.rank_program import RankProgram
 
 LENGTHS = (16, 23, 9, 40, 7, 4)

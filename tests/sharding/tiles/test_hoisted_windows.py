@@ -18,8 +18,8 @@ from torch.fx import GraphModule, Node
 import sp_compile
 from sp_compile.lowering.collectives.sharded import Sharded
 from sp_compile.passes.context import NoteKind
+from sp_compile.passes.localize.tiles.run_in_tiles import programs_of
 from sp_compile.passes.strategies.hoist import HoistSlices
-from sp_compile.passes.tiles.run_in_tiles import programs_of
 
 EXACT = 1e-9
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import sp_compile
 from sp_compile.passes.capture import package_kernels
-from sp_compile.passes.tiles import choose_tiles, run_in_tiles
+from sp_compile.passes.localize.tiles import choose_tiles, run_in_tiles
 
 LIGER = package.LigerFusedLinearCrossEntropyFunction.apply
 

@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 
 import sp_compile
 from sp_compile.lowering.tiles.tile_program import TileProgram
-from sp_compile.passes.tiles.run_in_tiles import programs_of
+from sp_compile.passes.localize.tiles.run_in_tiles import programs_of
 
 EXACT = 1e-9
 RING: dict[str, Any] = {"attention": "ring"}

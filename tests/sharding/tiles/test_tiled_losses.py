@@ -34,8 +34,8 @@ from torch.fx import GraphModule, Node
 import sp_compile
 from sp_compile.lowering.tiles.tile_program import PROGRAMS, TileProgram
 from sp_compile.passes.context import NoteKind
-from sp_compile.passes.tiles import choose_tiles as amount
-from sp_compile.passes.tiles import run_in_tiles as tiling
+from sp_compile.passes.localize.tiles import choose_tiles as amount
+from sp_compile.passes.localize.tiles import run_in_tiles as tiling
 
 aten = torch.ops.aten
 EXACT = 1e-9

@@ -30,7 +30,7 @@ from sp_compile.lowering.attention import merge_blocks as merge
 from sp_compile.lowering.tiles import tile_ops as tiles
 from sp_compile.passes.capture.user_program import UserProgram
 from sp_compile.passes.joint.save_attention import apply_checkpoint_policies
-from sp_compile.passes.tiles.run_in_tiles import programs_of
+from sp_compile.passes.localize.tiles.run_in_tiles import programs_of
 from sp_compile.runtime.session import CompileSession
 
 aten, sp = torch.ops.aten, torch.ops.sp

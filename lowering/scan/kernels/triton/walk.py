@@ -3,9 +3,10 @@
 With one part, every element is read once and written once. With several, the totals of the parts are computed and
 scanned first, then the parts are scanned again, each from its carry: three passes over memory instead of two.
 
-In `_walk`, x, second and starts are the operands of a `Sweep`, (outer, length, inner); a line is one of the outer *
-inner sequences along the length. The strides per_outer, per_time and per_inner are those of starts. `Sweep.options` has
-the constants in capitals. Most arguments are only passed to `load_tile`, which reads a tile, and `append_last_state`.
+In `_walk_lines`, x, second and starts are the operands of a `Sweep`, (outer, length, inner); a line is one of the
+outer * inner sequences along the length. The strides per_outer, per_time and per_inner are those of starts.
+`Sweep.options` has the constants in capitals. Most arguments are only passed to `load_tile`, which reads a tile, and
+`append_last_state`.
 Importing this module needs triton.
 """
 
@@ -34,7 +35,7 @@ from .triton_tiles import (
 
 
 @triton.jit
-def _walk(  # type: ignore[no-untyped-def]
+def _walk_lines(  # type: ignore[no-untyped-def]
     x, second, starts, carry, carry_index, out, out_index, total, total_second, total_flag,
     lines, length, inner, part, per_outer, per_time, per_inner,
     OP: tl.constexpr, LEAF: tl.constexpr, PAIR: tl.constexpr, NEUTRAL: tl.constexpr, ACC: tl.constexpr,
@@ -115,7 +116,7 @@ def _run_parts(
     unused = State(sweep.x, sweep.x, sweep.x)  # a kernel needs a pointer for each argument, even one that it never uses
     carries, results, sums = carry or unused, out or unused, totals or unused
     with use_device(sweep.x):
-        _walk[(triton.cdiv(sweep.lines, tile.lines), parts)](
+        _walk_lines[(triton.cdiv(sweep.lines, tile.lines), parts)](
             *sweep.pointers(sweep.x, sweep.second, sweep.starts),
             *sweep.pointers(carries.value, carries.second, results.value, results.second),
             *sweep.pointers(sums.value, sums.second, sums.flag),

@@ -68,10 +68,10 @@ def _match_sum(gm: GraphModule, x: Node) -> SumForm:
     """
     if is_float_cast(x):  # not needed: the loop adds in a wide dtype
         x = move_source(x) or x
-    return _match_product(gm, x) or _scattered_rows(x) or ("", [x])
+    return _match_product_sum(gm, x) or _scattered_rows(x) or ("", [x])
 
 
-def _match_product(gm: GraphModule, x: Node) -> SumForm | None:
+def _match_product_sum(gm: GraphModule, x: Node) -> SumForm | None:
     """Return the form and the summands of a matrix product or grouped products; None for other nodes.
 
     The product may be transposed: (a @ b).T is returned as the summands b.T and a.T.
