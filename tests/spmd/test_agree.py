@@ -23,7 +23,7 @@ from sp_compile.lowering.collectives import checksums
 from sp_compile.lowering.torch_compat import FakeTensorMode, use_real_tensors
 from sp_compile.runtime import fingerprint as spmd_fingerprint
 from sp_compile.runtime.agreement import is_close
-from sp_compile.runtime.control.message import CALL_VERB, FieldValue, Message, hash_text
+from sp_compile.runtime.control.message import CALL_VERB, EarlierValue, FieldValue, Message, hash_text
 from sp_compile.runtime.fingerprint import exchange_digest, graph_digest
 from sp_compile.runtime.settings_digest import FUNCTORCH, INDUCTOR, mode_text, settings_fields
 
@@ -397,6 +397,9 @@ def test_text_and_overflows_of_other_signs_differ(turn: int) -> None:
 def test_summaries_are_sent_unchanged() -> None:
     message = Message(CALL_VERB, "forward", fields={"gradient": (float("inf"), 0.1, -0.0), "mode": "about 1.0"})
     assert Message.read(message.body) == message
+    key = EarlierValue("shared gradient", "y", str(message), 1)
+    with_earlier = Message.read(Message(CALL_VERB, "forward", earlier={key: "5"}).body)
+    assert [*map(str, with_earlier.earlier)] == ["value of gradient 1, of the result y, when it calls forward"]
 
 
 def test_inputs_of_a_summary() -> None:
