@@ -73,6 +73,23 @@ def test_fingerprint_ignores_values_of_one_rank() -> None:
         assert one_op(3, "cpu", mine) == one_op(3, "cpu", other) != one_op(3, "cpu", "none")
 
 
+def capture_graph(f: Callable[[Tensor], Tensor]) -> torch.fx.GraphModule:
+    """Return Dynamo's graph of a function."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(gm)
+        return gm.forward
+
+    torch.compile(f, backend=backend, fullgraph=True)(torch.ones(2, requires_grad=True))
+    return graphs[0]
+
+
+def test_digest_has_the_ops_of_checkpoints() -> None:
+    sin, cos = (capture_graph(lambda x, op=op: checkpoint(op, x, use_reentrant=False)) for op in (torch.sin, torch.cos))
+    assert exchange_digest(sin).digest != exchange_digest(cos).digest
+
+
 def gradients_of(part: Callable[[Callable[..., Tensor], Tensor], Tensor]) -> torch.fx.GraphModule:
     """Dynamo's graph of an exchange inside a part of a program."""
     found: list[torch.fx.GraphModule] = []
