@@ -164,18 +164,18 @@ def main() -> None:
     seconds = cpu_seconds(lambda: checksum(x))
     each, every = 1e9 / x.numel() * seconds, SPConfig.check_every
     sums = (
-        f"checksums of a billion weights: {each:.1f} CPU s, once in {every} calls: {each / every * 1e3:.0f} ms a call"
+        f"checksums of a billion weights: {each:.1f} CPU s, once in {every} calls: {each / every * 1e3:.0f} ms per call"
     )
     console.print(sums)
     a = torch.randn(1024, 1024)
     rate = 2 * 1024**3 / statistics.median(cpu_seconds(lambda: a @ a) for _ in range(8))
     tokens = each / every / SHARE * rate / (6 * 1e9)  # a step takes 6 operations a weight and token
-    bound = f"that is {SHARE:.1%} of a step on {tokens:.0f} tokens a rank, at {rate / 1e9:.0f} GFLOP a CPU s"
+    bound = f"this is {SHARE:.1%} of a step on {tokens:.0f} tokens per rank, at {rate / 1e9:.0f} GFLOP per CPU s"
     console.print(bound)
     about = [
         f"{describe_run('cpu')}, Gloo",
         f"- {os.cpu_count()} CPUs for all ranks; load {loads[0]} at the start, {loads[1]} at the end",
-        "- `python benchmarks/agreement.py`: us a call, the slowest rank's medians",
+        "- `python benchmarks/agreement.py`: us per call, medians of the slowest rank",
         f"- {sums}",
         f"- {bound}",
     ]
@@ -183,12 +183,12 @@ def main() -> None:
         "\n".join(about),
         markdown(table),
         "## Exposed time of an exchange, simulated",
-        f"us from the arrival of the last rank to the end of the slowest one; the delays of both forms: {model}.",
+        f"us from the arrival of the last rank to the end of the slowest one. The delays of both forms: {model}.",
         markdown(far),
         "The same simulation with the delays of this machine, fitted to two ranks, next to the measured times in us:",
         markdown(near),
     ]
-    given.output.write_text("\n\n".join(["# Ranks agree before a call", *parts]) + "\n")
+    given.output.write_text("\n\n".join(["# Checks between ranks before a call", *parts]) + "\n")
 
 
 if __name__ == "__main__":

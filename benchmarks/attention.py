@@ -42,7 +42,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
 
 
 def share_one_core() -> None:
-    """This process and its children; hardware threads of one core slow each other down, and CPU time with it."""
+    """Run this process and its children on one core, as hardware threads of a core increase each other's CPU time."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
@@ -53,7 +53,7 @@ def keep_memory() -> None:
 
 
 def totals(found: list[dict], which: int = 0) -> dict[Case, list[float]]:
-    """case -> in each round, the CPU seconds of all ranks (which = 1: in the kernel)."""
+    """Return the CPU seconds of all ranks in each round, by case; with which=1 those in the kernel."""
     rounds = list(zip(*(rank["seconds"] for rank in found)))
     return {case: [sum(rank[case][which] for rank in ranks) for ranks in rounds] for case in rounds[0][0]}
 
@@ -96,13 +96,13 @@ def hand_table(found: list[dict]) -> Table:
 
 def report(args: argparse.Namespace, tables: list[Table]) -> str:
     facts = [
-        f"- {date.today()}, {processor()}, {os.cpu_count()} logical CPUs; all ranks on one of them, one thread each",
+        f"- {date.today()}, {processor()}, {os.cpu_count()} logical CPUs; all ranks share one, with one thread each",
         f"- torch {torch.__version__}, Python {platform.python_version()}, {platform.system()} {platform.release()}",
         f"- `python benchmarks/attention.py {' '.join(sys.argv[1:])}".rstrip() + "`",
         f"- S = {args.seq}, {args.heads} heads of {args.head_dim}, batch 1, float32, causal; {args.rounds} rounds",
         "- malloc " + ("as it is" if args.return_memory else "keeps freed memory, in all variants (glibc)"),
-        "- CPU seconds summed over the ranks, forward and backward; medians of the ratios within a round",
-        "- collectives and copies: of one step of rank 0, from its profile",
+        "- CPU s: sum over the ranks, forward and backward; CPU / one device: median of the ratios within a round",
+        "- collectives and copies: counts in one step of rank 0, from its profile",
     ]
     return "\n\n".join(["# Attention on CPU", "\n".join(facts), *map(markdown, tables)]) + "\n"
 

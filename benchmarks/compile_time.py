@@ -47,12 +47,12 @@ def inputs(layers: int) -> tuple[DecoderLM, Tensor, Tensor]:
 
 
 def cpu_seconds() -> float:
-    """CPU time so far of this process and of the children it has waited for."""
+    """Return the CPU time of this process and of its finished children."""
     return sum(os.times()[:4])
 
 
 def first_step(compiled: Callable[[Tensor, Tensor], Tensor], ids: Tensor, labels: Tensor) -> float:
-    """CPU seconds that compiling forward and backward adds to the first step."""
+    """Return the CPU seconds that compiling forward and backward adds to the first step."""
     seconds = []
     for _ in range(2):
         start = cpu_seconds()

@@ -1,11 +1,11 @@
 """Measure the peak memory of a training step: the demo on a single device and on ranks, and models against `explain`.
 
-python benchmarks/memory.py           activations of the demo's model; takes the flags of examples/train_lm.py
+python benchmarks/memory.py           activations of the demo's model; accepts the flags of examples/train_lm.py
 python benchmarks/memory.py --plan [--only "Llama|experts"] [--compilers inductor]
-                                       predicted against measured tensors of a step, to results/memory/memory_plan.md
+                                       predicted and measured tensors of a step, to results/memory/memory_plan.md
 python benchmarks/memory.py --tiles 16 [--tokens 2048] [--ranks 1 2 4] [--repeats 3] [--only "ours|DeepSpeed"]
-                                       work in tiles next to DeepSpeed's (see peers.py), to results/memory/tiles.md
-python benchmarks/memory.py --growth   how the peak grows with tokens, compile time, to results/memory/tiles_growth.md
+                                       tiles of this package and of DeepSpeed (see peers.py), to results/memory/tiles.md
+python benchmarks/memory.py --growth   peak by tokens and compile time by tiles, to results/memory/tiles_growth.md
 """
 
 import argparse
@@ -37,10 +37,10 @@ WORDS = """# Memory of a training step, predicted and measured
 `python benchmarks/memory.py --plan`, {}.
 
 Peak bytes of all tensors that a training step of one rank allocates, gradients included, on a CPU with one thread.
-"Predicted" is the estimate of `explain(memory=True)`. "Measured" is by every allocation of a step after warm-up, on the
-first and on the last rank (the larger counts); torch's "fake" process group stands in for the other ranks. Parameters,
-inputs and optimizer state are not counted, nor are values offloaded to the host. `aot_eager` runs each operator by
-itself; `inductor` fuses operators, and the prediction models that.
+"Predicted" is the estimate of `explain(memory=True)`. "Measured" is the peak of all allocations of a step after
+warm-up, the larger one of the first and the last rank. Torch's "fake" process group stands in for the other ranks.
+Parameters, inputs and optimizer state are not counted, nor are values offloaded to the host. `aot_eager` runs each
+operator by itself; `inductor` fuses operators, and the prediction models that.
 
 """
 SHARDS = f"""
@@ -53,9 +53,9 @@ gradients that FSDP2 has gathered, values, gradients, inputs. Predicted by `expl
 state="sharded")` of the whole model.
 
 """
-"""Then the second table."""
+"""Introduction of the second table."""
 
-TILES = f"""# Head and MLPs in tiles beside peers
+TILES = f"""# Head and MLPs in tiles, of this and of other packages
 
 float32, a vocabulary of {VOCAB}, 4 layers of 256, every block checkpointed, one thread per rank. Peak bytes of all
 tensors that a step allocates, gradients included, on the rank with the highest peak. CPU seconds: the sum over ranks,
@@ -64,7 +64,7 @@ those of the first row. "DeepSpeed" is its TiledMLP, TiledFusedLogitsLoss and Di
 in place. "Handwritten" recomputes chunks, and exchanges heads for rows. Both are eager; ours is compiled by Inductor.
 
 """
-"""Then a section for each length and number of ranks."""
+"""Introduction, before a section for each length and number of ranks."""
 
 
 def predictions(console: Console, only: str, compilers: Sequence[str]) -> None:
@@ -112,7 +112,7 @@ GROWTH = """# Peak against tokens, and compile time against tiles
 float32, blocks checkpointed, one device, compiled by Inductor without caches. The first table has the CPU seconds of a
 first step minus those of a second step. The second table has the peak of all tensors of a step after warm-up, gradients
 included, for the model without attention, which tiles do not affect. "bytes per token" is the increase between the two
-lengths. "tiled bytes" are those without the last row's: what no number of tiles makes smaller. With few tiles the peak
+lengths. "tiled bytes" are those minus those of the last row, which no number of tiles reduces. With few tiles the peak
 is in the head, with more tiles in a block's backward, where more values are not tiled; the ratio in the last column is
 therefore larger than the number of tiles.
 

@@ -1,10 +1,10 @@
-"""Two all_reduces over the axes of a mesh against one over all its ranks, and what the cost model decides.
+"""Compare two all_reduces over the axes of a mesh with one over all its ranks, and check the cost model's decision.
 
     python benchmarks/merge_reductions.py [--mesh 2 2] [--rounds 60]
 
-Gloo processes of one thread. The constants are fitted first, in the same run, by declare_groups; then for every size
-both programs run in turn, and the slowest rank of each round counts. Regret: how much longer what was decided takes
-than the better of the two. Writes benchmarks/results/merge_reductions_cpu.md.
+Ranks are Gloo processes of one thread. First, declare_groups fits the constants of the cost model. Then both programs
+run in turn for every size, and the slowest rank of each round counts. Regret is the relative extra time of the decision
+over the better program. Writes benchmarks/results/merge_reductions_cpu.md.
 """
 
 import argparse
@@ -152,7 +152,7 @@ def report(args: argparse.Namespace, tables: list[Table]) -> str:
         f"- `python benchmarks/merge_reductions.py {' '.join(sys.argv[1:])}".rstrip() + "`",
         f"- float32; {args.rounds} rounds, the slowest rank of each, the mean of their middle half",
         "- predicted: sequential and merged, in ms",
-        "- the constants were fitted in the same run, before",
+        "- the constants of the cost model were fitted before, in the same run",
     ]
     return "\n\n".join(["# Merged all_reduces on CPU", "\n".join(facts), *map(markdown, tables)]) + "\n"
 

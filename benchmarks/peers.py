@@ -1,18 +1,19 @@
-"""Attention split over ranks, ours and that of the peers that run on a CPU: errors, exchanges and CPU time in one run.
+"""Compare sequence-parallel attention of this and of other packages on a CPU: errors, exchanges and CPU time.
 
     python benchmarks/peers.py [--ranks 2] [--tokens 2048 8192] [--only "ours|deepspeed"] [--parts]
 
-One forward and backward of causal attention, 8 heads of 64, float32 where a peer has it. Real ranks with Gloo, one
-thread each. In every repeat one device and all ways take turns; CPU seconds are those of all ranks together, their
-exchanges included, and the ratio is the median over the repeats of a way's over one device's in the same repeat; the
-last column is that of Gloo's threads alone. A peer that is not installed, or refuses the case, has its reason in the
-table. --parts: a second table of what the calling threads do, by operators, over one device as well; what is left of
-a step (autograd, Python, the checks before a call) is in none of its columns. To install those that are known:
+A step is a forward and a backward of causal attention with 8 heads of 64, in float32 if the package supports it. Ranks
+are Gloo processes of one thread. In every repeat, a single device and all variants run in turn. CPU seconds are the sum
+over the ranks, exchanges included. The ratio is the median over the repeats of the CPU time of a variant divided by
+that of the single device in the same repeat. The last column is this ratio for Gloo's threads alone. If a package is
+not installed or does not support the case, the table has the reason. --parts adds a table of the CPU time of the
+calling threads by kind of operator, also divided by that of the single device. It does not include the rest of a step
+(autograd, Python, the checks before a call). To install the packages:
 
     DS_BUILD_OPS=0 pip install --no-deps deepspeed==0.19.8 yunchang==0.6.4 diffusers==0.42.1 && \\
         pip install py-cpuinfo hjson msgpack einops requests
 
-Writes benchmarks/results/peers_<ranks>.md where --write is given, a table for each number of tokens.
+With --write, the tables of all numbers of tokens are written to benchmarks/results/peers_<ranks>.md.
 """
 
 import argparse
@@ -49,12 +50,12 @@ from measuring.tables import commit, markdown, processor
 RESULTS = Path(__file__).parent / "results"
 HEADS, WIDTH = 8, 64
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Local q, k, v, each (B, s, H, D), to the local result."""
+"""Attention of a rank, from local q, k and v of shape (B, s, H, D) to the local result."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """make: of the number of ranks, on every rank. layout, causal, dtype: of the shards that it takes."""
+    """Variant of attention: `make(n)` creates it on each of n ranks; the other fields describe its shards."""
 
     name: str
     make: Callable[[int], Attention]
@@ -106,7 +107,7 @@ def diffusers(n: int) -> Attention:
 
 
 def yunchang(ulysses: bool) -> Callable[[int], Attention]:
-    """Its kernels are of a GPU: torch's of the CPU are lent to it."""
+    """Return yunchang's attention with torch's CPU kernels in place of its GPU kernels."""
 
     def make(n: int) -> Attention:
         import yunchang.ring.ring_flash_attn as ring
@@ -342,7 +343,7 @@ def main() -> None:
     parser.add_argument("--parts", action="store_true")
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
-    written = [f"# Attention beside peers, {given.ranks} ranks"]
+    written = [f"# Attention of this and of other packages, {given.ranks} ranks"]
     for tokens in given.tokens:
         found = measured(given, tokens)
         table = report(found, given.ranks)

@@ -1,15 +1,16 @@
-"""CPU time of plans of packed documents: of finding a vector's pieces, and of a plan from them, which layers share.
+"""Measure the CPU time of plans of packed documents: to find the pieces of a vector, and to plan from them.
 
     python benchmarks/plans.py [--tokens 1048576] [--documents 100 1000 10000] [--window 1024] [--ranks 8 64]
         [--output benchmarks/results/plans/packed_documents.md]
     python benchmarks/plans.py --models [Llama-8B ...] [--lengths 131072 ...] [--memory 80GB] to results/plans/plans.md:
-        what `sp_compile.plan` finds for models on the meta device, and its CPU time
+        plans of `sp_compile.plan` for models on the meta device, and its CPU time
     python benchmarks/plans.py --explain [Llama-8B ...] [--ranks 8 64]    to results/plans/explain.md:
-        what `sp_compile.explain` says of such a model that trains at --tokens, and its CPU time
+        the report of `sp_compile.explain` on training such a model at --tokens, and its CPU time
 
-Documents are of log-normal lengths; one thread; the least CPU time of several calls. "steps" are the Python calls of a
-plan by a document, which say how it grows on any machine. Last, how evenly layouts share the work of three kinds of
-documents among ranks, and what layout="balanced" takes to find its order.
+Documents have log-normal lengths. Times are the least CPU time of several calls on one thread. "steps" are the Python
+calls of a plan divided by the number of documents, a measure of growth that does not depend on the machine. The last
+tables compare how evenly layouts distribute the work of three kinds of documents over the ranks, and have the time that
+layout="balanced" takes to find its order.
 """
 
 import argparse
@@ -79,14 +80,14 @@ numbers of ranks in one call. From a minute up, the next column has the longest 
 PACKED_WORDS = """# Plans of packed documents, and how evenly layouts share their work
 
 `python benchmarks/plans.py --output benchmarks/results/plans/packed_documents.md`, {processor}, {commit}: least CPU ms
-of several calls on one thread. "steps": Python calls by a document; "packed calls": for many documents + others.
+of several calls on one thread. "steps": Python calls per document; "packed calls": those for many documents + others.
 
-"stretches": contiguous positions of a rank. "heap": MagiAttention's assignment of chunks, implemented again in
+"stretches": contiguous ranges of positions of a rank. "heap": MagiAttention's assignment of chunks, implemented in
 `measuring/balance.py`. It has 8 chunks per rank by default, and chunks of 512 tokens in its examples. A third row has
 the number of chunks of "balanced", if it divides the tokens; the two are then equal unless "balanced" exchanged chunks.
-ms: includes a plan of all pairs, most of the time. "balanced" searches for the fewest chunks with which the busiest
-rank has at most 1.05 times the mean. "needs": keys of other ranks that a rank's queries attend to; a ring, or gathered
-keys, transfer all of them for every layout.
+"ms" includes a plan of all pairs, which takes most of the time. "balanced" searches for the fewest chunks with which
+the busiest rank has at most 1.05 times the mean. "needs": keys of other ranks that a rank's queries attend to; a ring,
+or gathered keys, transfer all of them for every layout.
 """
 
 EXPLAINED = RESULTS.with_name("explain.md")

@@ -1,12 +1,13 @@
-"""CPU time of scans: ours over torch's, and over a copy of the input, which is what one pass over memory takes.
+"""Measure the CPU time of scans, relative to torch's scans and to a copy of the input (one pass over memory).
 
     python benchmarks/scans.py [--rounds 9] [--length 65536]
 
-Ours, torch's and a copy take turns in one process with one thread, and the medians over the rounds of the ratios of
-their CPU times in a round are printed. Two such processes: one with malloc as it is, which returns large freed memory
-to the system, and one in which it keeps freed memory, so that no new pages are counted.
-Recurrences run against torch.associative_scan(combine_mode="generic"), eager and compiled by Inductor, in time,
-time to compile and memory of the backward. Writes benchmarks/results/scans_cpu.md.
+In every round, our scan, torch's and a copy run in turn, in one process with one thread. The tables have the medians
+over the rounds of the ratios of their CPU times in a round. There are two such processes. In the first one, malloc
+returns large freed memory to the system, as it does by default. In the second one, it keeps freed memory, so that the
+time of new pages is not included. Recurrences are compared with torch.associative_scan(combine_mode="generic"), in
+eager mode and compiled by Inductor: time, compile time and memory of the backward. Writes
+benchmarks/results/scans_cpu.md.
 """
 
 import argparse
@@ -36,7 +37,7 @@ SWEEP_OF_TORCH = [128, 256, 512, 1024]
 
 
 def measure(args: argparse.Namespace, environment: dict[str, str]) -> list[Times]:
-    """Every case, in a process of its own."""
+    """Run all cases in a new process with these environment variables, and return their times."""
     command = [sys.executable, __file__, "--measure", "--rounds", str(args.rounds)] + ["--small"] * args.small
     done = subprocess.run(command, env={**os.environ, **environment}, stdout=subprocess.PIPE, check=True)
     return pickle.loads(done.stdout)
@@ -67,7 +68,7 @@ def row(times: Times, kept: Times) -> list[str]:
 
 
 def compile_table(length: int) -> Table:
-    """Both compiled by Inductor, each in a process with an empty cache."""
+    """Compare scans compiled by Inductor, each in a process with an empty cache."""
     table = Table(f"torch.compile, [{length}, 64] dim 0", "CPU s to compile", "ms to run", "target", "")
     ours, torchs = fresh("ours", length), fresh("torch", length)
     (seconds,), (others,) = ours["compile"], torchs["compile"]
@@ -82,7 +83,7 @@ def compile_table(length: int) -> Table:
 
 
 def memory_table(small: bool) -> Table:
-    """Forward and backward."""
+    """Compare the extra memory of forward and backward by length."""
     table = Table(f"(S, {WIDTH}), S =", "linear_scan: extra / input", "associative_scan's operator: extra / input")
     lengths, of_torch = (SWEEP[:2], SWEEP_OF_TORCH[:2]) if small else (SWEEP, SWEEP_OF_TORCH)
     ours = {length: extra_bytes(length) for length in lengths}
@@ -104,9 +105,10 @@ def report(args: argparse.Namespace, tables: list[Table]) -> str:
         f"- `python benchmarks/scans.py {' '.join(sys.argv[1:])}".rstrip() + "`",
         f"- CPU time; medians of the ratios within each of {args.rounds} rounds",
         "- ours: the public functions of `sp_compile.functional`",
-        "- columns `freed memory kept`: malloc keeps freed memory, so that no time is spent on new pages. Otherwise "
-        "large buffers are in new pages. Ours requests huge pages for them, as NumPy does; torch may reuse pages",
-        "- copy: reads x once and writes the result once, the least that a scan can do",
+        "- columns `freed memory kept`: malloc keeps freed memory, so that no time is spent on new pages. In the "
+        "other columns, large buffers are in new pages. Ours requests huge pages for them, as NumPy does; torch may "
+        "reuse pages",
+        "- copy: reads x once and writes the result once; a scan cannot do less",
     ]
     return "\n\n".join(["# Scans on CPU", "\n".join(facts), *map(markdown, tables)]) + "\n"
 
@@ -114,8 +116,8 @@ def report(args: argparse.Namespace, tables: list[Table]) -> str:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--length", type=int, default=65536, help="of what is compiled")
-    parser.add_argument("--small", action="store_true", help="sizes whose times mean nothing")
+    parser.add_argument("--length", type=int, default=65536, help="length of the compiled scans")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, to test the script")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, default=RESULTS)
     return parser.parse_args()

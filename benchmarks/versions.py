@@ -1,12 +1,12 @@
-"""Runs the package on other versions of torch and Python: its import, the demo in small, and a sample of the tests.
+"""Run the package on other versions of torch and Python: its import, a small demo, and a sample of the tests.
 
     python benchmarks/versions.py                                  all of VERSIONS
-    python benchmarks/versions.py 2.11.0/3.11 --tests tests/scan   one of them, torch/Python; what to take a sample of
+    python benchmarks/versions.py 2.11.0/3.11 --tests tests/scan   one of them, torch/Python, and a folder of tests
 
-Each has an environment of its own, made once by uv and kept in --environments: up to 6 GB each, for torch brings its
-CUDA libraries. (UV_TORCH_BACKEND=cpu takes the small builds of torch's own index, where that can be reached.) The
-newest run of each version is kept there, too, and --output is written from all that are kept. The sample is
---of-each-folder tests from every folder of tests, evenly over its files, without the slow ones.
+uv creates an environment for each version in --environments. It takes up to 6 GB, since torch includes CUDA libraries;
+UV_TORCH_BACKEND=cpu selects the smaller builds of torch's own index. The outcomes of the newest run of each version are
+stored there, too, and --output is written from all of them. The sample has --of-each-folder tests from every folder of
+tests, from all its files, without the slow ones.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def make(folder: Path, torch: str, python: str, uv: str) -> None:
-    """An environment with this torch and everything that the tests need; quick if it is there."""
+    """Return an environment with this torch and the dependencies of the tests; create it if it does not exist."""
     if not folder.exists():
         execute([uv, "venv", "-q", "--python", interpreter(python), str(folder)]).check_returncode()
     install = [uv, "pip", "install", "-q", "--python", str(folder / "bin/python"), f"torch=={torch}"]
@@ -149,9 +149,9 @@ def report(kept: list[Found]) -> str:
         f"- {processor()}, {platform.system()}; CPU and Gloo",
         "- `make test-versions`",
         f"- import: of the package; demo: `{' '.join(DEMO[:-1])}`, one device against 2 ranks",
-        "- tests: a few of every folder, evenly over its files, without the slow ones",
-        "- Inductor generates code without vector instructions: to test for each of them takes longer than the rest",
-        "- minutes: on a machine that other programs used as well",
+        "- tests: some tests of every folder, from all its files, without the slow ones",
+        "- Inductor generates code without vector instructions, as its test of each set takes longer than the rest",
+        "- minutes: on a machine with other programs",
         "",
         markdown(summary(kept)),
         "",

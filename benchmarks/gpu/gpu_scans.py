@@ -175,7 +175,7 @@ def facts() -> str:
         f"{describe_run('cuda')}, cupy {_version('cupy')}",
         f"- `python benchmarks/gpu/gpu_scans.py {' '.join(sys.argv[1:])}".rstrip() + "`",
         "- medians of interleaved repeats; GB/s and shares of a copy_ count the bytes that a scan must move: one read"
-        " of what it is given, one write of what it returns",
+        " of its inputs and one write of its results",
     ]
     return "\n".join(lines)
 

@@ -193,7 +193,8 @@ def symmetric_all_to_all() -> Callable[..., None] | None:
 def symmetric_memory(size: int, device: torch.device, group: str) -> tuple[torch.Tensor, Any]:
     """Allocate symmetric memory for the ranks of a group, all of which must call it.
 
-    Not run by the tests, as it requires a GPU per rank.
+    Tests do not run it, as it requires a GPU per rank. It is kept since torch's `all_to_all_nd`, which is used where it
+    exists, requires a buffer of symmetric memory. Tests cover the code around it with a stand-in of the op.
 
     Args:
         size: Bytes.

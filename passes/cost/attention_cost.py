@@ -244,7 +244,11 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """Registration of a strategy that splits attention over ranks."""
+    """Registration of a strategy that splits attention over ranks.
+
+    `candidates` and `sends` both count exchanged bytes. `candidates` needs those of each collective, as numbers and
+    before an op exists, to predict times; `sends` reads the op of the final program, whose sizes may be symbols.
+    """
 
     name: str  # value of the option attention=, and `kind` of its candidates
     preference: int  # lower values win ties

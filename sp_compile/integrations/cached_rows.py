@@ -25,6 +25,7 @@ from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.collectives.sharded import Sharded
 from sp_compile.lowering.comm.communicator import current_communicator
 from sp_compile.lowering.masks.blocks import Kind
+from sp_compile.lowering.torch_compat import pytree
 
 ROWS_ATTENTION = "sp_compile_rows"  # name of `attend_to_rows` in transformers' table of attention functions
 MAX_SCORES = 2**26  # elements of the mask, and of scores, of one kernel call
@@ -73,7 +74,9 @@ class CachedRows(Tensor):
             value = func(args[0].plain)
             if not isinstance(value, Tensor):
                 return value
-        raise SpError("SP843", f"{name} is called on cached keys or values, of which this rank has only a part.")
+        number = next((x.layer.number for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, CachedRows)), "?")
+        owner = f"the cached keys or values of layer {number}"
+        raise SpError("SP843", f"{name} is called on {owner}, of which this rank has only a part.")
 
 
 class PromptLayer(DynamicLayer):
@@ -127,15 +130,16 @@ class RowsLayer(CacheLayerMixin):
     _values: Any
     keys, values = _GuardedRows(), _GuardedRows()  # type: ignore[assignment]
 
-    def __init__(self, ranks: Ranks, window: int | None = None) -> None:
+    def __init__(self, ranks: Ranks, window: int | None = None, number: int = 0) -> None:
         """Create an empty layer.
 
         Args:
             ranks: The ranks that share the positions.
             window: Number of positions that a query attends to, including its own; None for all.
+            number: Index of the layer in the cache, for messages.
         """
         super().__init__()
-        self.ranks, self.window, self.is_sliding = ranks, window, window is not None
+        self.ranks, self.window, self.is_sliding, self.number = ranks, window, window is not None, number
         self.index = current_communicator().rank(ranks.group)  # of this rank in the group
         self.length = 0  # positions of all ranks since the start
         self.record_past = False  # whether positions before the window are stored until the next `crop`
@@ -163,7 +167,7 @@ class RowsLayer(CacheLayerMixin):
         """
         self.length = keys.shape[2]
         if not _has_same_layout(keys, values):
-            raise SpError("SP843", "the keys and the values of a layer are not sharded in the same way.")
+            raise SpError("SP843", f"the keys and the values of layer {self.number} are not sharded in the same way.")
         self._keys, self.positions = own_rows(keys, self.ranks)
         self._values, _ = own_rows(values, self.ranks)  # at the same positions
         self.is_initialized = True
@@ -395,7 +399,8 @@ def attend_to_rows(
     if is_plain and softcap is None and s_aux is None:
         plain = AttentionInterface()["sdpa"]
         return plain(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
-    kind = type(module).__name__
+    layer_text = f" (layer {key.layer.number} of the cache)" if isinstance(key, CachedRows) else ""
+    kind = f"{type(module).__name__}{layer_text}"
     unknown = sorted(
         name for name, x in kwargs.items() if name not in WITHOUT_EFFECT and x is not None and x is not False
     )

@@ -238,8 +238,10 @@ class CacheSharing:
         """
         from .cached_rows import RowsLayer
 
-        pairs = zip(cache.layers, cache.is_dummy)
-        return [old if dummy else RowsLayer(self.ranks, getattr(old, "sliding_window", None)) for old, dummy in pairs]
+        return [
+            old if dummy else RowsLayer(self.ranks, getattr(old, "sliding_window", None), number)
+            for number, (old, dummy) in enumerate(zip(cache.layers, cache.is_dummy))
+        ]
 
     def _try_step(self, forward: Callable[..., Any], tokens: torch.Tensor, cache_name: str) -> None:
         """Run a step of one token with a cache of its own, so that unsupported attention raises before any work."""

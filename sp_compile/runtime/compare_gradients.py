@@ -19,7 +19,7 @@ from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.collectives.checksums import PIECE_ELEMENTS, checksum_of, start_cpu_copy, summarize
 from sp_compile.lowering.comm.communicator import current_communicator
 from sp_compile.runtime.control.channel import ControlChannel, channel_of
-from sp_compile.runtime.control.message import BACKWARD_VERB, Message
+from sp_compile.runtime.control.message import BACKWARD_VERB, EarlierValue, Message
 
 from .agreement import require_agreement
 from .input_checks import is_on_accelerator
@@ -70,11 +70,10 @@ def _compare_on_next_call(channel: ControlChannel, gradients: Mapping[GradientKe
 
     Their copies to the CPU are complete by then, so that the CPU does not wait for the device.
     """
-    by_device: defaultdict[torch.device, dict[str, Tensor]] = defaultdict(dict)  # device -> description -> checksum
+    by_device: defaultdict[torch.device, dict[EarlierValue, Tensor]] = defaultdict(dict)  # checksums by device
     for (number, name), x in gradients.items():
-        # For an error of the next call; `channel.last` is the current operation, such as "calls Decoder (number 3)".
-        description = f"value of gradient {number}, of the result {name}, when it {channel.last}"
-        by_device[x.device][description] = summarize(x)
+        # `channel.last` is the current operation, such as "calls Decoder (number 3)".
+        by_device[x.device][EarlierValue("shared gradient", name, channel.last, number)] = summarize(x)
     for checksums in by_device.values():
         channel.later.append((list(checksums), start_cpu_copy(torch.stack([*checksums.values()]))))
 

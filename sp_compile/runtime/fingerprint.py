@@ -169,24 +169,19 @@ def exchange_digest(gm: GraphModule) -> ProgramDigest:
     """Return the digest of the collectives of a graph, or of all ops if it has none.
 
     Ranks that have other shards of the weights, such as tensor-parallel ranks, compare it: their collectives must be
-    equal, not their shapes and constants. The lines, which locate a difference, have all ops, each with the ops whose
-    results it uses. Neither the digest nor the lines distinguish the inputs, since these may differ as well.
+    equal, not their shapes and constants. Without collectives, all programs would have the digest of an empty text, and
+    ranks that run different ones would agree. The digest is then that of the lines. These locate a difference, and have
+    all ops, each with the ops whose results it uses. Regions are inlined in both, since their ops run like all others.
+    Neither the digest nor the lines distinguish the inputs, since these may differ as well.
     """
-    nodes = graph_lines(gm)
-    inlined = list(inline_bodies(nodes))
-    digest_text = [f"{text.call} {text.checkpoint}" for text in inlined if is_collective(text.node)]
-    if not digest_text:  # no collectives: all ops of the graph itself, in which a region is one op
-        digest_text = [
-            f"{text.node.op} {_target_text(text.node)} {text.operations} {text.spec}"
-            for text in nodes
-            if text.node.op not in ("placeholder", "output")
-        ]
+    nodes = list(inline_bodies(graph_lines(gm)))
     lines = []
-    for text in inlined:
+    for text in nodes:
         if text.node.op not in ("placeholder", "output"):
             name = text.call or text.node.name
             lines.append(TextLine(f"{text.call} {text.operations} {text.spec}", name, stack_trace(text.node)))
-    return ProgramDigest(hash_text("\n".join(digest_text)), tuple(lines))
+    exchanges = [f"{text.call} {text.checkpoint}" for text in nodes if is_collective(text.node)]
+    return ProgramDigest(hash_text("\n".join(exchanges or [line.text for line in lines])), tuple(lines))
 
 
 def graph_digest(gm: GraphModule, names: Mapping[str, str] = MappingProxyType({})) -> ProgramDigest:

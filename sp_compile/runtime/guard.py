@@ -38,6 +38,7 @@ from sp_compile.runtime.control.message import (
     BACKWARD_VERB,
     CALL_VERB,
     STOP_MESSAGE,
+    EarlierValue,
     FieldValue,
     InputRecord,
     Message,
@@ -269,8 +270,7 @@ class GuardedProgram:
         # Names of the inputs that are compared completely, and of those of which a sample is sufficient.
         compared = inputs.always | inputs.equal if compares_all else inputs.always
         sampled = frozenset() if compares_all else inputs.arguments
-        # device -> description -> value
-        on_device: defaultdict[torch.device, dict[str, torch.Tensor]] = defaultdict(dict)
+        on_device: defaultdict[torch.device, dict[EarlierValue, torch.Tensor]] = defaultdict(dict)
         # Parameters that `inputs.always` does not name are described only if all inputs are compared.
         for i, name in self._named_inputs if compares_all else self._described_inputs:
             arg, checksums = args[i], {"checksum": "", "sample": ""}
@@ -283,8 +283,8 @@ class GuardedProgram:
                 if channel is None or not is_on_accelerator(value):
                     checksums["sample" if is_sample else "checksum"] = checksum(value)
                 elif value.numel():
-                    part = "part of " if is_sample else ""
-                    on_device[value.device][f"value of {part}{name} when it {call}"] = value
+                    key = EarlierValue("sample" if is_sample else "input", name, str(call))
+                    on_device[value.device][key] = value
             is_weight = isinstance(arg, torch.nn.Parameter) and name not in inputs.always
             records[name] = InputRecord(size, **checksums, weight=is_weight, is_scalar=is_scalar)
         if channel is not None:
@@ -312,7 +312,8 @@ class GuardedProgram:
         if cause:
             training = describe_by_rank([message.program.training for message in messages])
             return SpError("SP610", f"{training}: {cause}" if training else cause)
-        cause = describe_field_mismatch([message.earlier for message in messages], OTHER_VALUES_EARLIER)
+        earlier = [{str(key): value for key, value in message.earlier.items()} for message in messages]
+        cause = describe_field_mismatch(earlier, OTHER_VALUES_EARLIER)
         if cause:
             return SpError("SP638", cause)
         is_same_program = len({message.program.digest for message in messages}) == 1
@@ -372,13 +373,14 @@ class GuardedProgram:
         for i, grad in enumerate(grads if self.gradients else ()):
             if i in row_results:
                 continue
-            name = f"gradient of result {i}"
+            name, gradient_name = f"result {i}", f"gradient of result {i}"
             if not isinstance(grad, torch.Tensor) or isinstance(grad, FakeTensor) or is_wrapper(grad):
-                fields[name] = "none" if grad is None else ""  # values without plain memory are not compared
+                fields[gradient_name] = "none" if grad is None else ""  # values without plain memory are not compared
             elif channel is not None and is_on_accelerator(grad):  # compared at the next call
-                channel.later.append(([f"value of the {name} when it {mine}"], start_cpu_copy(summarize(grad)[None])))
+                key = EarlierValue("gradient", name, str(mine))
+                channel.later.append(([key], start_cpu_copy(summarize(grad)[None])))
             else:
-                fields[name] = _grad_field(grad)
+                fields[gradient_name] = _grad_field(grad)
         messages = all_gather_messages(self.ranks, replace(mine, fields=fields)) or ()
         mismatch = find_mismatch(messages, OTHER_GRADIENTS)
         if mismatch is not None:

@@ -23,7 +23,7 @@ from sp_compile.lowering.collectives import checksums
 from sp_compile.lowering.torch_compat import FakeTensorMode, use_real_tensors
 from sp_compile.runtime import fingerprint as spmd_fingerprint
 from sp_compile.runtime.agreement import is_close
-from sp_compile.runtime.control.message import CALL_VERB, FieldValue, Message, hash_text
+from sp_compile.runtime.control.message import CALL_VERB, EarlierValue, FieldValue, Message, hash_text
 from sp_compile.runtime.fingerprint import exchange_digest, graph_digest
 from sp_compile.runtime.settings_digest import FUNCTORCH, INDUCTOR, mode_text, settings_fields
 
@@ -71,6 +71,23 @@ def test_fingerprint_ignores_values_of_one_rank() -> None:
     with one_of(2):
         mine, other = dist.group.WORLD.group_name, dist.new_group([0]).group_name
         assert one_op(3, "cpu", mine) == one_op(3, "cpu", other) != one_op(3, "cpu", "none")
+
+
+def capture_graph(f: Callable[[Tensor], Tensor]) -> torch.fx.GraphModule:
+    """Return Dynamo's graph of a function."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(gm)
+        return gm.forward
+
+    torch.compile(f, backend=backend, fullgraph=True)(torch.ones(2, requires_grad=True))
+    return graphs[0]
+
+
+def test_digest_has_the_ops_of_checkpoints() -> None:
+    sin, cos = (capture_graph(lambda x, op=op: checkpoint(op, x, use_reentrant=False)) for op in (torch.sin, torch.cos))
+    assert exchange_digest(sin).digest != exchange_digest(cos).digest
 
 
 def gradients_of(part: Callable[[Callable[..., Tensor], Tensor], Tensor]) -> torch.fx.GraphModule:
@@ -397,6 +414,9 @@ def test_text_and_overflows_of_other_signs_differ(turn: int) -> None:
 def test_summaries_are_sent_unchanged() -> None:
     message = Message(CALL_VERB, "forward", fields={"gradient": (float("inf"), 0.1, -0.0), "mode": "about 1.0"})
     assert Message.read(message.body) == message
+    key = EarlierValue("shared gradient", "y", str(message), 1)
+    with_earlier = Message.read(Message(CALL_VERB, "forward", earlier={key: "5"}).body)
+    assert [*map(str, with_earlier.earlier)] == ["value of gradient 1, of the result y, when it calls forward"]
 
 
 def test_inputs_of_a_summary() -> None:

@@ -20,6 +20,7 @@ from tree.test_layers import FILES, ROOT
 LIST = Path(__file__).with_name("prose.json")
 FOLDERS = ("sp_compile", "passes", "lowering", "tests", "benchmarks", "examples", "docs", "top")
 BUILD_FILES = ("Makefile", "pyproject.toml", ".ci/run")
+OTHER_TEXTS = ("page.html", "native.cpp", "error_codes.toml")  # with prose for users or contributors
 IDENTIFIER = re.compile(r"\b[A-Za-z_]\w*[A-Z_]\w*")  # of more than one word
 WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 CLAUSE = re.compile(  # a noun clause, a question or a fragment in place of an imperative sentence
@@ -35,11 +36,15 @@ def listed() -> dict[str, dict[str, str | int]]:
 
 
 def files_to_read() -> Iterator[tuple[str, Path]]:
-    """Yield every Python and Markdown file and the build files with their top folder, without symbolic links."""
+    """Yield the files with prose and their top folder, without symbolic links.
+
+    These are the Python and Markdown files, the build files and `OTHER_TEXTS`.
+    """
     for folder in FOLDERS:
         top_files = [*ROOT.glob("*.md"), *(ROOT / name for name in BUILD_FILES)]
         for path in sorted(top_files if folder == "top" else (ROOT / folder).rglob("*")):
-            if (path in top_files or path.suffix in (".py", ".md")) and path.resolve() == path:
+            is_read = path in top_files or path.suffix in (".py", ".md") or path.name in OTHER_TEXTS
+            if is_read and path.resolve() == path:
                 yield folder, path
 
 

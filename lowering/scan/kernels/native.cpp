@@ -314,7 +314,7 @@ struct Walk {
     each<P>([&](auto q) INLINE_LAMBDA { *state(q) = carry[q][0]; });
   }
 
-  // Scan `count` chains, fewer than 2 * width: `width` at once if there are as many, then the others.
+  // Scan `count` chains, fewer than 2 * width: the first `width` together if count >= width, then the others.
   template <int width = W>
   void walk(int64_t count, int64_t begin, int64_t end) const {
     Walk remaining = *this;

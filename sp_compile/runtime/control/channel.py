@@ -42,7 +42,7 @@ from sp_compile.lowering.torch_compat import (
     use_real_tensors,
 )
 
-from .message import CALL_VERB, GROUP_ENDED, LIKELY_CAUSE, NO_RANK, READ_VERB, FieldValue, Message, StopNotice
+from .message import CALL_VERB, LIKELY_CAUSE, NO_RANK, READ_VERB, EarlierValue, FieldValue, Message, StopNotice
 from .peers import PeerLinks, PeerListener
 from .store import Arrival, package_store, query_store
 
@@ -75,8 +75,7 @@ class ControlChannel:
     raised: tuple[int, str] | None = None  # this rank and its exception since the last exchange
     thread: int = 0  # the thread that calls programs
     calls: Counter[tuple[str, int]] = field(default_factory=Counter)  # calls of each program and model
-    # (descriptions of values, their checksums) that are compared at the next call
-    later: list[tuple[list[str], PendingChecksums]] = field(default_factory=list)
+    later: list[tuple[list[EarlierValue], PendingChecksums]] = field(default_factory=list)  # compared at the next call
     num_models: int = 0  # number of models so far
     exchanges: int = 0  # number of exchanges so far
     # start of the last wait, number of heartbeats of all ranks, time at which this number was last seen to increase
@@ -279,7 +278,8 @@ class ControlChannel:
         """
         this_rank = dist.get_rank()
         own_wait = "" if notice.rank == this_rank else f"\n  rank {this_rank} waited for it: this rank {operation}"
-        self.broken = f"rank {notice.rank} raised {notice.text}{own_wait}\n  {GROUP_ENDED}"
+        consequence = "The process group cannot be used any more, since some of its collectives did not end."
+        self.broken = f"rank {notice.rank} raised {notice.text}{own_wait}\n  {consequence}"
         self.ended = replace(notice, exchanges={self.name: self.exchanges}, within=self.name, continues=False)
         _store_notice(self.ended)
         return SpError("SP661", self.broken)
@@ -320,10 +320,10 @@ class ControlChannel:
             counted.clear()
         self.num_models = max(self.num_models, *(message.model for message in messages))
 
-    def take_earlier(self) -> dict[str, FieldValue]:
-        """Return the checksums of `later` by description, waiting for their copies, and clear `later`."""
+    def take_earlier(self) -> dict[EarlierValue, FieldValue]:
+        """Return the checksums of `later` by key, waiting for their copies, and clear `later`."""
         pending, self.later = self.later, []
-        return {name: value for names, sums in pending for name, value in zip(names, sums.read(), strict=True)}
+        return {key: value for keys, sums in pending for key, value in zip(keys, sums.read(), strict=True)}
 
     def _find_stop(self, message: Message) -> StopNotice:
         """Return the last notice if its rank does not come to the exchange of `message`; else NO_RANK, an empty notice.

@@ -20,6 +20,26 @@ from sp_compile.lowering.collectives.checksums import Summary
 FieldValue = str | Summary  # text that must be equal on all ranks, or a summary that may differ by rounding
 
 
+class EarlierValue(NamedTuple):
+    """Key of a value of an earlier operation, which ranks compare at their next call."""
+
+    kind: str  # a key of `EARLIER_TEXTS`
+    name: str  # name of the input or result
+    operation: str  # the operation that had the value, as text of its message
+    number: int = 0  # number of the gradient, of several ones of a result
+
+    def __str__(self) -> str:
+        return f"{EARLIER_TEXTS[self.kind].format(**self._asdict())} when it {self.operation}"
+
+
+EARLIER_TEXTS = {
+    "input": "value of {name}",
+    "sample": "value of part of {name}",  # some elements of an input
+    "gradient": "value of the gradient of {name}",
+    "shared gradient": "value of gradient {number}, of the result {name},",  # of a result of sp::shared
+}
+
+
 class InputRecord(NamedTuple):
     """Description of one input of a call on a rank."""
 
@@ -68,7 +88,7 @@ class Message:
     mode: str = ""  # state of torch, from `mode_text`
     program: ProgramRecord = field(default_factory=ProgramRecord)  # the program of a call
     inputs: Mapping[str, InputRecord] = field(default_factory=dict)  # inputs of a call
-    earlier: Mapping[str, FieldValue] = field(default_factory=dict)  # checksums of values of earlier calls
+    earlier: Mapping[EarlierValue, FieldValue] = field(default_factory=dict)  # checksums of values of earlier calls
     error: SpError | None = None  # why this rank stops
     raised: tuple[int, str] | None = None  # rank and text of an exception since the last exchange
     expects_answer: bool = False  # gather the answers of all ranks
@@ -103,7 +123,9 @@ class Message:
     def read(cls, body: bytes) -> Message:
         """Return the message that a body encodes."""
         message = cls(*map(_decode_value, json.loads(body)))
-        return replace(message, inputs={name: InputRecord(*record) for name, record in message.inputs.items()})
+        # Named tuples are decoded as tuples.
+        inputs = {name: InputRecord(*record) for name, record in message.inputs.items()}
+        return replace(message, inputs=inputs, earlier={EarlierValue(*key): x for key, x in message.earlier.items()})
 
 
 CALL_VERB = "calls"
@@ -116,7 +138,6 @@ LIKELY_CAUSE = (
     "thread of it calls programs (SP624); or it has started another collective of the group (a barrier or all_reduce "
     "under `if rank == 0`)."
 )
-GROUP_ENDED = "The process group cannot be used any more, since some of its collectives did not end."
 BACKWARD_VERB = "runs the backward of"  # in the device's autograd thread, if it has one
 STOP_MESSAGE = Message("stops")  # in place of the message of an operation that this rank does not run
 MEASURE_MESSAGE = Message("measures", "how fast the ranks are")

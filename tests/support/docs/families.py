@@ -47,7 +47,7 @@ NOT_BUILT = "Not built"
 INTRODUCTION = """# Families of models
 
 What `explain(model, sp=2)` finds in small models with nothing annotated. They have two layers, or one of each type, four
-heads, a batch of two, odd numbers of tokens, float32, no dropout, and the library's choice of the attention function.
+heads, a batch of two, and odd numbers of tokens. They use float32, no dropout, and the library's choice of the attention function.
 Language models return a loss and logits, other models their hidden states. `python -m support.docs.families` writes this page. The
 models are in `tests/support/docs/family_models.py`, the generic sizes in `family_sizes.py`.
 

@@ -31,12 +31,12 @@ HEADER = (
     "s in all",
     "CPU s in all",
 )
-ABOUT = """# Recipes as typed
+ABOUT = """# Recipes, run as on their pages
 
 - {}, torch {}, {} cores
-- `make recipes`: `torchrun --nproc-per-node 2`, Inductor, empty caches; seconds from the
-  command on, importing torch included; CPU seconds of both ranks, of the C++ compiler and of torchrun
-- the largest differences are to one device that runs the same lines eagerly, in float32 (blocks: in bf16)
+- `make recipes`: `torchrun --nproc-per-node 2`, Inductor, empty caches; seconds since the
+  start of the command, import of torch included; CPU seconds of both ranks, the C++ compiler and torchrun
+- the largest differences are those to a single device that runs the same lines eagerly, in float32 (blocks: in bf16)
 """
 
 
@@ -69,7 +69,7 @@ def facts(beside: str) -> str:
 
 
 def write(new: list[str]) -> None:
-    """Into the table, in the order of names."""
+    """Write a row into the table, which has the order of names."""
     header = [*HEADER, "when, load of the machine at the end"]
     text = RESULTS.read_text() if RESULTS.exists() else ""
     rows = {line.split(" | ")[0]: line for line in re.findall(r"^\| (\w+ \| .*) \|$", text, re.MULTILINE)}

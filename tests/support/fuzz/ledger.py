@@ -1,4 +1,4 @@
-"""Read and write the outcomes of the fuzzer, `benchmarks/results/checks/fuzz.md`, at whose end it continues."""
+"""Read and write the outcomes of the fuzzer in `benchmarks/results/checks/fuzz.md`; a run continues after them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ PATH = ROOT / "benchmarks" / "results" / "checks" / "fuzz.md"
 HEAD = """\
 # Fuzzing
 
-Written by `make fuzz MINUTES=n SEED=s`, which goes on after the last case of each source with that seed. Case n of a
-source and a seed is always the same: `python -m support.fuzz --list SOURCE --from n --cases 1 --seed s` prints its name, and
-`--case NAME` runs it again. What a source draws is in `tests/support/fuzz/__init__.py`. Programs on simulated ranks and
-samples of op_db run on 2 and on 3 ranks, some programs on 4 as well, and count once, by the worst outcome. A sample
-whose graph an earlier one of the run had is not run again. A row is of one commit; what was bad in it was fixed after it,
-and is in the table of `tests/models/test_fuzz.py`.
+`make fuzz MINUTES=n SEED=s` writes this table. For each source, it continues after the last case of that seed. The
+source, the seed and a number determine a case: `python -m support.fuzz --list SOURCE --from n --cases 1 --seed s`
+prints the name of case n, and `--case NAME` runs it again. `tests/support/fuzz/__init__.py` describes the sources.
+
+Programs on simulated ranks and samples of op_db run on 2 and on 3 ranks, some programs also on 4. Each counts once,
+with its worst outcome. "same graph" counts the samples that are skipped because an earlier sample of the run has the
+same graph. The cases of a row ran at one commit. Their failures were fixed in later commits, and the failing cases are
+in the table of `tests/models/test_fuzz.py`.
 """
 
 

@@ -293,10 +293,11 @@ def main() -> None:
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "checks" / "raised.md"
 HEAD = f"""# Exceptions on one rank
 
-Written by `PYTHONPATH=tests python -m support.parallel.raising`: an exception at a random op of a random rank's forward or
-backward, on real ranks over Gloo with a timeout of {TIMEOUT:.0f} s. torch {torch.__version__}. The other ranks raise in that step (how many, and the slowest's
-seconds), unless the op comes after the last exchange of the step; then the group works. Required: every rank raises within
-{SOON:.0f} s with rank, line and cause, and afterwards the group works on every rank, or reports on every rank that it ended.
+`PYTHONPATH=tests python -m support.parallel.raising` writes this table. It raises an exception at a random op of the
+forward or backward of a random rank, on real ranks over Gloo with a timeout of {TIMEOUT:.0f} s. torch {torch.__version__}.
+The other ranks raise in that step; the table has their number and the seconds of the slowest one. They do not raise if
+the op follows the last exchange of the step; then the group works. Required: every rank raises within {SOON:.0f} s with
+rank, line and cause. Afterwards the group works on every rank, or every rank reports that it ended.
 
 | seed | model | compiler | ranks | odd rank | half | raises | line of the op | others that raise | s | the group afterwards | s | required |
 |---:|---|---|---:|---:|---|---|---|---:|---:|---|---:|---|"""
