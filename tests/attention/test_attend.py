@@ -29,12 +29,11 @@ def test_arguments_of_the_dataclass() -> None:
     """The schema of cached programs does not change, and the dispatcher may omit default arguments."""
     given = "Tensor? mask, Tensor[] rows, Tensor[] cols, Tensor[] pieces, SymInt[] sizes, str predicate, Tensor? seed, "
     given, scores = given + "float dropout_p, ", "str score, Tensor[] heads, Tensor[] tables, "
+    frames = "SymInt[] q_frame, SymInt[] k_frame, int n, str group, bool balance"
     assert LocalArgs.schema() == (
         f"{given}float scale, {scores}SymInt[] q_span, SymInt[] k_span, int split_heads, str group"
     )
-    assert ShardArgs.schema() == (
-        f"{given}float? scale, {scores}Tensor? sinks, bool lse, SymInt[] q_frame, SymInt[] k_frame, int n, str group, bool balance"
-    )
+    assert ShardArgs.schema() == (f"{given}float? scale, {scores}Tensor? sinks, bool lse, {frames}")
     arguments = (None, [], [], [], [3], "k < n0", None, 0.0, 0.3, "", [], [], full_span(8), full_span(8), 1, "")
     args, others = LocalArgs.of((*arguments, True))
     assert (args.to_flat(), others) == (arguments, (True,))

@@ -83,7 +83,7 @@ def test_lengths_share_compilations(ranks: Ranks, n: int) -> None:
         check(outcomes)
     for _, compiles, refusal in results:
         assert compiles <= 2
-        assert "inputs of different sizes" in refusal
+        assert refusal.startswith("SP632: ")
         assert "rank 1: ids (2, 22)" in refusal
 
 
@@ -325,5 +325,5 @@ def test_local_inputs_and_outputs(ranks: Ranks, n: int, outputs: str) -> None:
     for outcomes in zip(*(steps for steps, _ in results)):
         check(outcomes)
     for _, refusal in results:
-        assert "inputs of different sizes" in refusal
+        assert refusal.startswith("SP632: ")
         assert "rank 1: ids (2, 8)" in refusal

@@ -100,7 +100,8 @@ def shown(gm: GraphModule) -> list[str]:
 
 def test_seq_dims_take_the_users_names() -> None:
     report = sp_compile.explain(Model(), ids=data(), labels=data(), sp=2, seq_dims={"ids": 1})
-    assert "the sequence is ids dim 1" in str(report)
+    assert report.inputs["ids"] == [1]
+    assert "ids dim 1" in str(report)
     with pytest.raises(SpError, match=r"SP236.* \['ids', 'labels'\].*'tokens'"):
         sp_compile.explain(Model(), ids=data(), labels=data(), seq_dims={"tokens": 1})
 
@@ -132,9 +133,7 @@ def test_of_many_weights_a_few_are_shown() -> None:
     assert "layers.8" not in message.cause
 
 
-@pytest.mark.parametrize(
-    ("is_scalar", "difference"), [(True, "different numbers"), (False, "inputs of different sizes")]
-)
+@pytest.mark.parametrize(("is_scalar", "difference"), [(True, "numbers"), (False, "sizes")])
 def test_a_field_separates_numbers_from_sizes(is_scalar: bool, difference: str) -> None:
     """A complex number has parentheses, like the shape of a tensor."""
     sizes = ("(1+2j)", "(1+3j)")
@@ -143,7 +142,7 @@ def test_a_field_separates_numbers_from_sizes(is_scalar: bool, difference: str) 
     mismatch = find_input_mismatch(messages, [], ComparedInputs(), False)
     assert mismatch is not None
     assert mismatch.code == "SP632"
-    assert difference in mismatch.cause
+    assert f"different {difference}" in mismatch.cause.replace("inputs of ", "")
 
 
 def test_other_data_are_explained_by_a_sampler() -> None:
@@ -271,6 +270,9 @@ def test_plan_and_verify_name_their_argument_of_ranks() -> None:
         sp_compile.verify(Base(), data(), ranks=8)
 
 
+NO_DERIVATIVE = "halves has no derivative"
+
+
 @torch.library.custom_op("first::halves", mutates_args=())
 def halves(x: Tensor) -> Tensor:
     return x / 2
@@ -282,7 +284,7 @@ def _(x: Tensor) -> Tensor:
 
 
 def _no_derivative(ctx: Any, grad: Tensor) -> Tensor:
-    raise NotImplementedError("halves has no derivative")
+    raise NotImplementedError(NO_DERIVATIVE)
 
 
 halves.register_autograd(_no_derivative)
@@ -297,13 +299,13 @@ def test_a_program_that_cannot_run_does_not_pass(entry: Callable[..., Any]) -> N
 
     def fails() -> tuple[type, str]:
         torch.compiler.reset()
-        with pytest.raises(Exception, match="halves has no derivative") as failure:
+        with pytest.raises(Exception, match=NO_DERIVATIVE) as failure:
             entry(program, data())
         return failure.type, str(failure.value)
 
     run = torch.compile(program, backend="sp", options={"compiler": "aot_eager"})
     torch.compiler.reset()
-    with pytest.raises(Exception, match="halves has no derivative") as expected:
+    with pytest.raises(Exception, match=NO_DERIVATIVE) as expected:
         run(data())
     assert fails()[0] is expected.type
 

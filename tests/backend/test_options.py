@@ -256,8 +256,7 @@ def test_an_option_is_honored_or_refused(
 def test_options_of_a_sequence_that_no_ranks_are_left_for(mesh: DeviceMesh, entry: Any, options: Options) -> None:
     (option,) = options
     found = outcome(entry, TensorParallel(mesh), options, option)
-    why = "has no effect without ranks that split a sequence"
-    assert re.match(rf"refused: .*SP109: {option}=.* {why}", found, re.DOTALL), found
+    assert re.match(rf"refused: .*SP109: {option}=", found, re.DOTALL), found
 
 
 def test_options_of_a_sequence_in_another_piece(mesh: DeviceMesh) -> None:

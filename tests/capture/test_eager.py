@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from sp_compile.lowering.base import warn
+from sp_compile.lowering.torch_compat import EagerReason
 from sp_compile.lowering.torch_compat.dynamo import _entered_model
+from sp_compile.runtime.eager_fallback import EAGER_CAUSES, EAGER_FIXES, EAGER_WARNING
 
 
 class Block(nn.Module):
@@ -69,6 +71,13 @@ def words(warnings: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in warnings.records if record.name == "sp_compile.runtime.eager_fallback"]
 
 
+def fallbacks(warnings: pytest.LogCaptureFixture) -> list[tuple[str, str, str]]:
+    """Return the name, the fix and the whole text of each warning of an eager fallback."""
+    records = [record for record in warnings.records if record.name == "sp_compile.runtime.eager_fallback"]
+    assert {record.msg for record in records} <= {EAGER_WARNING}
+    return [(record.args[0], record.args[-1], record.getMessage()) for record in records]  # type: ignore[index]
+
+
 def compiled(module: Any, **how: Any) -> Any:
     options = {"compiler": "eager", "seq_dims": {"x": 1}}
     if not isinstance(module, nn.Module):
@@ -78,24 +87,23 @@ def compiled(module: Any, **how: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("given", "name", "reason", "advice"),
+    ("given", "name", "reason"),
     [
-        (nn.Linear(4, 4), "Linear", "defined in a file of torch", "in the forward of your own module"),
-        (Looped(), "Looped", "graph break in loop", "TORCH_LOGS=graph_breaks"),
-        (Disabled(), "Disabled", "torch.compiler.disable", "Remove torch.compiler.disable"),
-        (looped, "looped", "graph break in loop", "fullgraph=True"),
+        (nn.Linear(4, 4), "Linear", EagerReason.TORCH_CODE),
+        (Looped(), "Looped", EagerReason.GRAPH_BREAK),
+        (Disabled(), "Disabled", EagerReason.DISABLED),
+        (looped, "looped", EagerReason.GRAPH_BREAK),
     ],
-    ids=lambda one: "" if isinstance(one, str) else type(one).__name__,
+    ids=lambda one: "" if isinstance(one, str | EagerReason) else type(one).__name__,
 )
-def test_it_warns_once(warnings: pytest.LogCaptureFixture, given: Any, name: str, reason: str, advice: str) -> None:
+def test_it_warns_once(warnings: pytest.LogCaptureFixture, given: Any, name: str, reason: EagerReason) -> None:
     run = compiled(given)
     for _ in range(2):
         run(torch.ones(2, 3, 4))
-    (one,) = words(warnings)
-    assert one.startswith(f"{name} falls back to eager")
-    assert reason in one
-    assert advice in one
-    assert ("test_eager.py:" in one) == (name != "Linear")
+    (found,) = fallbacks(warnings)
+    assert found[:2] == (name, EAGER_FIXES[reason])
+    assert EAGER_CAUSES.get(reason, "graph break in loop") in found[2]  # the latter is Dynamo's own message
+    assert ("test_eager.py:" in found[2]) == (name != "Linear")
 
 
 def test_past_the_recompile_limit(warnings: pytest.LogCaptureFixture) -> None:
@@ -104,9 +112,9 @@ def test_past_the_recompile_limit(warnings: pytest.LogCaptureFixture) -> None:
         run(torch.ones(2, 3, 4))
         assert not words(warnings)
         run(torch.ones(2, 5, 4))
-    (one,) = words(warnings)
-    assert "Block falls back to eager" in one
-    assert "recompile limit exceeded. Run with TORCH_LOGS=recompiles" in one
+    (found,) = fallbacks(warnings)
+    assert found[:2] == ("Block", EAGER_FIXES[EagerReason.RECOMPILE_LIMIT])
+    assert "recompile limit" in found[2]
 
 
 def decorated(forward: Any) -> Any:
@@ -129,9 +137,9 @@ def test_the_limit_of_a_decorated_forward(warnings: pytest.LogCaptureFixture) ->
     with torch._dynamo.config.patch(recompile_limit=1):
         run(torch.ones(2, 3, 4))
         run(torch.ones(2, 5, 4))
-    (one,) = words(warnings)
-    assert "Decorated falls back to eager" in one
-    assert "recompile limit exceeded. Run with TORCH_LOGS=recompiles" in one
+    (found,) = fallbacks(warnings)
+    assert found[:2] == ("Decorated", EAGER_FIXES[EagerReason.RECOMPILE_LIMIT])
+    assert "recompile limit" in found[2]
 
 
 def test_a_callback_of_the_garbage_collection_was_not_compiled() -> None:

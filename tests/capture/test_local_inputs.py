@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import pytest
 import torch
@@ -141,8 +142,8 @@ def test_guards_on_the_length_hold_for_the_full_sequence(ranks: Ranks, name: str
     (first, second), again = ranks.run(2, errors, name)
     assert [first, second] == again
     assert "SP235" in first
+    assert "inputs='local'" in first
     assert "length < 14 holds" in first or name != "branch"
-    assert "holds for the rows of one rank, but not for the sequence" in first + second
 
 
 @pytest.mark.parametrize("name", ["patches"])
@@ -168,8 +169,7 @@ def test_a_replicated_table_with_sharded_inputs(ranks: Ranks) -> None:
     """Rows of a replicated table would be taken for shards."""
     answers = ranks.run(2, whole_table)
     assert all(
-        "SP234" in error and "dim 1 of inputs[0] and dim 1 of inputs[1]" in error and "got 6 and 20" in error
-        for error, _ in answers
+        re.match(r"SP234: .*\bdim 1 .*inputs\[0\].*\bdim 1 .*inputs\[1\].*\b6 and 20\b", error) for error, _ in answers
     )
     check([outcome for _, outcome in answers])
 

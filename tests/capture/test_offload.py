@@ -361,7 +361,7 @@ class Stream:
 
     def record_event(self) -> str:
         self.log.append(f"{self.name} is marked")
-        return f"the mark of {self.name}"
+        return f"mark of {self.name}"
 
     def wait_event(self, event: str) -> None:
         self.log.append(f"{self.name} waits for {event}")
@@ -373,7 +373,7 @@ def test_streams_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     The host waits for nothing, as its memory is pinned.
     """
     log: list[str] = []
-    now = [computing := Stream(log, "the computation")]
+    now = [computing := Stream(log, "computation")]
     gpu, x = torch.device("cuda", 0), torch.randn(4)
 
     @contextmanager
@@ -382,7 +382,7 @@ def test_streams_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
         yield
         now.pop()
 
-    names = iter(["the way there", "the way back"])
+    names = iter(["copy out", "copy back"])
     monkeypatch.setattr(ops, "_streams", {})
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(log, next(names)))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now[-1])
@@ -400,12 +400,12 @@ def test_streams_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(back, x)
     assert not ops._pending_copies
     assert log == [
-        "the way there waits for the computation",
-        "the way there is marked",
-        "the computation waits for the mark of the way there",
-        "the way back waits for the computation",
-        "the way back is marked",
-        "the computation waits for the mark of the way back",
+        "copy out waits for computation",
+        "copy out is marked",
+        "computation waits for mark of copy out",
+        "copy back waits for computation",
+        "copy back is marked",
+        "computation waits for mark of copy back",
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -24,6 +25,7 @@ from sp_compile import split
 from sp_compile.lowering.base.errors import CaptureError
 from sp_compile.lowering.torch_compat import preserve_thread_state
 from sp_compile.passes.capture import trace
+from sp_compile.passes.capture.uncaptured import UNSPLIT_WARNING
 
 WIDTH = 8
 
@@ -207,7 +209,7 @@ def checked_call() -> str:
 
 def test_a_failed_check_raises_on_every_rank(ranks: Ranks) -> None:
     for words in ranks.run(2, checked_call):
-        assert words.startswith("Expected all elements of a condition to be True.")
+        assert words.startswith("Expected all ")  # torch's own error
 
 
 @pytest.mark.slow
@@ -235,7 +237,8 @@ def test_unsplit_programs(ranks: Ranks) -> None:
         check(outcomes)
     assert [words for _, words in others] == [[]]
     assert len(warnings) == len(WHOLE)
-    assert all("test_unsplit_graphs.py" in words and "runs unsplit on every rank" in words for words in warnings)
+    pattern = re.escape(UNSPLIT_WARNING).replace("%s", ".*")
+    assert all("test_unsplit_graphs.py" in words and re.search(pattern, words, re.DOTALL) for words in warnings)
     # torch's own error has no code of this package
     reasons = "DynamicOutputShapeException: aten.nonzero.default", "SP224: ", "SP215: ", "SP214: "
     for words, reason in zip(warnings, reasons, strict=True):
@@ -342,7 +345,7 @@ def on_one_rank() -> str:
 def test_ranks_take_one_way(ranks: Ranks) -> None:
     for words in ranks.run(2, on_one_rank):
         assert "SP609" in words
-        assert "rank 0: sharded\n  rank 1: not sharded: " in words
+        assert re.search(r"rank 0: sharded\n  rank 1: (?!sharded)", words)
         assert "injected" in words
 
 

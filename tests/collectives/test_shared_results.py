@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -318,8 +319,7 @@ def written_inputs(shares: list[int]) -> tuple[str, list[float]]:
 def test_inputs_that_share_memory_at_a_later_call(ranks: Ranks, shares: list[int]) -> None:
     """Every rank raises, also where only one is given such inputs, and the next call is right."""
     for words, errors in ranks.run(2, written_inputs, shares):
-        assert "SP221: " in words
-        assert "input y is changed in place and shares memory with input x" in words
+        assert re.match(r"SP221: .*\by\b.*\bx\b", words)
         assert max(errors) < 1e-9
 
 
@@ -343,8 +343,7 @@ def test_inputs_of_one_buffer_at_a_later_call(ranks: Ranks, columns: bool) -> No
     """Refused by their elements, not by the bytes from the first to the last."""
     for worst, words in ranks.run(2, of_one_buffer, columns):
         assert worst < 1e-9
-        assert "SP221: " in words
-        assert "input y is changed in place and shares memory with input x" in words
+        assert re.match(r"SP221: .*\by\b.*\bx\b", words)
 
 
 def twice(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -403,8 +402,7 @@ def kept_program() -> tuple[float, str, float]:
 def test_an_unsplit_program_refuses_inputs_that_share_memory(ranks: Ranks) -> None:
     for first, words, last in ranks.run(2, kept_program):
         assert max(first, last) < 1e-9
-        assert "SP221: " in words
-        assert "input y is changed in place and shares memory with input x" in words
+        assert re.match(r"SP221: .*\by\b.*\bx\b", words)
 
 
 @pytest.mark.sampled(every=2)

@@ -1,16 +1,17 @@
 """Text and merging of attention decisions."""
 
+import re
 from dataclasses import replace
 
 import pytest
-from cost.test_cost import candidate, shape
+from cost.test_cost import candidate, of, shape
 from support.attention import toy_strategy
 
 from sp_compile import SPConfig, SpError
 from sp_compile.lowering.base.frames import LAYOUTS
 from sp_compile.lowering.base.ranks import STRATEGIES
 from sp_compile.passes.cost.attention_cost import Strategy, all_candidates, choose_attention
-from sp_compile.passes.cost.decision import Decision, candidate_table, describe_shape, merge_decisions
+from sp_compile.passes.cost.decision import HEADERS, Decision, candidate_table, describe_shape, merge_decisions
 from sp_compile.passes.cost.machine import GPU
 from sp_compile.passes.report import Report
 from sp_compile.passes.sharding.attention_axes import op_strategy
@@ -21,23 +22,20 @@ def test_table() -> None:
     found = all_candidates(shape(4, 6, 2, order=LAYOUTS["contiguous"]), GPU)
     chosen = choose_attention(found)
     lines = candidate_table(found, chosen).splitlines()
-    assert lines[0].split() == "attention U x R layout forward ms backward ms total ms memory MiB why".split()
+    assert lines[0].split() == " ".join(HEADERS).split()
     assert lines[2].startswith(chosen.kind)
     assert "chosen: " in lines[2]
     assert len(lines) == 2 + len(found)
     assert lines[-1].split("  ")[0] == "ulysses"
-    assert lines[-1].endswith("4 ranks do not divide 6 query heads")
+    assert lines[-1].endswith(of(found, "ulysses").refusal)
     assert "zigzag, moved" in candidate_table(found, chosen)
     other = next(c for c in found if c != chosen and c.refusal is None)
     assert "chosen: requested" in candidate_table(found, other)
     assert "chosen: requested" in candidate_table(found, chosen, requested=True)  # it may be the fastest, too
     tied = [candidate("ring", 1.0, 4), candidate("ulysses", 1.04)]
-    assert (
-        "chosen: within 5 % of ring 1 x 4, same number of collectives, and ulysses is preferred to"
-        in candidate_table(tied, tied[1])
-    )
+    assert re.search(r"chosen: .* 5 % of ring 1 x 4, same .*ulysses .* to ring", candidate_table(tied, tied[1]))
     tied = [candidate("ring", 1.0, 6), candidate("ulysses", 1.04)]
-    assert "chosen: within 5 % of ring 1 x 4, 4 collectives instead of 6" in candidate_table(tied, tied[1])
+    assert re.search(r"chosen: .* 5 % of ring 1 x 4, 4 .* 6$", candidate_table(tied, tied[1]), re.MULTILINE)
 
 
 def test_report() -> None:
@@ -50,10 +48,14 @@ def test_report() -> None:
     report.merge(other)
     assert [d.nodes for d in report.attention] == [2]
     assert str(report.attention[0]) in str(report)
+
+
+def test_the_text_of_a_shape_has_its_sizes() -> None:
     cross = replace(shape(2, 8, 2, causal=False, training=False, mask=True), kv_len=77, v_head_dim=64, window=9)
-    assert describe_shape(cross) == (
-        "batch 1, 8 heads (2 of keys) x 128/64, 2048 x 77 keys positions, window 9, mask as data, no gradient"
-    )
+    text = describe_shape(cross)
+    assert re.findall(r"\d+", text) == ["1", "8", "2", "128", "64", "2048", "77", "9"]
+    flags = ({"causal": True}, {"documents": True}, {"mask": False}, {"training": True}, {"kernel": "dense"})
+    assert len({text, *(describe_shape(replace(cross, **one)) for one in flags)}) == 1 + len(flags)
 
 
 def test_a_scoped_strategy_is_gone_after_its_block() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -126,13 +127,7 @@ def test_excess_is_offloaded_or_reported() -> None:
     assert plan.best.options["offload"] == plan.best.offload < 1
     assert plan.of(1) is None
     assert list(plan.changes) == [1]
-    for word in (
-        "1 ranks: the smallest plan needs",
-        "100% of the saved values on the host",
-        "too much",
-        "it fits on 2",
-    ):
-        assert word in plan.changes[1]
+    assert re.match(r"1 ranks: .*\b100% .*host\).* too much.* fits on 2\b", plan.changes[1])
     assert plan.changes[1] in str(plan)
     alone = [row for row in plan.rows if row.ranks == 1]
     with pytest.raises(SpError, match=r"SP723: plan: .*1 ranks: "):
@@ -281,12 +276,12 @@ def test_offload_is_limited_by_host_memory() -> None:
 def test_offloaded_bytes_are_shown_with_host_memory() -> None:
     row = replace(variant(1.0, 300e6, True, True), offload=0.5, host=120e6)
     plan = StepPlan(500e6, ModelBytes(1, 1, 0, 1), [row], unit=parse_unit("500MB"), host_memory=200e6)
-    assert str(plan).startswith("500.0 MB a rank, 200.0 MB of its host; ")
+    assert re.match(r"500\.0 MB .* 200\.0 MB .*host", str(plan))
     assert "120.0 MB" in str(plan)
     assert (plan_json(plan)["host_memory_bytes"], plan_json(plan)["ways"][0]["host_bytes"]) == (200e6, 120e6)
     words = plan_module._required_change(mock.Mock(**{"constant.return_value": 1.0}), replace(plan, memory=400e6), 2)
     assert "too much" not in words
-    assert "120.0 MB are offloaded; the host has 200.0 MB a rank" in words
+    assert re.search(r"\b120\.0 MB .*host .*\b200\.0 MB", words)
     with pytest.raises(SpError, match=r"SP722: host_memory.*'much'"):
         sp_compile.plan(nn.Linear(2, 2), (), host_memory="much")
 
@@ -468,12 +463,12 @@ def test_required_change() -> None:
     plan = StepPlan(100e6, ModelBytes(1, 1, 0, 1), [replace(small, memory=1e9), small, *more], unit=parse_unit("100MB"))
     planner = mock.Mock(**{"largest_value_line.return_value": "a line", "constant.return_value": 1.0})
     words = plan_module._required_change(planner, plan, 2)
-    assert words.startswith(
-        "2 ranks: the smallest plan needs 300.0 MB (ring, as written, state sharded, tiles auto, 0% of the"
-    )
-    assert "200.0 MB too much, in its loss; the largest value there: a line; it fits on 16; use more ranks or" in words
+    smallest, largest, elsewhere, _ = words.split("; ")
+    assert re.match(r"2 ranks: .* 300\.0 MB \(ring, .*sharded, .*auto, 0% .*\), 200\.0 MB .*\bloss$", smallest)
+    assert largest.endswith(": a line")
+    assert elsewhere.endswith(" 16")
     planner.constant.return_value = 101e6
-    assert "state alone need 101.0 MB; it fits on 16" in plan_module._required_change(planner, plan, 2)
+    assert re.match(r"2 ranks: .*state .* 101\.0 MB; .* 16; ", plan_module._required_change(planner, plan, 2))
 
 
 def ways_looked_at(fits: bool, model: nn.Module, own: bool = False, **options: Any) -> tuple[list[Any], StepPlan]:
@@ -594,7 +589,7 @@ def test_strategies_that_are_legal_for_the_number_of_ranks() -> None:
     plan = sp_compile.plan(model, ids, memory="1GB", ranks=[2, 3], attention="ulysses", tiles="never", state="sharded")
     assert {(row.ranks, row.attention, row.state) for row in plan.rows} == {(2, "ulysses", SHARDED_STATE)}
     assert list(plan.changes) == [3]
-    assert plan.changes[3].startswith("3 ranks: attention='ulysses' is not possible (ulysses: ")
+    assert re.match(r"3 ranks: attention='ulysses' .*\(ulysses: ", plan.changes[3])
 
 
 def test_options_contain_the_plans_arguments() -> None:

@@ -106,7 +106,7 @@ def test_the_backend_name_is_scoped(accelerate: Any) -> None:
             pass
         assert DynamoBackend("SP") is plugin.backend
     assert list(DynamoBackend) == before
-    with pytest.raises(ValueError, match="'SP' is not a valid"):
+    with pytest.raises(ValueError, match="'SP'"):
         DynamoBackend("SP")
 
 
@@ -269,9 +269,10 @@ def test_metrics_of_replicas(accelerate: Any, ranks: Ranks) -> None:
         assert plain == [0, ("a", None), 1, ("a", None)]
         assert arrays == [np.float64([0]), np.float64([1])]
         assert objects == [torch.ones(1)] * 2
-        assert "rank 0: tensors torch.float32 [1]\n  rank 1: tensors torch.float32 [2]" in sizes
-        assert "rank 1: values" in kinds
-        assert "did not arrive" in alone or not alone
+        assert sizes.startswith("SP829: ")
+        assert "replica 0: tensors torch.float32 [1]\n  replica 1: tensors torch.float32 [2]" in sizes
+        assert "replica 1: values" in kinds
+        assert not alone or re.match("SP62[12]: ", alone), alone
 
 
 def counted() -> dict[str, Any]:
@@ -319,7 +320,7 @@ def counted() -> dict[str, Any]:
 
 def test_rows_are_counted_once(accelerate: Any, ranks: Ranks) -> None:
     for found in ranks.run(4, counted):
-        assert "expected the same integers on the 2 ranks that share a sequence" in found.pop("error")
+        assert re.match(r"SP828: .*\b2 ranks", found.pop("error"))
         assert found == {
             "gather": [0, 1, 10, 11],
             "number": [3, 4],

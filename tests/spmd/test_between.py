@@ -295,8 +295,8 @@ def one_reads(then: str) -> str:
     ("then", "words"),
     [
         ("calls", r"rank 1 calls Two"),
-        ("goes back", r"rank 1 runs the backward of Two"),
-        ("reads another", r"rank 1 reads a cast of result 'logits' of call 1"),
+        ("goes back", r"rank 1 runs .*backward .*Two"),
+        ("reads another", r"rank 1 reads .*cast .*'logits' .*call 1"),
     ],
 )
 def test_a_rank_that_reads_alone(ranks: Ranks, then: str, words: str) -> None:
@@ -304,7 +304,7 @@ def test_a_rank_that_reads_alone(ranks: Ranks, then: str, words: str) -> None:
     messages = ranks.run(2, one_reads, then, timeout=60)
     assert len(set(messages)) == 1
     for each in (
-        r"rank 0 reads result 'logits' of call 1 of Two.* made at .*test_between.py:\d+: logits = self.head",
+        r"rank 0 reads .*'logits' .*call 1 of Two.* at .*test_between.py:\d+: logits = self.head",
         words,
         r"test_between.py:\d+: return error_text\(lambda: logits.sum",
         "SP604",
@@ -325,11 +325,8 @@ def waits_for_a_missing_rank() -> str:
 def test_ranks_that_read_and_wait(ranks: Ranks) -> None:
     """The error names the operation of this rank, the last call of each rank, and the rank that stopped waiting."""
     message, *_ = ranks.run(4, waits_for_a_missing_rank, timeout=60)
-    assert re.search(r"rank 0 reads result 'logits' .* at .*test_between.py:\d+.* and timed out after \d s", message), (
-        message
-    )
-    assert re.search(r"last operation of rank 0, 1, 2: calls Two", message), message
-    assert "SP622" in message
+    assert re.match(r"SP622: .*rank 0 reads .*'logits' .* at .*test_between.py:\d+.* \d s\b", message), message
+    assert re.search(r"\brank 0, 1, 2: calls Two", message), message
 
 
 def result_types() -> list[list[str]]:
@@ -390,8 +387,7 @@ NAMED = [({"logits": "lazy"}, ASKED["lazy"]), ({1: "lazy"}, ASKED["lazy"]), ({"l
 def test_each_result_as_requested(ranks: Ranks) -> None:
     for *found, refusal in ranks.run(2, result_types):
         assert found == [each for _, each in [*ASKED.items(), *NAMED]]
-        assert "SP237" in refusal[0]
-        assert "outputs: expected one of the results" in refusal[0]
+        assert re.match("SP237: .*outputs: ", refusal[0])
         assert "'logits'" in refusal[0]
 
 

@@ -265,10 +265,10 @@ def test_a_drift_raises_until_it_is_repaired(threads: Threads, first: bool) -> N
 
 
 def test_a_rank_that_fails_before_an_exchange_publishes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
+    said, text = list[str](), "no memory for a checksum"
 
     def fails(x: Tensor) -> str:
-        raise MemoryError("no memory for a checksum")
+        raise MemoryError(text)
 
     monkeypatch.setattr(check_run, "checksum", fails)
     monkeypatch.setattr(
@@ -276,9 +276,9 @@ def test_a_rank_that_fails_before_an_exchange_publishes_it(monkeypatch: pytest.M
     )
     monkeypatch.setattr(failures, "publish_stop", lambda words, **how: said.append(words))
     monkeypatch.setattr(failures.dist, "get_rank", lambda: 0)
-    with pytest.raises(MemoryError, match="no memory for a checksum\nrank 0"):
+    with pytest.raises(MemoryError, match=f"{text}\nrank 0"):
         Training(0).model(torch.ones(4, 8))
-    assert re.search(r"MemoryError: no memory for a checksum, when it calls ", said[0])
+    assert re.search(rf"MemoryError: {text}.* calls ", said[0])
 
 
 def compared_on_request(n: int) -> list[str]:
@@ -356,7 +356,7 @@ def test_a_drift_on_a_device_raises_one_call_later(threads: Threads, monkeypatch
         first, second = threads.run(lambda rank, how=how: steps(Training(rank), how))
         assert first == second
         assert first[0] == FAULT + 2, first
-        assert f"weights.{weight} when it calls a program (number 4)" in first[1]
+        assert re.search(rf"\bweights\.{weight} .*\(number 4\)", first[1]), first[1]
 
 
 def test_large_floats_are_compared_in_part_on_every_call(threads: Threads) -> None:

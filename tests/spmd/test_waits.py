@@ -92,10 +92,7 @@ def run_of(how: str) -> tuple[str, str, float]:
 @pytest.mark.parametrize(
     ("how", "why"),
     [
-        (
-            "skips",
-            r"^SP621: rank 1 .*: rank 0 .*\n.* rank 0, 1: (runs the backward.*|calls Floats at )spmd/test_waits.py:\d+ ",
-        ),
+        ("skips", r"^SP621: rank 1 .*: rank 0 .*\n.* rank 0, 1: (runs .*|calls Floats at )spmd/test_waits.py:\d+ "),
         ("fails", "^SP661: rank 1 .*MemoryError: no memory for the activations, .*Floats at spmd/test_waits.py:"),
     ],
 )
@@ -221,14 +218,13 @@ def test_a_rank_that_loses_a_group_publishes_it(monkeypatch: pytest.MonkeyPatch)
         patch.setattr(channel, "process_groups", lambda: [("three", (0, 1, 2), "")])
         channel.publish_stop("MemoryError: no memory", continues=True)
     rank[0], channel._own_stop[:] = 1, []
-    assert "rank 0 stopped: MemoryError: no memory" in waiting().fail_timeout(call, 30.0).cause
+    assert re.search("rank 0 .*MemoryError: no memory", waiting().fail_timeout(call, 30.0).cause)
     rank[0], channel._own_stop[:] = 2, []
     said = waiting()._find_stop(call)
     assert (said.rank, said.continues) == (1, False)
-    assert said.text.startswith(
-        "it calls Floats (number 4) and timed out after 30 s, because rank 0, 2 did not arrive"
+    assert re.match(
+        r"it calls Floats \(number 4\) .* 30 s, .*rank 0, 2 .*; rank 0 .*MemoryError: no memory$", said.text
     ), said.text
-    assert said.text.endswith("rank 0 stopped: MemoryError: no memory")
     assert waiting("another group")._find_stop(call) == channel.NO_RANK
 
 
@@ -388,7 +384,7 @@ def test_a_read_that_waits_is_warned_of_before_the_timeout(
         waiting.are_all_equal(Message(READ_VERB, "y", 1))
     (warning,) = (record.args for record in caplog.records if record.name == channel.__name__)
     assert warning == (0, str(Message(READ_VERB, "y", 1)), "", ERRORS["SP604"].fix)
-    assert "rank 0, 1, 2: joined the group" in str(failure.value)
+    assert f"rank 0, 1, 2: {waiting.last_fields[0]}" in str(failure.value)
 
 
 def test_a_backward_may_call_programs_from_a_thread_of_its_own() -> None:

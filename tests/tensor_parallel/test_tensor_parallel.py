@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -191,13 +192,15 @@ def test_a_rank_that_compiles_alone_is_an_error(ranks: Ranks) -> None:
 @pytest.mark.slow
 def test_explain_shows_the_mode_of_every_layer() -> None:
     with mp.get_context("spawn").Pool(1) as pool:
-        text = pool.apply(_explained_alone)
-    assert text.startswith("tensor-parallel groups of 2 ranks; the sequence is not split\n")
+        text, inputs, parallel = pool.apply(_explained_alone)
+    assert (inputs, parallel) == ({}, [2])
+    assert re.match(r"tensor-parallel .*\b2 ranks", text)
     assert text.count("scattered") == 4
 
 
-def _explained_alone() -> str:
+def _explained_alone() -> tuple[str, dict[str, list[int]], list[int]]:
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
-    return str(sp_compile.explain(cut(Net().double(), "functions", mesh), torch.randn(2, 6, WIDTH).double()))
+    report = sp_compile.explain(cut(Net().double(), "functions", mesh), torch.randn(2, 6, WIDTH).double())
+    return str(report), report.inputs, report.parallel

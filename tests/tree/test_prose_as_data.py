@@ -1,13 +1,15 @@
 """No product code depends on prose: the text of a note, a refusal or a reason, the message of an error, a report.
 
 Errors of torch and of other packages are recognized by their text in `torch_compat` alone. Names of graph nodes are not
-searched either: the metadata of a node has its kind.
+searched either: the metadata of a node has its kind. Tests check codes, kinds and values, and no sentences.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ LISTS = ("notes", "fallbacks", "find_notes")
 READS = {"startswith", "endswith", "partition", "rpartition", "split", "removeprefix", "removesuffix", "find", "index"}
 KEYED = {"setdefault", "get", "pop", "dumps"}  # methods whose first argument is a key, or a part of a digest
 HASHES = {"hash", "hash_text"}
+PHRASE = re.compile(r"\b[A-Za-z]+(?:[,;:.]? [a-z]+){2,}\b")  # three or more words without a number or name in between
 
 
 def holders(tree: ast.AST) -> set[str]:
@@ -135,3 +138,63 @@ def test_no_code_depends_on_prose() -> None:
 )
 def test_prose_that_is_read_is_found(code: str) -> None:
     assert [*comparisons(ast.parse(code))]
+
+
+def texts_of(tree: ast.AST) -> Iterator[ast.Constant]:
+    """Yield the string constants of a tree, without docstrings and the keys of dictionaries."""
+    left_out = {
+        id(part)
+        for node in ast.walk(tree)
+        for part in ([node.value] if isinstance(node, ast.Expr) else node.keys if isinstance(node, ast.Dict) else [])
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in left_out:
+            yield node
+
+
+def word_triples(text: str) -> set[tuple[str, ...]]:
+    """Return each three consecutive words of the phrases of a text."""
+    phrases = [re.findall("[a-z]+", phrase.lower()) for phrase in PHRASE.findall(text)]
+    return {tuple(words[i : i + 3]) for words in phrases for i in range(len(words) - 2)}
+
+
+@cache
+def product_triples() -> set[tuple[str, ...]]:
+    """Return the triples of words in the texts of the product."""
+    found = word_triples((ROOT / "lowering/base/error_codes.toml").read_text())
+    for file in FILES.values():
+        for node in texts_of(ast.parse(file.read_text())):
+            found |= word_triples(str(node.value))
+    return found
+
+
+def pinned_sentences(tree: ast.AST) -> list[str]:
+    """Return texts of asserts, and of `match=` of pytest, that repeat three consecutive words of a text of the product.
+
+    Goldens of `assert_expected_inline`, the messages of asserts and tables of parameters are not searched.
+    """
+    checks: list[ast.AST] = [node.test for node in ast.walk(tree) if isinstance(node, ast.Assert)]
+    checks += [node.value for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "match"]
+    texts = {str(node.value) for check in checks for node in texts_of(check)}
+    return sorted(text for text in texts if word_triples(text) & product_triples())
+
+
+def test_no_test_pins_a_sentence() -> None:
+    """An error has a code, a note a kind and a subject; a warning is compared with the constant of the product."""
+    files = [file for file in (ROOT / "tests").rglob("test_*.py") if file.parent.name != "tree"]
+    found = {file.relative_to(ROOT).as_posix(): pinned_sentences(ast.parse(file.read_text())) for file in files}
+    assert not {name: texts for name, texts in found.items() if texts}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "assert 'input y is changed in place and shares memory with input x' in words",
+        "assert words.startswith('The process group has one rank')",
+        "with pytest.raises(SpError, match='SP624: two threads of this process'): run()",
+        "assert f'{n} ranks do not divide {heads} query heads' == refusal",
+        "assert 'Set the same seed' in words",
+    ],
+)
+def test_a_pinned_sentence_is_found(code: str) -> None:
+    assert pinned_sentences(ast.parse(code))

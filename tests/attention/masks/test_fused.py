@@ -227,7 +227,7 @@ def test_uncompiled_texts_run_dense() -> None:
     p = Problem("causal", 20, 20)
     args = p.arguments(full_span(20), full_span(20), **options(TEXTS[1]))
     with fused_here(), calls.COMPILER.force(broken), torch.no_grad(), mock.patch.object(calls, "_failed", False):
-        with pytest.warns(UserWarning, match="computed densely: .*no compiler"):
+        with pytest.warns(UserWarning, match="no compiler"):
             out, lse = bodies.attend(p.q, p.k, p.v, *args)
         again = bodies.attend(p.q, p.k, p.v, *args)
     close([out, lse], reference(p, TEXTS[1])[:2])

@@ -232,7 +232,7 @@ def test_rows_are_read_by_attention_only() -> None:
     [
         (3, {"position_bias": torch.ones(1)}, "position_bias"),
         (3, {"dropout": 0.1}, "dropout"),
-        (2, {}, "expected a mask of 3 x 3 positions"),
+        (2, {}, r"mask .*\b3 x 3\b"),
         (0, {}, "got None"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import pytest
@@ -65,14 +66,14 @@ def test_every_form_of_a_call(form: str) -> None:
 @pytest.mark.parametrize(
     ("args", "kwargs", "reason"),
     [
-        ((Q, K, V, BETA, 64, None, False, False, False), {}, "its argument state_v_first has no equivalent"),
-        ((Q, K, V, BETA), {"gate": Q}, "its argument gate has no equivalent"),
-        ((Q, K, V), {}, "its arguments do not match"),
-        ((Q, K, V, BETA, 64, None, False, False, True, 3), {}, "its arguments do not match"),
+        ((Q, K, V, BETA, 64, None, False, False, False), {}, r"\bstate_v_first\b"),
+        ((Q, K, V, BETA), {"gate": Q}, r"\bgate\b"),
+        ((Q, K, V), {}, r"\barguments\b"),
+        ((Q, K, V, BETA, 64, None, False, False, True, 3), {}, r"\barguments\b"),
     ],
 )
 def test_what_has_no_equivalent_is_reported(args: Any, kwargs: Any, reason: str) -> None:
-    assert call(*args, **kwargs) == reason
+    assert re.search(reason, call(*args, **kwargs))
 
 
 def test_a_wrapper_drops_what_its_function_does_not_have() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import sys
 import threading
@@ -94,7 +95,7 @@ def test_a_rank_that_is_gone(n: int) -> None:
         return "no error"
 
     errors = run_ranks(n, act)
-    assert f"Connection closed by rank {n - 1} of the group" in errors
+    assert any(re.search(rf"\bclosed by rank {n - 1}\b", error) for error in errors), errors
     assert "no error" not in errors
 
 
@@ -120,7 +121,7 @@ def test_ranks_in_different_exchanges_raise() -> None:
             return str(error)
         return ""
 
-    assert run_ranks(2, act)[0] == "rank 1 of the group is in exchange 2 and not in 1"
+    assert re.search(r"\brank 1 .* exchange 2 .*\b1$", run_ranks(2, act)[0])
 
 
 def test_a_stranger_is_not_a_rank() -> None:
@@ -144,12 +145,10 @@ def test_a_rank_that_cannot_be_reached_names_the_interface() -> None:
     listeners = [PeerListener("localhost") for _ in range(2)]
     found = [one.address for one in listeners]
     listeners[1].socket.close()
-    with pytest.raises(
-        ConnectionError, match=r"no connection with rank 1 .*127\.0\.0\.1 port \d+ .*GLOO_SOCKET_IFNAME"
-    ):
+    with pytest.raises(ConnectionError, match=r"\brank 1 .*127\.0\.0\.1 port \d+ .*GLOO_SOCKET_IFNAME"):
         listeners[0].connect(0, 2, found.__getitem__, LIMIT, keep_waiting)
     waiting = PeerListener("localhost")
-    with pytest.raises(ConnectionError, match="rank 1 of the group, it has not connected to this rank"):
+    with pytest.raises(ConnectionError, match=r"\brank 1 .*GLOO_SOCKET_IFNAME"):
         waiting.connect(0, 2, lambda rank: waiting.address, timedelta(0), keep_waiting)
 
 
@@ -158,7 +157,7 @@ def test_the_address_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert addresses.own_address("192.0.2.7") == "127.0.0.1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing0")
-    with pytest.raises(OSError, match=r"GLOO_SOCKET_IFNAME: expected a network interface .*\blo\b.*'nothing0'"):
+    with pytest.raises(OSError, match=r"^GLOO_SOCKET_IFNAME: .*\blo\b.*'nothing0'"):
         addresses.own_address("")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     routes = {"head": "10.0.0.4", "localhost": "127.0.0.1", "myself": "127.0.1.1", addresses.OUTSIDE: "10.0.0.5"}

@@ -11,6 +11,8 @@ from support.parity import VOCAB, build, sp
 from support.ranks import Ranks
 from torch import Tensor, nn
 
+from sp_compile.runtime.control.message import GROUP_ENDED
+
 QUICK = 1  # of SEEDS, of which the others are slow
 
 
@@ -39,7 +41,7 @@ def test_a_rank_that_raised_after_its_last_exchange_and_does_not_come_again(rank
     for x in others:
         assert x.then_seconds < SOON
         # The op of the seed has no line of its own, so the line of the call is named.
-        call = r"when it runs the backward of \w+ at support/parity.py:\d+"
+        call = r".*backward .*\w+ at support/parity.py:\d+"
         assert re.search(rf"rank {one.odd} raised ValueError: injected, {call}", x.then), x.then
 
 
@@ -70,23 +72,19 @@ def test_ranks_with_equal_errors_raise_their_own(ranks: Ranks) -> None:
     for (kind, words, seconds), then in ranks.run(4, with_tokens, [*range(9)], "aot_eager")[:3]:
         assert (kind, then[0]) == ("IndexError", "")
         assert seconds < 2
-        assert re.match(
-            r"index out of range in self\nrank \d raised this at waits/test_raised.py:\d+: x = self.emb", words
-        )
+        assert re.match(r"index .*\nrank \d .* at waits/test_raised.py:\d+: x = self.emb", words)
 
 
 def test_two_ranks_raise_and_a_third_waits(ranks: Ranks) -> None:
     first, second, third, _ = ranks.run(4, with_tokens, [0, 3], "aot_eager")
     assert [first[0][0], second[0][0], third[0][0]] == ["IndexError", "IndexError", "SpError"]
-    assert re.search(r"rank [01] raised IndexError: index out of range in self, at waits/test_raised.py", third[0][1])
+    assert re.search(r"rank [01] .*IndexError: .* at waits/test_raised.py", third[0][1])
     for raised_errors in (first, second, third):
-        assert "cannot be used any more" in raised_errors[1][1]
+        assert GROUP_ENDED in raised_errors[1][1]
         assert max(seconds for *_, seconds in raised_errors) < SOON
 
 
 @pytest.mark.slow
 def test_a_kernel_of_inductor_names_the_lines_that_it_may_be_of(ranks: Ranks) -> None:
     (_, words, _), _ = ranks.run(4, with_tokens, [0], "inductor", timeout=300)[1]
-    assert re.match(
-        r"SP661: rank 0 raised RuntimeError: .*index out of bounds.* at waits/test_raised.py:\d+: x = self.emb", words
-    )
+    assert re.match(r"SP661: rank 0 .*RuntimeError: .* at waits/test_raised.py:\d+: x = self.emb", words)
