@@ -1,6 +1,7 @@
 """Comparisons of ranks before a run, and options that must not be ignored; no processes needed."""
 
 import math
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
@@ -416,7 +417,8 @@ def test_summaries_are_sent_unchanged() -> None:
     assert Message.read(message.body) == message
     key = EarlierValue("shared gradient", "y", str(message), 1)
     with_earlier = Message.read(Message(CALL_VERB, "forward", earlier={key: "5"}).body)
-    assert [*map(str, with_earlier.earlier)] == ["value of gradient 1, of the result y, when it calls forward"]
+    assert [*with_earlier.earlier] == [key]
+    assert re.fullmatch(r".* 1, .* y, .* forward", str(key))
 
 
 def test_inputs_of_a_summary() -> None:
