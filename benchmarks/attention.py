@@ -100,7 +100,7 @@ def report(args: argparse.Namespace, tables: list[Table]) -> str:
         f"- torch {torch.__version__}, Python {platform.python_version()}, {platform.system()} {platform.release()}",
         f"- `python benchmarks/attention.py {' '.join(sys.argv[1:])}".rstrip() + "`",
         f"- S = {args.seq}, {args.heads} heads of {args.head_dim}, batch 1, float32, causal; {args.rounds} rounds",
-        "- malloc " + ("as it is" if args.return_memory else "keeps freed memory, in all variants (glibc)"),
+        "- malloc " + ("as it is" if args.return_memory else "(glibc) keeps freed memory in all variants"),
         "- CPU s: sum over the ranks, forward and backward; CPU / one device: median of the ratios within a round",
         "- collectives and copies: counts in one step of rank 0, from its profile",
     ]

@@ -395,12 +395,11 @@ def attend_to_rows(
     Raises:
         SpError: An argument is not supported (SP843).
     """
-    is_plain = not isinstance(key, CachedRows) and not isinstance(value, CachedRows)
-    if is_plain and softcap is None and s_aux is None:
+    rows = next((x for x in (key, value) if isinstance(x, CachedRows)), None)
+    if rows is None and softcap is None and s_aux is None:
         plain = AttentionInterface()["sdpa"]
         return plain(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
-    layer_text = f" (layer {key.layer.number} of the cache)" if isinstance(key, CachedRows) else ""
-    kind = f"{type(module).__name__}{layer_text}"
+    kind = type(module).__name__ + (f" (layer {rows.layer.number} of the cache)" if rows is not None else "")
     unknown = sorted(
         name for name, x in kwargs.items() if name not in WITHOUT_EFFECT and x is not None and x is not False
     )
@@ -412,7 +411,7 @@ def attend_to_rows(
     if isinstance(key, CachedRows) and isinstance(value, CachedRows):
         mask = _own_mask(attention_mask, key, query.shape[2], kind)
         out, lse = _merge_ranks(*_attend_locally(query, key.plain, value.plain, mask, scale, softcap), key.layer.ranks)
-    elif is_plain:
+    elif rows is None:
         is_causal = kwargs.get("is_causal")
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal  # as SDPA's default
         mask = _plain_mask(attention_mask, query, key, is_causal)

@@ -142,6 +142,7 @@ def test_a_rewrite_registers_itself() -> None:
     (lap,) = (lap for lap in report.passes if lap.name == "doubled")
     assert lap.changes == 1
     assert "twice the same" in str(report)
+    assert "\nPasses" in str(report)
     assert re.search("^doubled ", str(report).rpartition("\nPasses")[2], re.MULTILINE)
     verified = sp_compile.verify(Sums(), x, seq_dims={"x": 1})
     assert "doubled" in [note.label for note in verified.notes]

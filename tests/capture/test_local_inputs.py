@@ -142,6 +142,7 @@ def test_guards_on_the_length_hold_for_the_full_sequence(ranks: Ranks, name: str
     (first, second), again = ranks.run(2, errors, name)
     assert [first, second] == again
     assert "SP235" in first
+    assert "SP235" in second
     assert "inputs='local'" in first
     assert "length < 14 holds" in first or name != "branch"
 

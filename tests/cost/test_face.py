@@ -38,7 +38,7 @@ from sp_compile.passes.cost.weight_memory import ModelBytes
 from sp_compile.passes.report import Report
 from sp_compile.passes.sharding.find_sequences import SequenceCandidate
 from sp_compile.planner import report_json as record
-from sp_compile.planner.page import CHART_HEIGHT, MAX_POINTS, page
+from sp_compile.planner.page import CHART_HEIGHT, MAX_POINTS, PURPOSES, page
 from sp_compile.planner.plan import StepPlan
 from sp_compile.planner.report_json import plan_json, report_json
 from sp_compile.planner.variants import Variant
@@ -308,6 +308,7 @@ def test_gathered_values_are_marked_and_first() -> None:
     rows = re.findall(r"<tr[^>]*>(.*?)</tr>", text.partition("Rewrites and refusals")[2].partition("</table>")[0])
     assert ["gathered" in row for row in rows[1:]] == [True, True, False, False]
     assert "<td>2</td>" in rows[2]
+    assert PURPOSES["all_to_all"] in text
 
 
 def test_searchable_rows() -> None:

@@ -167,7 +167,7 @@ struct Extremes : Machine<C>, Op {
   template <class V> static INLINE bool is_same(const V* s, V x) {
     auto later = Op::wins(x, s[0]);
     each<4>([&](auto i) INLINE_LAMBDA {  // rotations by half of the lanes, a quarter, and so on
-      if constexpr (constexpr int width = size_of<V> >> (i + 1)) later |= shift_lanes<width>(later, later);
+      if constexpr ((size_of<V> >> (i + 1)) > 0) later |= shift_lanes<(size_of<V> >> (i + 1))>(later, later);
     });
     return later[0] == 0;
   }

@@ -46,6 +46,7 @@ from .message import CALL_VERB, LIKELY_CAUSE, NO_RANK, READ_VERB, EarlierValue, 
 from .peers import PeerLinks, PeerListener
 from .store import Arrival, package_store, query_store
 
+GROUP_ENDED = "The process group cannot be used any more, since some of its collectives did not end."
 READ_SECONDS = 10.0  # seconds within which all ranks should read a value
 STORE_DELAY = 2.0  # seconds of a wait before the store is read
 RETRY_SECONDS = 5.0  # seconds within which a rank that has raised in a call makes the next one
@@ -278,8 +279,7 @@ class ControlChannel:
         """
         this_rank = dist.get_rank()
         own_wait = "" if notice.rank == this_rank else f"\n  rank {this_rank} waited for it: this rank {operation}"
-        consequence = "The process group cannot be used any more, since some of its collectives did not end."
-        self.broken = f"rank {notice.rank} raised {notice.text}{own_wait}\n  {consequence}"
+        self.broken = f"rank {notice.rank} raised {notice.text}{own_wait}\n  {GROUP_ENDED}"
         self.ended = replace(notice, exchanges={self.name: self.exchanges}, within=self.name, continues=False)
         _store_notice(self.ended)
         return SpError("SP661", self.broken)

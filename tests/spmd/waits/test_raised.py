@@ -11,7 +11,7 @@ from support.parity import VOCAB, build, sp
 from support.ranks import Ranks
 from torch import Tensor, nn
 
-from sp_compile.runtime.control.message import GROUP_ENDED
+from sp_compile.runtime.control.channel import GROUP_ENDED
 
 QUICK = 1  # of SEEDS, of which the others are slow
 
