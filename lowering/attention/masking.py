@@ -166,8 +166,8 @@ class CallMask:
         if block.kind is Kind.BAND:
             return KernelArgs(scale, window=block.window)
         # Mask tensors: the evaluated predicate and the block's part of the tensor mask. For a CAUSAL block, a flag of
-        # the kernel replaces the predicate. Dense kernels, which store all scores, have no such flag. With a tensor
-        # mask it is set only for kernels that align the block at the end (the last query attends to all keys).
+        # the kernel replaces the predicate. Dense kernels, which store all scores, have no such flag. Together with a
+        # tensor mask, which SDPA refuses, it is set only for efficient attention, whose op defines the combination.
         causal = block.kind is Kind.CAUSAL and not kernel.dense and (self.mask is None or kernel.aligned_at_end)
         allowed = None if causal else self.evaluate_predicate(block)
         bias = self._mask_block(block)

@@ -225,7 +225,9 @@ def _view_layout(base: Layout, shape: Sequence[int], like: Tensor) -> Layout | N
     elements. A base [B, S, H] has B blocks of S positions with step H. The view has a layout if exactly one of its dims
     selects positions: the sequence dim. Its stride is `step`, or a divisor of it where it is flattened with later dims.
     The view h[:, 1:].flatten(1, 2) of a base [B, 6, 4], with step 4, has a dim of 20 entries of stride 1: 5 positions
-    of `inner` 4, from position 1 on.
+    of `inner` 4, from position 1 on. The view h.flatten(1, 2)[:, 1:9] has no layout: its groups of 4 entries begin in
+    the middle of a position. If the dim is flattened with earlier ones, as in h.flatten(0, 1), it selects all
+    positions of `outer` blocks.
 
     Args:
         base: Layout of the base.
@@ -234,7 +236,7 @@ def _view_layout(base: Layout, shape: Sequence[int], like: Tensor) -> Layout | N
     """
     length, step = shape[base.dim], base.strides(shape)[base.dim]
     block, start = step * length, int(like.storage_offset())
-    if length < 2 or 0 in like.shape:
+    if length < 2 or 0 in like.shape:  # strides do not show which dim is the sequence
         return None
     strides = {dim: like.stride(dim) for dim, extent in enumerate(like.shape) if extent > 1}
     spans = {dim: (like.shape[dim] - 1) * stride for dim, stride in strides.items()}  # from the first entry to the last
@@ -245,7 +247,7 @@ def _view_layout(base: Layout, shape: Sequence[int], like: Tensor) -> Layout | N
     (dim,) = sequence_dims
     extent, stride = like.shape[dim], strides[dim]
     inner = step // stride  # entries of the dim in each position
-    # Last element that the other dims select, relative to its position: a larger one overlaps the sequence dim.
+    # Last element that the start and the other dims select in an entry of the dim; one of the next entry is too far.
     last_offset = sum(spans[other] for other in inside_block if other != dim) + start % step
     if inner * stride != step or extent % inner or last_offset >= stride:
         return None

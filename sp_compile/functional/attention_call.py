@@ -245,7 +245,8 @@ class AttentionCall(RankCall):
             yield SpError("SP504", f"attn_mask: expected {expected}, got {list(mask.shape)}.")
         if mask.dtype != torch.bool and not mask.is_floating_point():
             expected = "bool (True: may attend) or floating-point (added)"
-            yield SpError("SP505", f"attn_mask: expected {expected}, got {mask.dtype}.")
+            fix = "Pass mask.bool() for a mask of 0 and 1."
+            yield SpError("SP505", f"attn_mask: expected {expected}, got {mask.dtype}.", fix)
         # Some functions always merge results of key blocks; all do so with a predicate (causal, window or documents).
         is_merged = self.function.merges or bool(options.predicate_arguments()["predicate"])
         if options.check and is_merged and mask.is_floating_point() and not mask.is_meta and _has_fill_values(mask):

@@ -225,8 +225,8 @@ class StorageTable(KernelSchedule):
         self.inlined: set[StorageKey] = set()  # storages that do not exist, since readers recompute the values
         # node -> storages that a kernel reads to read its value: its own, or those from which it is recomputed
         self.value_reads: dict[Node, frozenset[StorageKey]] = {}
-        # node that is stored only for library calls -> storages that generated kernels read instead
-        self.uncopied_reads: dict[Node, frozenset[StorageKey]] = {}
+        # node that is stored only for attention and sp:: ops -> storages that generated kernels read instead
+        self.reads_to_recompute: dict[Node, frozenset[StorageKey]] = {}
         self.dtypes: dict[StorageKey, torch.dtype] = {}
         self.remaining: dict[StorageKey, LiveValue] = {}  # values after the last kernel, set by `_iterate_live`
         # storages of inputs on a CPU, and of what library calls return for such operands; set by `_iterate_live`
@@ -394,8 +394,8 @@ class StorageTable(KernelSchedule):
         self._reuse_operands(node)
         new = self._add_storages(node)
         keys = dict.fromkeys(self.key(x) for x in node_tensors(node))
-        # Storages to read for the operands. A generated kernel recomputes one that is stored for library calls only.
-        recomputed = self.uncopied_reads if self.is_fused(node) else {}
+        # Storages to read for the operands. A generated kernel recomputes those of `reads_to_recompute`.
+        recomputed = self.reads_to_recompute if self.is_fused(node) else {}
         operand_reads = frozenset(key for x in node.all_input_nodes for key in recomputed.get(x, self.value_reads[x]))
         if node.op in ("placeholder", "get_attr"):
             self.value_reads[node] = frozenset(keys)
@@ -413,8 +413,8 @@ class StorageTable(KernelSchedule):
             is_recomputed = not keys or not self.inlined.isdisjoint(keys)
             self.value_reads[node] = operand_reads if is_recomputed else frozenset(keys)
             for x in node.all_input_nodes:
-                if x in self.uncopied_reads:
-                    self.uncopied_reads[node] = self.uncopied_reads[x]
+                if x in self.reads_to_recompute:
+                    self.reads_to_recompute[node] = self.reads_to_recompute[x]
         # A product that is computed together with the addition of its result (addmm) has no kernel of its own.
         elif node in self.product_of_addition.values() or self._is_inlined(node, operand_reads):
             self.inlined.update(new)
@@ -422,9 +422,9 @@ class StorageTable(KernelSchedule):
         else:
             self.value_reads[node] = frozenset(keys)
             self.kernel_reads[node], self.kernel_writes[node] = operand_reads, []
-            # Without the ops of `needs_operands_in_memory`, ignored here, the value would be inlined.
+            # Only attention and sp:: ops need this value in memory; generated kernels of a GPU recompute it.
             if is_on_gpu(node) and self._is_inlined(node, operand_reads, needs_operands_in_memory):
-                self.uncopied_reads[node] = operand_reads
+                self.reads_to_recompute[node] = operand_reads
             # The storages exist from the kernel that first writes them: for a cat, this may be that of an operand.
             self.kernel_writes[self._first_writer(node)] += new
 
