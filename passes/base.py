@@ -240,6 +240,8 @@ class CollectivePass(Pass):
 
     Example: the maximum of a maximum over the same ranks is that maximum.
 
+        from sp_compile.passes.graph.mutation import can_replace_copy, is_mutation
+
         c10d = torch.ops._c10d_functional
 
         @register_pass
@@ -249,12 +251,15 @@ class CollectivePass(Pass):
                 return cls() if context.session.groups else None
 
             def apply(self, gm, context):
+                if any(map(is_mutation, gm.graph.nodes)):
+                    return 0
                 changes = 0
                 for node in gm.graph.find_nodes(op="call_function", target=c10d.all_reduce.default):
-                    x = node.args[0]                    # node.args: (x, "max", group)
-                    first = x.args[0] if x.target is c10d.wait_tensor.default else x
-                    if "max" in node.args and first.target is node.target and first.args[1:] == node.args[1:]:
-                        self.replace(node, x)           # of GraphEditor; readers of node read x
+                    (x, *_), (wait,) = node.args, node.users           # node.args: x, "max", group
+                    first = x.args[0] if x.target is wait.target else x
+                    is_equal = first.target is node.target and first.args[1:] == node.args[1:]
+                    if is_equal and "max" in node.args and can_replace_copy(wait, x):  # callers may write to a result
+                        self.replace(wait, x)           # of GraphEditor; readers of the wait read x
                         changes += 1
                 return changes
 

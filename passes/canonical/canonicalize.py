@@ -27,7 +27,9 @@ and in attention/
     heads              repeated key and value heads   ->  enable_gqa
 
 Each is a module of this folder with a registered pass; its docstring lists what it leaves unchanged. `requires` and
-`provides` order the passes, and new files are discovered automatically. Bytes moved: none.
+`provides` order the passes, and new files are discovered automatically; add a line to this list. A form that others
+match, such as a product in a mask, changes after them: require the properties that their passes provide. Bytes moved:
+none.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Families by file:
 
     attention_rules      fused attention            movement         views, cat, slice, flip, pad, roll
-    convolution_rules    convolutions, pooling      norms            normalizations, softmax, losses
+    convolution_rules    convolutions, pooling      norms            normalizations, softmax, losses, distances
     exchange_rules       sp:: exchanges             pointwise        elementwise ops without torch's tag
     expert_rules         rows sorted by expert      reductions       sum, max, var, .., sort, topk, diff
     factories            zeros, full, random        scan_rules       cumulative ops, recurrences

@@ -1,7 +1,9 @@
 """Over which groups merge_reductions merges, in which order of ranks, and when the cost model lets it."""
 
+import inspect
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from sp_compile.lowering.base.errors import SpError
+from sp_compile.passes.base import CollectivePass
 from sp_compile.passes.collectives.merge.merge_reductions import MergeReductions
 from sp_compile.passes.cost.collective_time import LatencyBandwidth, collective_bytes, fit_line
 from sp_compile.passes.cost.known_groups import KnownGroups, declared_groups
@@ -213,3 +216,40 @@ def test_rings() -> None:
     assert machine.line("all_reduce", 4, inside=True).seconds(sent) == pytest.approx(1e-3 + 6e-4 + 1.5e-3)
     assert machine.line("all_reduce", 4, inside=False).seconds(sent) == pytest.approx(1e-3 + 12e-4 + 15e-3)
     assert machine.line("all_reduce", 1, inside=True).seconds(collective_bytes("all_reduce", 1e6, 1)) == 1e-3
+
+
+# The example of a pass for contributors.
+
+
+def twice(op: str, group: str, *, is_returned: bool = False, is_written: bool = False) -> Callable[[Tensor], Any]:
+    def program(x: Tensor) -> Any:
+        first = ar(x, "max", "a")
+        second = ar(first, op, group)
+        if is_written:
+            first.add_(1)
+        return (first, second) if is_returned else second + 1
+
+    return program
+
+
+@pytest.mark.parametrize(
+    ("program", "count"),
+    [
+        (twice("max", "a"), 1),
+        (twice("max", "b"), 2),
+        (twice("sum", "a"), 2),
+        (twice("max", "a", is_returned=True), 2),
+        (twice("max", "a", is_written=True), 2),
+    ],
+)
+def test_example_in_the_docstring(program: Callable[[Tensor], Any], count: int) -> None:
+    text = inspect.cleandoc(CollectivePass.__doc__ or "")
+    code = inspect.cleandoc(text.partition("that maximum.\n")[2].partition("\n`DropRepeatedMax()")[0])
+    names: dict[str, Any] = {"torch": torch, "CollectivePass": CollectivePass, "register_pass": lambda cls: cls}
+    exec(code, names)
+    gm = traced(program, X)
+    before = collectives(gm)
+    rewrite = names["DropRepeatedMax"]()
+    rewrite(gm)
+    assert len(before) == 2
+    assert len(collectives(gm)) == count == 2 - rewrite.changes
