@@ -109,6 +109,8 @@ def inner_rows(extent: int, rows: int) -> int:
         extent: Length of the dim.
         rows: outer * positions. The positions are s on a shard, and those of the window in the full tensor.
     """
+    if is_known(rows == 1):  # such as ceil(size / n) under the guard that it is 1, which the extent does not contain
+        return extent
     return 1 if is_known(extent == rows) else extent // rows
 
 

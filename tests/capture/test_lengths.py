@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sp_compile
@@ -90,3 +91,28 @@ def test_a_model_without_a_sequence_is_reported_for_any_length(marks: Callable[.
     marks(x, 1)
     with pytest.raises(sp_compile.SpError, match="SP301"):
         sp_compile.verify(nn.Linear(4, 4), x, sp=2)
+
+
+class MeansOfChunks(nn.Module):
+    """Attention over the means of chunks of 4 tokens, which are added to their tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.project = nn.Embedding(30, 12), nn.Linear(12, 12)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        batch, length = ids.shape
+        tokens = F.pad(self.embed(ids), (0, 0, 0, -length % 4))
+        chunks = tokens.view(batch, -1, 4, 12)
+        heads = self.project(chunks.mean(2))[:, None]
+        means = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)[:, 0]
+        return (chunks + means[:, :, None]).flatten(1, 2)[:, :length].square().mean()
+
+
+@pytest.mark.parametrize(("n", "length"), [(2, 7), (2, 11), (3, 4), (3, 10), (3, 27)])
+def test_chunks_of_a_dynamic_length(n: int, length: int) -> None:
+    """A rank with one chunk adds the guard that it has one, which sizes of views contain, and frames do not."""
+    ids = torch.randint(30, (2, length), generator=torch.Generator().manual_seed(0))
+    torch._dynamo.mark_dynamic(ids, 1)
+    report = sp_compile.verify(MeansOfChunks().double(), ids, sp=n)
+    assert report.worst < 1e-12

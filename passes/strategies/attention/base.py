@@ -7,8 +7,8 @@
 `is_causal` becomes the predicate "k <= q". It may index vectors, by query (`rows`) and by key (`cols`), whose runs of
 equal values are `pieces`, and read `sizes`. A score function `score` reads `heads` (a value per head) and `tables`.
 Operands that do not have four dims are reshaped around the op. An op that gathers keys itself may have the argument
-`orders`, the order of their rows in a balanced layout, and with `splits_mask` has the argument `mask_rows`. A frame is the list of sizes that describes the rows of
-a sharded sequence on each rank.
+`orders`, the order of their rows in a balanced layout, and with `splits_mask` has the argument `mask_rows`. A frame is
+the list of sizes that describes the rows of a sharded sequence on each rank.
 
 A pass claims an attention (`refusal` returns None) and then rewrites it. A refusal is the reason not to, as text of the
 report. A choice (`node_info(node).choice`) is the Candidate that `ChooseAttention` has selected for the node.
