@@ -76,7 +76,7 @@ def eager_token_mixing(m: Model, x: Tensor, ids: Tensor) -> Tensor:
 
 
 def eager_capped_mixing(m: Model, x: Tensor, ids: Tensor) -> Tensor:
-    """No fused attention caps its scores."""
+    """Attention whose scores are capped, written as products."""
     return (x @ x.mT).tanh().softmax(-1) @ x
 
 
@@ -121,7 +121,6 @@ GATHERED: dict[str, Op] = {
     "slice_scatter": shifted_by_writes,
     "cdist": lambda m, x, ids: torch.cdist(x, x),
     "einsum": lambda m, x, ids: torch.einsum("bsd,btd->bst", x, x.exp()),
-    "matmul": eager_capped_mixing,
     "linear": lambda m, x, ids: F.linear(x.mT, square(m, x), m.mix[0, : x.shape[1]]).mT,
     "avg_pool1d": lambda m, x, ids: F.avg_pool1d(x.mT, 3, 1, 1, count_include_pad=False).mT @ m.weight,
     "tril": lambda m, x, ids: x.tril(),
@@ -180,6 +179,7 @@ SHARDED: dict[str, Op] = {
     "mean pool": lambda m, x, ids: F.avg_pool1d(x.mT, 3, 1, 1).mT @ m.weight,
     "max pool": lambda m, x, ids: F.max_pool1d(F.pad(x.mT, (1, 0)), 2, 1).mT @ m.weight,
     "eager attention": eager_token_mixing,
+    "capped attention": eager_capped_mixing,
     "cumsum": lambda m, x, ids: x.cumsum(1),
     "cumprod": lambda m, x, ids: x.cumprod(1),
     "logcumsumexp": lambda m, x, ids: x.logcumsumexp(1),
