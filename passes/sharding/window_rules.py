@@ -22,7 +22,7 @@ import torch
 from torch.fx import map_arg
 
 from sp_compile.lowering.windows import window_ops as ops
-from sp_compile.passes.graph.call import OpCall, parse_overloads
+from sp_compile.passes.graph.call import OpCall, parse_overloads, wrap_dim
 from sp_compile.passes.graph.sizes import (
     Size,
     as_size,
@@ -323,7 +323,7 @@ def _roll_windows(call: OpCall) -> WindowCalls:
     shape, shifts = call.shape(), call["shifts"]
     shift_of_dim: dict[int, Size] = {}
     for d, shift in zip(call["dims"] or (), shifts if isinstance(shifts, Sequence) else [shifts]):
-        dim = int(d) % max(len(shape), 1)
+        dim = wrap_dim(d, len(shape))
         shift_of_dim[dim] = simplify_size(shift_of_dim.get(dim, 0) + as_size(shift))
     window_calls = {}
     for dim, shift in shift_of_dim.items():
