@@ -3,12 +3,14 @@
     h_i = m_i @ h_(i-1) + b_i        m: (..., S, K, K)   b, h: (..., S, K, V)
 
 A map is a pair (m, b); maps compose to (m' m, m' b + b'), so that each rank computes the map of its rows, all ranks
-exchange them by one all-gather, and each rank scans its rows from the state before them. The cotangent of b_i is
+exchange them by one all-gather, and each rank scans its rows from the state before them. The map of the last rank, and
+the matrix of the first one, are computed only if they are read. The cotangent of b_i is
 w_i = g_i + m_(i+1)^T w_(i+1), a lagged scan in the other direction, and that of m_i is w_i h_(i-1)^T. Linear attention
 with a delta rule is such a recurrence over chunks (Yang et al., arXiv:2406.06484, arXiv:2412.06464). Tensors are
 chunked as in ``rank_chunks.py``: (..., chunks, rows, K, V).
 """
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from torch.autograd.function import once_differentiable
 from sp_compile.lowering.base.dtypes import accumulation_dtype
 from sp_compile.lowering.base.frames import is_known, is_padded, outside_window
 from sp_compile.lowering.base.library import composite, opaque
+from sp_compile.lowering.comm.communicator import current_communicator
+from sp_compile.lowering.triton import can_use_triton
 
 from .carries import CarryExchange, gather_parts
 from .monoids import Pair
@@ -26,6 +30,9 @@ from .rank_chunks import chunk_rows, chunks_first, last_rows, shift_rows
 from .scan_ops import SHARD_ARGUMENTS, ScanShards, to_chunks
 
 sp = torch.ops.sp
+ALL_READ = -1
+# For each form, the number of rows by which the factor and the summand of a result precede it.
+ROW_LAGS = {"inclusive": (0, 0), "exclusive": (1, 1), "lagged": (1, 0)}
 
 
 @composite(
@@ -67,7 +74,8 @@ def affine_scan(
         m = torch.where(outside, torch.eye(m.shape[-1], dtype=m.dtype, device=m.device), m)
         b = b.masked_fill(outside, 0)
     form = "exclusive" if exclusive else "inclusive"
-    h, _ = _AffineFunction.apply(to_chunks(m, exchange), to_chunks(b, exchange), initial, form, exchange)
+    reads_final = False  # the result has the state after each row, and nothing else reads that after the last chunk
+    h, _ = _AffineFunction.apply(to_chunks(m, exchange), to_chunks(b, exchange), initial, form, exchange, reads_final)
     return shards.window(h.flatten(exchange.dim, exchange.rows).to(dtype), exchange.dim)
 
 
@@ -82,7 +90,7 @@ class _AffineFunction(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         """Save the maps and the states."""
-        (m, _, initial, ctx.form, ctx.exchange), (h, carry) = inputs, output
+        (m, _, initial, ctx.form, ctx.exchange, _), (h, carry) = inputs, output
         ctx.set_materialize_grads(False)
         if carry is not None:
             ctx.mark_non_differentiable(carry)
@@ -96,14 +104,17 @@ class _AffineFunction(Function):
 
         The gradient of b_i is w_i = g_i + m_(i+1)^T w_(i+1), a lagged scan in the other direction (an exclusive one for
         an exclusive result), and that of m_i is w_i h_(i-1)^T. The gradient of the initial state is the final state of
-        this scan. The arguments are (m, b, initial, form, exchange); `form` and `exchange` have no gradient.
+        this scan. The arguments are those of `_scan_affine_chunks`, of which the last three have no gradient.
         """
         if grad is None:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         (m, h, carry, initial), exchange = ctx.saved_tensors, ctx.exchange  # carry: the state before each chunk
         is_exclusive, transposed = ctx.form == "exclusive", m.transpose(-1, -2)
         back_form = "exclusive" if is_exclusive else "lagged"
-        w, _, final = _scan_affine_chunks(transposed, grad.contiguous(), None, back_form, exchange.backward)
+        reads_final = ctx.needs_input_grad[2]
+        w, _, final = _scan_affine_chunks(
+            transposed, grad.contiguous(), None, back_form, exchange.backward, reads_final
+        )
         if carry is None:  # on one rank: the state before its only chunk, at index 0 of the chunks, is the initial one
             first = torch.zeros_like(last_rows(h, exchange)[0]) if initial is None else initial
             carry = chunk_rows(first[None], exchange)
@@ -114,23 +125,36 @@ class _AffineFunction(Function):
             # The last row of this scan is row 0: the gradient of the initial state is m_0^T w_0, and also g_0 if the
             # result is exclusive, whose row 0 is the initial state itself.
             final = factor @ last_w + last_grad if is_exclusive else factor @ last_w
-        return dm, w, final if ctx.needs_input_grad[2] else None, None, None
+        return dm, w, final if reads_final else None, None, None, None
 
 
 def _scan_affine_chunks(
-    m: Tensor, b: Tensor, initial: Tensor | None, form: str, exchange: CarryExchange
+    m: Tensor, b: Tensor, initial: Tensor | None, form: str, exchange: CarryExchange, reads_final: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return h, the carries into the chunks, and the state after the last chunk.
 
-    h is (..., chunks, rows, K, V). The carries (..., chunks, 1, K, V) and the final state (..., K, V) are None on one
-    rank, where nothing is exchanged. `form` is "inclusive", "exclusive" or "lagged" (see `local_affine_scan`), and
-    `exchange` the direction of the scan and the exchange of carries.
+    Args:
+        m: (..., chunks, rows, K, K), the factors.
+        b: (..., chunks, rows, K, V), the summands.
+        initial: (..., K, V), the state before the first chunk; zeros if None.
+        form: "inclusive", "exclusive" or "lagged"; see `local_affine_scan`.
+        exchange: The direction of the scan and the exchange of carries.
+        reads_final: True if the state after the last chunk is read.
+
+    Returns:
+        h, like b; the carries (..., chunks, 1, K, V); and the final state (..., K, V), which is undefined unless it is
+        read. The last two are None on one rank, where nothing is exchanged.
     """
     options = exchange.reverse, form
     first = None if initial is None else initial.unsqueeze(exchange.dim)
     if exchange.is_single:
         return sp.local_affine_scan(m, b, first, *options), None, None
-    factor, state = (chunks_first(x, exchange) for x in sp.local_affine_total(m, b, *options))
+    first_rank, last_rank = (exchange.n - 1, 0) if exchange.reverse else (0, exchange.n - 1)
+    is_contiguous = exchange.folds == 1  # else the first and the last chunk are those of one rank
+    unread = last_rank if is_contiguous and not reads_final else ALL_READ
+    unread_factor = first_rank if is_contiguous and initial is None else ALL_READ  # it would be multiplied by zeros
+    totals = sp.local_affine_total(m, b, *options, unread, unread_factor, exchange.group)
+    factor, state = (chunks_first(x, exchange) for x in totals)
     maps = gather_parts([torch.cat([factor, state], -1)], exchange)[0]  # of all chunks, in scan order
     factors, states = maps.split([factor.shape[-1], state.shape[-1]], -1)
     # The state before each chunk of all ranks, and at the end the state after the last one.
@@ -154,52 +178,87 @@ def local_affine_scan(m: Tensor, b: Tensor, initial: Tensor | None, reverse: boo
         exclusive    the same; returns h_(i-1) in place of h_i
         lagged       h_i = s_(i-1) + b_i and s_i = m_i @ h_i, where s is the carried state
 
-    Shapes: m (..., S, K, K), b (..., S, K, V), initial broadcast to (..., K, V) -> h like b. Implementation:
-    one batched matrix product for each row.
+    Each result is a factor times the result before it, plus a summand; `ROW_LAGS` has the rows of both.
+
+    Shapes: m (..., S, K, K), b (..., S, K, V), initial broadcast to (..., K, V) -> h like b. Implementation: a Triton
+    kernel for float32 on a GPU, one launch; else a batched matrix product for each row.
     """
     factors, terms = _rows_of_batch(m), _rows_of_batch(b)
+    if initial is not None:
+        initial = initial.expand((*b.shape[:-3], *b.shape[-2:])).reshape(terms[:, 0].shape).contiguous()
+    if _has_affine_kernel(terms):
+        from sp_compile.lowering.triton.affine_kernel import scan_affine_rows
+
+        return scan_affine_rows(factors, terms, initial, reverse, *ROW_LAGS[form]).view(b.shape)
     h = torch.empty_like(terms)
-    if initial is None:
-        state = torch.zeros_like(terms[:, 0])
-    else:
-        state = initial.expand((*b.shape[:-3], *b.shape[-2:])).reshape(terms[:, 0].shape)
-    for row in _scan_order(terms.shape[1], reverse):
-        if form == "lagged":
-            torch.add(state, terms[:, row], out=h[:, row])
-            state = torch.bmm(factors[:, row], h[:, row])
-            continue
-        previous, state = state, torch.baddbmm(terms[:, row], factors[:, row], state)
-        h[:, row] = previous if form == "exclusive" else state
+    order = _scan_order(terms.shape[1], reverse)
+    if order:
+        _write_first_state(h[:, order[0]], factors[:, order[0]], terms[:, order[0]], initial, form)
+    for row_before, row in pairwise(order):
+        factor_row, term_row = (row_before if lag else row for lag in ROW_LAGS[form])
+        torch.baddbmm(terms[:, term_row], factors[:, factor_row], h[:, row_before], out=h[:, row])
     return h.view(b.shape)
 
 
+def _write_first_state(out: Tensor, factor: Tensor, term: Tensor, initial: Tensor | None, form: str) -> None:
+    """Write the result of the first row, (N, K, V), from its factor, its summand and the initial state."""
+    factor_lag, term_lag = ROW_LAGS[form]
+    if initial is None:
+        out.zero_()
+    elif factor_lag:
+        out.copy_(initial)
+    else:
+        torch.bmm(factor, initial, out=out)
+    if not term_lag:
+        out.add_(term)
+
+
 @opaque(
-    "local_affine_total(Tensor m, Tensor b, bool reverse, str form) -> (Tensor, Tensor)",
-    lambda m, b, reverse, form: (
-        m.new_empty((*m.shape[:-3], *m.shape[-2:])),
-        b.new_empty((*b.shape[:-3], *b.shape[-2:])),
-    ),
+    "local_affine_total(Tensor m, Tensor b, bool reverse, str form, int unread, int unread_factor, str group) "
+    "-> (Tensor, Tensor)",
+    lambda m, b, *_: (m.new_empty((*m.shape[:-3], *m.shape[-2:])), b.new_empty((*b.shape[:-3], *b.shape[-2:]))),
 )
-def local_affine_total(m: Tensor, b: Tensor, reverse: bool, form: str) -> Pair:
+def local_affine_total(
+    m: Tensor, b: Tensor, reverse: bool, form: str, unread: int, unread_factor: int, group: str
+) -> Pair:
     """Return the map (factor, state) of all rows: the last state is factor @ initial + state.
 
     Shapes: m (..., S, K, K), b (..., S, K, V) -> (..., K, K), (..., K, V). form: as for ``sp::local_affine_scan``.
-    Implementation: one batched matrix product for each row.
+    unread and unread_factor: the ranks of the group that return zeros as their map, and as their factor, because no
+    rank reads it; -1 for none. Implementation: as ``sp::local_affine_scan``.
     """
+    reads_all = unread == unread_factor == ALL_READ
+    rank = None if reads_all else current_communicator().rank(group)
+    factor, state = m.new_zeros((*m.shape[:-3], *m.shape[-2:])), b.new_zeros((*b.shape[:-3], *b.shape[-2:]))
+    if rank == unread:
+        return factor, state
+    has_factor = rank != unread_factor
     factors, terms = _rows_of_batch(m), _rows_of_batch(b)
-    size = m.shape[-1]
-    identity = torch.eye(size, dtype=m.dtype, device=m.device).expand(factors.shape[0], -1, -1)
-    total = torch.cat([identity, torch.zeros_like(terms[:, 0])], -1)  # (N, K, K + V): factor and state side by side
-    for row in _scan_order(terms.shape[1], reverse):
-        if form == "lagged":  # the summand of a row is added before its factor: state = m @ (state + b)
-            total[..., size:] += terms[:, row]
-            total = torch.bmm(factors[:, row], total)
-        else:
-            total = torch.bmm(factors[:, row], total)
-            total[..., size:] += terms[:, row]
-    parts = total.view(*m.shape[:-3], size, size + b.shape[-1]).split([size, b.shape[-1]], -1)
-    factor, state = (part.clone(memory_format=torch.contiguous_format) for part in parts)  # results of ops do not alias
+    size = m.shape[-1] if has_factor else 0
+    # (N, K, size + V): factor and state side by side, which begin with the identity and zeros.
+    total = torch.zeros(terms.shape[0], terms.shape[2], size + terms.shape[3], dtype=b.dtype, device=b.device)
+    total[..., :size] = torch.eye(terms.shape[2], size, dtype=b.dtype, device=b.device)
+    if _has_affine_kernel(terms):
+        from sp_compile.lowering.triton.affine_kernel import total_affine_rows
+
+        total = total_affine_rows(factors, terms, total, reverse, is_lagged=form == "lagged")
+    else:
+        for row in _scan_order(terms.shape[1], reverse):
+            if form == "lagged":  # the summand of a row is added before its factor: state = m @ (state + b)
+                total[..., size:] += terms[:, row]
+                total = torch.bmm(factors[:, row], total)
+            else:
+                total = torch.bmm(factors[:, row], total)
+                total[..., size:] += terms[:, row]
+    if has_factor:
+        factor.copy_(total[..., :size].view(factor.shape))
+    state.copy_(total[..., size:].view(state.shape))  # results of ops do not alias
     return factor, state
+
+
+def _has_affine_kernel(b: Tensor) -> bool:
+    """Return True if the Triton kernel computes a recurrence with the summands b."""
+    return can_use_triton(b) and b.dtype is torch.float32 and b.numel() > 0
 
 
 def _rows_of_batch(x: Tensor) -> Tensor:

@@ -62,6 +62,14 @@ def linear(shape: tuple[int, int, int], reverse: bool) -> None:
     row.linear_triton(ScanProblem.of("linear", b, f32, f32, reverse=reverse, lagged=reverse), a, b, None)
 
 
+def affine(size: int, terms: int, rows: int) -> None:
+    from sp_compile.lowering.triton.affine_kernel import scan_affine_rows, total_affine_rows
+
+    m, b = empty(32, rows, size, size), empty(32, rows, size, terms)
+    scan_affine_rows(m, b, empty(32, size, terms), False, 1, 1)
+    total_affine_rows(m, b, empty(32, size, size + terms), True, is_lagged=True)
+
+
 def launched(fn: Callable[..., None], *args: Any) -> list[Any]:
     from support.cuda.kernels import launches
 
@@ -110,6 +118,16 @@ def test_no_kernel_spills_and_all_read_in_wide_words(gpu: AbsentGpu, case: tuple
         assert launch.registers <= 72, launch
         assert max(launch.loads) == (32 if case == (pack, "transpose") else 128), launch
         assert max(launch.stores, default=128) in (32, 64, 128), launch  # totals of lines are single words
+
+
+@pytest.mark.parametrize("size", [128, pytest.param(64, marks=slow), pytest.param(256, marks=slow)])
+def test_a_recurrence_of_matrices_is_one_launch_for_any_length(gpu: AbsentGpu, size: int) -> None:
+    short, long = (gpu.run(launched, affine, size, size, rows) for rows in (16, 2048))
+    assert short == long
+    for launch, columns in zip(short, (size, 2 * size), strict=True):
+        assert launch.programs == 32 * columns // 32
+        assert launch.spills == 0, launch
+        assert launch.loads == launch.stores == (128,), launch
 
 
 def bytes_a_program(name: str) -> float:

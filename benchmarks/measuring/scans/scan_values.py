@@ -8,8 +8,10 @@ from measuring.scans.scan_direct import Direct
 from measuring.scans.scan_schedules import SCHEDULES, using_schedule
 from torch import Tensor
 
+from sp_compile.lowering.scan.affine_scan import ROW_LAGS
 from sp_compile.lowering.scan.kernels.triton.triton_scan import TRITON_LOWERING as row
 from sp_compile.lowering.scan.scan_table import LOWERINGS
+from sp_compile.lowering.triton.affine_kernel import scan_affine_rows
 
 ROW, EXACT = Direct(row), Direct(LOWERINGS["blocked"])
 F32, F64, I64 = torch.float32, torch.float64, torch.int64
@@ -72,6 +74,17 @@ def _errors(shape: Shape, device: torch.device, seed: int) -> Iterator[tuple[str
     factor, state = ROW.linear_total(a, x, reverse, exclusive, F32)
     exact = EXACT.linear_total(a.double(), x.double(), reverse, exclusive, F64)
     yield "linear total", max(_error(factor, exact[0]), _error(state, exact[1]))
+    yield "recurrence of matrices", _matrix_error(seed, reverse, device)
+
+
+def _matrix_error(seed: int, reverse: bool, device: torch.device) -> float:
+    """Return the error of the kernel of recurrences of matrices, against products in float64 on a CPU."""
+    form = list(ROW_LAGS)[seed % 3]
+    size, terms, rows = ((4, 7, 5), (64, 64, 9), (96, 40, 6), (128, 128, 17))[seed % (2 if device.type == "cpu" else 4)]
+    m, b = draw((2, rows, size * size), F32, device, seed), draw((2, rows, size * terms), F32, device, seed + 1)
+    m, b = m.view(2, rows, size, size) / size, b.view(2, rows, size, terms)
+    exact = torch.ops.sp.local_affine_scan(m.double().cpu(), b.double().cpu(), None, reverse, form)
+    return _error(scan_affine_rows(m, b, None, reverse, *ROW_LAGS[form]).cpu(), exact)
 
 
 def _differ(found: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> float:

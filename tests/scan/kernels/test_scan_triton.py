@@ -40,6 +40,11 @@ def test_row() -> None:
     python(f"from support.scans import triton_scans as t; {calls}")
 
 
+@needs_triton
+def test_recurrences_of_matrices() -> None:
+    python("from support.scans import triton_scans as t; t.check_matrices()")
+
+
 @pytest.mark.slow
 def test_without_triton() -> None:
     """The row can be imported, and fits nothing."""

@@ -58,7 +58,7 @@ def test_invalid_calls_are_refused() -> None:
             call()
 
 
-def _shard_of_rank(length: int) -> list[Tensor]:
+def _shard_of_rank(length: int, with_initial: bool, reverse: bool) -> list[Tensor]:
     """Return this rank's rows of the result and of the gradients, from a sequence of `length` rows."""
     torch.manual_seed(2)
     n, rank = dist.get_world_size(group()), dist.get_rank()
@@ -67,26 +67,31 @@ def _shard_of_rank(length: int) -> list[Tensor]:
     cotangent[:, length:] = 0
     own = slice(rank * rows, (rank + 1) * rows)
     m, b = m[:, own].clone().requires_grad_(), b[:, own].clone().requires_grad_()
-    initial = torch.ones(2, 3, 4, dtype=torch.float64, requires_grad=True)
-    h = sp_compile.affine_scan(m, b, initial=initial, group=group(), length=length)
-    return [h.detach(), *torch.autograd.grad(h, (m, b, initial), cotangent[:, own])]
+    initial = torch.ones(2, 3, 4, dtype=torch.float64, requires_grad=True) if with_initial else None
+    h = sp_compile.affine_scan(m, b, initial=initial, reverse=reverse, group=group(), length=length)
+    operands = [x for x in (m, b, initial) if x is not None]
+    return [h.detach(), *torch.autograd.grad(h, operands, cotangent[:, own])]
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("with_initial", [False, True])
 @pytest.mark.parametrize("n", [2, 3])
-def test_shards_of_real_ranks(ranks: Ranks, n: int) -> None:
+def test_shards_of_real_ranks(ranks: Ranks, n: int, with_initial: bool, reverse: bool) -> None:
+    """Ranks do not compute the maps that no rank reads: those of the first and of the last one, in scan order."""
     length = 7
     torch.manual_seed(2)
     rows = -(-length // n)
     m, b, cotangent = (torch.randn(2, n * rows, 3, size, dtype=torch.float64) / 2 for size in (3, 4, 4))
     m, b = m[:, :length].requires_grad_(), b[:, :length].requires_grad_()
-    initial = torch.ones(2, 3, 4, dtype=torch.float64, requires_grad=True)
-    h = step_by_step(m, b, initial, False)
-    expected = [h.detach(), *torch.autograd.grad(h, (m, b, initial), cotangent[:, :length])]
-    shards = ranks.run(n, _shard_of_rank, length)
+    initial = torch.ones(2, 3, 4, dtype=torch.float64, requires_grad=True) if with_initial else None
+    h = step_by_step(m, b, initial, reverse)
+    operands = [x for x in (m, b, initial) if x is not None]
+    expected = [h.detach(), *torch.autograd.grad(h, operands, cotangent[:, :length])]
+    shards = ranks.run(n, _shard_of_rank, length, with_initial, reverse)
     for i in range(3):
         torch.testing.assert_close(torch.cat([own[i] for own in shards], 1)[:, :length], expected[i])
     for own in shards:
-        torch.testing.assert_close(own[3], expected[3])
+        torch.testing.assert_close(own[3:], expected[3:])
 
 
 class DeltaRule(nn.Module):

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from sp_compile import exclusive_scan, inclusive_scan, linear_scan, segmented_scan
 from sp_compile.lowering.scan import scan_table as table
+from sp_compile.lowering.scan.affine_scan import ALL_READ, ROW_LAGS
 from sp_compile.lowering.scan.kernels.triton import triton_scan as row
 from sp_compile.lowering.scan.kernels.triton.dispatch import TileSizes, choose_schedule
 from sp_compile.lowering.scan.kernels.triton.triton_tiles import Sweep
 from sp_compile.lowering.scan.monoids import accumulate_dtype, result_dtype
+from sp_compile.lowering.triton.affine_kernel import scan_affine_rows, total_affine_rows
 
 ROW = Direct(row.TRITON_LOWERING)
 ORDER = list(SCHEDULES)
@@ -150,6 +152,27 @@ def linear_exactly(a: Tensor, b: Tensor, initial: Tensor | None, reverse: bool, 
     first = (torch.zeros_like(b[:, 0]) if initial is None else initial).unsqueeze(1)
     before = torch.cat((s[:, 1:], first), 1) if reverse else torch.cat((first, s[:, :-1]), 1)
     return before + b, s[:, end]
+
+
+def check_matrices() -> None:
+    """Recurrences of matrices against the products of torch, which run on a CPU."""
+    for i, (with_initial, reverse, size, terms) in enumerate(
+        itertools.product((False, True), (False, True), (4, 70), (7, 33))
+    ):
+        form = list(ROW_LAGS)[i % 3]
+        m, b, initial = (
+            torch.randn(shape) / 4 for shape in ((2, 5, size, size), (2, 5, size, terms), (2, size, terms))
+        )
+        first = initial if with_initial else None
+        found = scan_affine_rows(m, b, first, reverse, *ROW_LAGS[form])
+        torch.testing.assert_close(
+            found, torch.ops.sp.local_affine_scan(m, b, first, reverse, form), rtol=1e-4, atol=1e-4
+        )
+        identity = torch.eye(size, size + terms).repeat(2, 1, 1)
+        parts = total_affine_rows(m, b, identity, reverse, form == "lagged").split([size, terms], -1)
+        expected = torch.ops.sp.local_affine_total(m, b, reverse, form, ALL_READ, ALL_READ, "")
+        for part, other in zip(parts, expected, strict=True):
+            torch.testing.assert_close(part, other, rtol=1e-4, atol=1e-4)
 
 
 def check_way(way: str) -> None:
