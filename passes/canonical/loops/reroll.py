@@ -10,8 +10,9 @@ and become one node on all steps (steps.py, vectorize.py). A *state* is a column
 step, and a value at the first one, its *seed*. If it is affine in the previous state, a * state + b, it becomes a scan
 (recurrence.py). Nodes that the steps read and that no step computes are *shared*. Steps are read by select, slices,
 unbind or split, in order or in reverse. The first step may be different (an initial state). Rows written into a tensor
-form a list, too (lists.py). Other readers of the value of one step select it. Takes time linear in the number of nodes.
-Bytes moved: none.
+form a list, too (lists.py). Other readers of the value of one step select it. A last piece of fewer rows, as a loop
+over chunks has, is no step: it reads the state after the others. Takes time linear in the number of nodes. Bytes moved:
+none.
 
 Unchanged: steps that differ, states that are not affine in the previous state, random draws, changes of the grad mode
 between steps, lists without a recurrence, and loops of which only the last state is used.
@@ -32,10 +33,11 @@ from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall, node_shape
 from sp_compile.passes.graph.modes import restore_autocast
 from sp_compile.passes.graph.mutation import is_written
+from sp_compile.passes.sharding.matchers import match_piece
 
 from .coupled import CoupledStates, find_cycle, reference_of
 from .recurrence import AffineValue, ScanBuilder
-from .steps import ColumnRef, IndexRead, LoopMatcher, NotALoop, Operand, SeededList, StepColumn, match_piece_read
+from .steps import ColumnRef, IndexRead, LoopMatcher, NotALoop, Operand, SeededList, StepColumn
 from .vectorize import BatchedValue, Value
 
 aten = torch.ops.aten
@@ -258,10 +260,14 @@ class LoopBuilder:
         neighboring indices or pieces: `x.stride` is 1 or -1.
         """
         lowest, highest = sorted((x.start + x.stride * first, x.start + x.stride * (end - 1)))  # of the indices
-        rows = max(x.rows, 1)
-        pieces = self.editor.narrow(BatchedValue(x.source, x.dim), lowest * rows, (highest + 1 - lowest) * rows)
-        if x.rows:
-            pieces = self.editor.split_rows(pieces, x.rows)
+        rows, pieces = max(x.rows, 1), BatchedValue(x.source, x.dim)
+        missing = -node_shape(x.source)[x.dim] % rows  # rows that the last piece lacks
+        if missing:  # pad it: shards of all pieces are cut between pieces, those of some pieces are not
+            pieces = self.editor.split_rows(self.editor.append_zeros(pieces, missing), rows)
+            pieces = self.editor.narrow(pieces, lowest, highest + 1 - lowest)
+        else:
+            pieces = self.editor.narrow(pieces, lowest * rows, (highest + 1 - lowest) * rows)
+            pieces = self.editor.split_rows(pieces, rows) if x.rows else pieces
         is_opposite_order = (x.stride > 0) == self.reverse  # to that of the loop's other values
         return self.editor.flip(pieces) if is_opposite_order else pieces
 
@@ -302,13 +308,13 @@ class RerollLoops(CanonicalPass, ScanBuilder):
 
     def _replace_loop(self, stack: Node) -> bool:
         """Replace the loop that computes the operands of a stack or cat; return False if no loop does."""
-        values = _stacked_values(stack)
+        values, short = _stacked_values(stack)
         reasons: dict[bool, str] = {}  # why each attempt fails, by `reverse`
         for reverse in (False, True):  # the first step computes the first operand, or the last one
             loop, self.emitted = LoopMatcher(self.budget), []
             try:
                 loop.read(values[::-1] if reverse else values)
-                self._rewrite(stack, loop, reverse)
+                self._rewrite(stack, loop, reverse, short)
                 return True
             except NotALoop as reason:
                 self._erase_unused()
@@ -326,13 +332,14 @@ class RerollLoops(CanonicalPass, ScanBuilder):
             if not node.users:
                 self.graph.erase_node(node)
 
-    def _rewrite(self, stack: Node, loop: LoopMatcher, reverse: bool) -> None:
+    def _rewrite(self, stack: Node, loop: LoopMatcher, reverse: bool, short: Node | None) -> None:
         """Replace a matched loop. Raises NotALoop if it has no state, or a column cannot be computed.
 
         Args:
             stack: The stack or cat of the list.
             loop: The columns of the loop.
             reverse: True if the first step computes the last operand of the stack.
+            short: A last piece of fewer rows than those of the steps, or None.
         """
         operands = list(loop.operands())
         # Steps without a state are replaced only if they read the results of a replaced loop.
@@ -350,23 +357,38 @@ class RerollLoops(CanonicalPass, ScanBuilder):
             if not reads_rolled and not builder.scans:  # steps read earlier ones, as y[t] + y[t - 1], without a state
                 raise NotALoop("no recurrence")
             # `reverse`: the list has the last step first; `builder.reverse`: `values` have it first.
-            result = self._arrange(values if reverse == builder.reverse else self.flip(values), stack)
+            result = self._arrange(values if reverse == builder.reverse else self.flip(values), stack, short)
             step_values = [builder.select_step(n) for _, n in outer_reads]
         for (user, node), step_value in zip(outer_reads, step_values):
             user.replace_input_with(node, step_value)
         stack.replace_all_uses_with(result)
         self._erase_steps(stack, loop)
 
-    def _arrange(self, values: BatchedValue, stack: Node) -> Node:
-        """Return the values of all steps with the dims of the stack or cat that they replace."""
+    def _arrange(self, values: BatchedValue, stack: Node, short: Node | None) -> Node:
+        """Return the values of all steps, and of the short last piece if any, with the dims of their stack or cat."""
         dim = OpCall(stack)["dim"] % stack.meta["val"].ndim
         stacked = self.move_steps(values, dim).node
+        if short is not None:
+            return self._append_piece(stacked, short, dim, stack)
         if stack.target is aten.stack.default:
             return stacked
         # A cat joins the dim of the steps and the rows of each step, dims `dim` and `dim + 1`.
         if stacked.target is aten.unsqueeze.default and stacked.args[1] == dim + 1:  # one row per step
             return stacked.args[0]
         return self.compute(aten.flatten.using_ints, (stacked, dim, dim + 1), stack)
+
+    def _append_piece(self, pieces: Node, short: Node, dim: int, stack: Node) -> Node:
+        """Return the rows of pieces, which have the dims `dim` (their number) and `dim + 1`, and of a last, short one.
+
+        The short piece is padded and becomes one more piece, so that shards can be cut between pieces.
+        """
+        rows, total = node_shape(pieces)[dim + 1], node_shape(stack)[dim]
+        with self.graph.inserting_before(stack):  # after the short piece
+            last = self.append_zeros(BatchedValue(short, dim), rows - node_shape(short)[dim]).node
+            last = self.compute(aten.unsqueeze.default, (last, dim), short)
+            joined = self.compute(aten.cat.default, ([pieces, last], dim), stack)
+            joined = self.compute(aten.flatten.using_ints, (joined, dim, dim + 1), stack)
+            return self.compute(aten.slice.Tensor, (joined, dim, 0, total), stack)
 
     def _erase_steps(self, stack: Node, loop: LoopMatcher) -> None:
         """Erase the replaced stack, the steps without other readers, and the nodes that only they read."""
@@ -386,27 +408,31 @@ class RerollLoops(CanonicalPass, ScanBuilder):
     def _select_pieces(self, split: Node) -> None:
         """Replace each result of an unbind or split by a select or slice, so that no rank needs all pieces."""
         for user in list(split.users):
-            read = match_piece_read(user)
-            if read is not None:  # `rows` is the number of rows of a piece, 0 for an unbind, which removes the dim
-                rows, index = read.rows, read.position
-                positions = (index * rows, (index + 1) * rows) if rows else (index,)
-                target = aten.slice.Tensor if rows else aten.select.int
+            piece = match_piece(user)  # of several rows, or an index of an unbind, which removes the dim
+            if piece is not None:
+                positions = (piece.start, piece.start + piece.length) if piece.keeps_dim else (piece.start,)
+                target = aten.slice.Tensor if piece.keeps_dim else aten.select.int
                 with self.insert_after(split):
-                    self.replace(user, self.compute(target, (read.source, read.dim, *positions), user))
+                    self.replace(user, self.compute(target, (piece.source, piece.dim, *positions), user))
 
 
-def _stacked_values(stack: Node) -> list[Node]:
+def _stacked_values(stack: Node) -> tuple[list[Node], Node | None]:
     """Return the operands of a stack, or of a cat of pieces of one size, as the values of a loop's steps.
 
-    [] if there are fewer than two, or if some are the same node.
+    A last piece of a cat that has fewer rows is returned apart, else None. The list is [] if it has fewer than two
+    values, or if some are the same node.
     """
-    values = list(stack.args[0])
+    values, short = list(stack.args[0]), None
     if stack.target is aten.cat.default:
         dim = OpCall(stack)["dim"]
-        if len({node_shape(v)[dim] for v in values}) > 1:
-            return []
+        sizes = [node_shape(v)[dim] for v in values]
+        if all(isinstance(size, int) for size in sizes) and sizes[-1] < sizes[0]:
+            short = values.pop()
+            sizes.pop()
+        if len(set(sizes)) > 1:
+            return [], None
     are_distinct = len(set(values)) == len(values)
-    return values if are_distinct and len(values) > 1 else []
+    return (values, short) if are_distinct and len(values) > 1 else ([], None)
 
 
 def _is_loop_like(values: list[Node]) -> bool:

@@ -96,6 +96,13 @@ class BatchedOps(GraphEditor):
         """Return x with its steps in reverse order."""
         return BatchedValue(self.compute(aten.flip.default, (x.node, [x.time]), x.node), x.time)
 
+    def append_zeros(self, x: BatchedValue, count: int) -> BatchedValue:
+        """Emit the same values with `count` zeros after those of the last step."""
+        after = x.node.meta["val"].ndim - 1 - x.time  # dims after that of the steps
+        return BatchedValue(
+            self.compute(aten.constant_pad_nd.default, (x.node, [0, 0] * after + [0, count]), x.node), x.time
+        )
+
     def split_rows(self, x: BatchedValue, rows: int) -> BatchedValue:
         """Split a dim of N * rows into the dim of N steps and one of the `rows` rows that each step has.
 
