@@ -76,6 +76,8 @@ def cases(device: torch.device) -> Iterator[Callable[[], Case]]:
     for shape in ((1, 2**27, 1), (1, 2**22, 64), (8, 4096, 4096)):
         yield lambda s=shape: recurrence(s, device)
         yield lambda s=shape: recurrence_backward(s, device)
+    for length in (8192, 32768):
+        yield lambda n=length: delta_rule(n, device)
 
 
 def one_dim(length: int, dtype: torch.dtype, device: torch.device) -> Case:
@@ -134,6 +136,25 @@ def recurrence_backward(shape: Shape, device: torch.device) -> Case:
             return torch.autograd.grad(h, (a, b), g, retain_graph=True)
 
     return Case(f"linear_scan backward {list(shape)}", shape[0] * shape[2], 20 * a.numel(), job, 0.60)
+
+
+def delta_rule(length: int, device: torch.device) -> Case:
+    """Return a forward and backward of the gated delta rule, 64 heads of 128.
+
+    32768 tokens, and a quarter of them, as fla measured its context parallelism on 4 H800: 15.56 -> 5.73 ms
+    (flash-linear-attention, pull request 691).
+    """
+    q, k, v = (draw((length, 64, 128), BF16, device, seed)[None].requires_grad_() for seed in range(3))
+    beta, decay = draw((1, length, 64), F32, device, 3).sigmoid(), -draw((1, length, 64), F32, device, 4).exp()
+    arguments = (decay[..., None], beta, *[None] * 6, 128**-0.5, "")  # no low rank, documents or initial state
+
+    def job() -> object:
+        keys = torch.nn.functional.normalize(k, dim=-1)
+        out = torch.ops.sp.linear_attention(q, keys, v, *arguments)
+        return torch.autograd.grad(out, (q, k, v), v)
+
+    moved = 11 * q.numel() * q.element_size()  # four reads and writes of the forward, seven of the backward
+    return Case(f"gated delta rule {length} x 64 x 128, forward and backward", 64, moved, job, 0.0)
 
 
 def timed(
