@@ -1,0 +1,99 @@
+"""Models with recurrences and packed documents: equal to each document by itself, on ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from support.parity import VOCAB, Outcome, check, outcome, sp, train_step
+from support.ranks import Ranks, mesh
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    **{"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": ["linear_attention", "full_attention"]},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+}
+EXPERTS = {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2}
+
+
+def qwen3_next() -> nn.Module:
+    """The gated delta rule and short convolutions, then attention."""
+    return transformers.Qwen3NextForCausalLM(
+        transformers.Qwen3NextConfig(**SIZES, **EXPERTS, experts_implementation="batched_mm")
+    )
+
+
+def qwen3_5() -> nn.Module:
+    return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**SIZES))
+
+
+MODELS = {"qwen3_next": qwen3_next, "qwen3_5": qwen3_5}
+
+
+@contextmanager
+def without_float32() -> Iterator[None]:
+    """Make casts to float32 casts to float64: gates and the delta rule of these models are float32 for every dtype."""
+    cast = Tensor.to
+
+    def to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        wide = [torch.float64 if value is torch.float32 else value for value in args]
+        return cast(x, *wide, **{k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()})
+
+    with mock.patch.object(Tensor, "float", Tensor.double), mock.patch.object(Tensor, "to", to):
+        yield
+
+
+class ByDocument(nn.Module):
+    """The mean loss of documents that a model reads one by one."""
+
+    def __init__(self, model: nn.Module, lengths: tuple[int, ...]) -> None:
+        super().__init__()
+        self.model, self.lengths = model, lengths
+
+    def forward(self, ids: Tensor) -> Tensor:
+        losses = [
+            self.model(input_ids=document, labels=document, use_cache=False).loss * (document.shape[1] - 1)
+            for document in ids.split(self.lengths, 1)
+            if document.shape[1] > 1  # one token predicts nothing
+        ]
+        return torch.stack(losses).sum() / sum(length - 1 for length in self.lengths)
+
+
+def packed_inputs(ids: Tensor, lengths: tuple[int, ...]) -> dict[str, Any]:
+    """Return the arguments of a packed batch, as transformers' collator without padding makes them."""
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    labels = ids.clone()
+    labels[0, ends[:-1]] = -100  # the first token of a document is not predicted
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+    marks = {"cu_seq_lens_q": ends.int(), "cu_seq_lens_k": ends.int(), "seq_idx": numbers.int()}
+    return {"input_ids": ids, "labels": labels, "position_ids": positions, "use_cache": False, **marks}
+
+
+def packed_step(name: str, lengths: tuple[int, ...]) -> Outcome:
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    model = MODELS[name]().double()
+    ids = torch.randint(VOCAB, (1, sum(lengths)))
+    alone = ByDocument(copy.deepcopy(model), lengths)
+    with without_float32():
+        loss, gradients = train_step(alone, alone, (ids,))
+    found = train_step(sp(model, mesh=mesh()), model, (), **packed_inputs(ids, lengths))
+    return outcome(*found, loss.to(found[0].dtype), gradients)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [(7, 1, 6), (9, 20, 1, 1, 5)], ids=str)
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_documents_are_separate(ranks: Ranks, name: str, n: int, lengths: tuple[int, ...]) -> None:
+    """Documents end exactly at a cut (14 tokens, 2 ranks), have one token, or span three ranks (20 of 36, 4 ranks)."""
+    check(ranks.run(n, packed_step, name, lengths), 2e-5)  # float32 against float64
