@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +15,8 @@ from support.parity import check as check_ranks
 from support.ranks import Ranks, mesh
 from torch import Tensor, nn
 
+import sp_compile
+from sp_compile.lowering.base.errors import SpError
 from sp_compile.passes.context import NoteKind
 from sp_compile.passes.report import Report
 from sp_compile.passes.strategies.join_sequences import JoinSequences
@@ -225,6 +228,41 @@ def test_a_part_with_little_work_is_replicated() -> None:
     report = check(Registers(rotate_by_cat).double(), *tokens(6), sp=2)
     assert not report.count("all_gather")
     assert not report.fallbacks
+
+
+class Steps(nn.Module):
+    """Attention, and a loop over pieces of its first rows with a state that no scan computes."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows, self.width, self.stream, self.step = rows, width, Stream(6), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stream.read(x)
+        x = self.stream.add(x, F.scaled_dot_product_attention(*self.stream.project(x)).transpose(1, 2).flatten(2))
+        state = x.new_zeros(len(x), WIDTH)
+        for start in range(0, self.rows, self.width):
+            piece = x.transpose(1, 2)[..., start : min(start + self.width, self.rows)].transpose(1, 2)
+            state = torch.tanh(state + self.step(piece).sum(1))
+        return x * state[:, None]
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "gathers"), [(IMAGE, 4, 5), (IMAGE, 1, IMAGE), (IMAGE // 2 + 1, 3, 4), (IMAGE // 2, 3, 0)]
+)
+def test_rows_that_are_sent_piece_by_piece_are_a_gather(rows: int, width: int, gathers: int) -> None:
+    """More than half of the rows of one value are sent to all ranks, in several selections of few rows."""
+    model, x = Steps(rows, width).double(), tokens()[0]
+    report = check(model, x, sp=2)
+    assert {note.kind for note in report.fallbacks} == ({NoteKind.GATHERED} if gathers else set())
+    assert len(report.fallbacks) == gathers, report
+    numbers = [str(gathers), str(rows), str(IMAGE)]
+    assert all(re.findall(r"\d+", note.text) == numbers for note in report.fallbacks)
+    if gathers:
+        assert any("self.step(piece)" in text for text in report.warnings)
+        with pytest.raises(SpError, match=f"SP305.*{'.*'.join(numbers)}"):
+            sp_compile.explain(model, x, sp=2, fallback="error")
 
 
 def test_all_pieces_of_a_value_are_the_value() -> None:
