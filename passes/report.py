@@ -15,8 +15,7 @@ from sp_compile.passes.cost.decision import Decision, merge_decisions
 from sp_compile.passes.cost.exchange_cost import Exchange
 from sp_compile.passes.cost.step_memory import LINE_WIDTH, StepMemory, format_bytes, shorten_line
 from sp_compile.passes.graph.sizes import Size, assume_large
-from sp_compile.passes.sharding.find_sequences import SequenceCandidate
-from sp_compile.passes.sharding.sharded_work import ShardedWork
+from sp_compile.passes.sharding.sharded_work import SequenceCandidate, ShardedWork
 
 from .context import FALLBACKS, Note, NoteKind, PassRun, TiledRegion, runs_by_pass
 

@@ -34,7 +34,8 @@ from .rule import lookup_rule, transfer_of
 SOLVE_OPS = (torch.ops.aten.linalg_solve_triangular.default, torch.ops.aten.linalg_solve.default)
 LARGE_SHARE = 0.05  # of the FLOPs of a graph, from which on the report names a line that every rank computes
 
-MAX_LINES = 3  # lines that the report names of the work that every rank does
+MAX_LINES = 3  # lines that the report names of the work that every rank does, and inputs of a sequence
+ATTENTION_EVIDENCE = ("attention", "a softmax and a product")  # kinds of evidence by attention
 
 
 class ReplicatedPart(NamedTuple):
@@ -384,3 +385,32 @@ def largest_share(size: Size, n: int) -> float:
     """Return the largest share of the rows of a dim that one of n ranks has: 5 rows on 4 ranks give 2 / 5."""
     rows = assume_large(size)
     return ceil_div(rows, n) / rows
+class SequenceCandidate(NamedTuple):
+    """Dim that may be a sequence, with the ops because of which it may be one, for the report."""
+
+    size: Size  # positions
+    evidence: str  # the kind of the strongest evidence
+    ops: int  # number of ops that are evidence
+    is_input: bool  # True if an input has the dim
+    is_chosen: bool  # False if another candidate has stronger evidence, or is in the same values
+    is_split: bool = True  # True if a value is sharded along the dim; known after placement
+    share: float = 1.0  # of the FLOPs of the graph, that shards of the dim divide
+    why: str = ""  # the reason for which it is not chosen
+    inputs: tuple[str, ...] = ()  # the inputs that have the dim, such as "ids dim 1"
+
+    def __str__(self) -> str:
+        ops = "op" if self.ops == 1 else "ops"
+        prefix = "" if self.is_chosen else "not chosen: "
+        reason = f": {self.why}" if self.why else ""
+        others = len(self.inputs) - MAX_LINES
+        names = ", ".join([*self.inputs[:MAX_LINES], *([f"{others} others"] if others > 0 else [])])
+        where = f" of {names}" if names else ", not an input dim"
+        text = f"{self.size} positions{where}, with {self.evidence} in {self.ops} {ops}, {self.share:.0%} of the FLOPs"
+        return f"{prefix}{text}{reason}"
+
+    @property
+    def is_attended(self) -> bool:
+        """Return True for a dim that attention attends over."""
+        return self.evidence in ATTENTION_EVIDENCE
+
+

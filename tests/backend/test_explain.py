@@ -40,7 +40,7 @@ class Goldens(expecttest.TestCase):
 100% of the FLOPs and 100% of the activations are on shards; a rank computes 25% of the FLOPs
 
 Sequences
-  64 positions, with attention in 2 ops, 100% of the FLOPs
+  64 positions of ids dim 1, labels dim 1, with attention in 2 ops, 100% of the FLOPs
 
 Constraints
   sequence of 64: 16 positions a rank
@@ -88,7 +88,7 @@ Collectives, bytes that one rank sends
 Warning: 17% of the FLOPs of a rank are for padding. Use fewer ranks, or lengths that 4 ranks divide.
 
 Sequences
-  10 positions, with attention in 2 ops, 100% of the FLOPs
+  10 positions of ids dim 1, labels dim 1, with attention in 2 ops, 100% of the FLOPs
 
 Constraints
   sequence of 10: 3 positions a rank, padded to 4 * 3
