@@ -19,6 +19,7 @@ import sp_compile
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.passes.context import NoteKind
 from sp_compile.passes.report import Report
+from sp_compile.passes.sharding.sharded_work import JOINT_PADDING
 from sp_compile.passes.strategies.join_sequences import JoinSequences
 
 HEADS, WIDTH, TEXT, IMAGE = 4, 16, 5, 19
@@ -180,6 +181,16 @@ def test_each_part_is_on_shards(text_first: bool, attention: str, n: int) -> Non
 def test_lengths_of_parts(text: int, image: int, n: int) -> None:
     """Parts of equal lengths, shorter than the number of ranks, or of which the text is longer."""
     assert_on_shards(check(TwoStreams().double(), *tokens(text=text, image=image), sp=n))
+
+
+def test_rows_of_other_parts_are_padding() -> None:
+    """Each of 2 ranks has 12 of 24 joint rows, in layers of the 19 image tokens as well."""
+    report = sp_compile.explain(TwoStreams(), *(x.float() for x in tokens()), sp=2)
+    layer = 3 * WIDTH * WIDTH + WIDTH * WIDTH + 2 * WIDTH * 32
+    image_flops = 2 * 2 * IMAGE * (6 * WIDTH + 2 * layer)  # for a batch of 2
+    assert report.work.window_flops == pytest.approx(image_flops * (12 / IMAGE - 12 / 24))
+    (warning,) = (text for text in report.warnings if "padding" in text)
+    assert warning.endswith(JOINT_PADDING)
 
 
 def test_a_part_of_one_row() -> None:
