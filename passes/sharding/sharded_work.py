@@ -98,10 +98,13 @@ class ShardedWork:
             self.replicated_activations.update({line: nbytes})
 
     def describe(self) -> str:
-        """Return text for the report, such as "98% of the FLOPs and 95% of the activations are on shards; ..."."""
-        on_shards = (
-            f"{self.flops_share:.0%} of the FLOPs and {self.activations_share:.0%} of the activations are on shards"
+        """Return text for the report, such as "98% of the FLOPs and 95% of the activations ... are on shards; ..."."""
+        activations = (
+            f" and {self.activations_share:.0%} of the activations (results that need a gradient)"
+            if self.activations
+            else ""
         )
+        on_shards = f"{self.flops_share:.0%} of the FLOPs{activations} are on shards"
         return f"{on_shards}; a rank computes {self.rank_share:.0%} of the FLOPs"
 
     def large_replicated_lines(self) -> list[tuple[str, float]]:
