@@ -23,10 +23,10 @@ from sp_compile.passes.cost.few_layers import FewLayers
 from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.graph.call import is_tensor, node_tensors
 from sp_compile.passes.sharding.axes import Axes, name_axes
-from sp_compile.passes.sharding.find_sequences import SequenceCandidate, find_sequences
+from sp_compile.passes.sharding.find_sequences import find_sequences
 from sp_compile.passes.sharding.placement import Placement, PlacementPlan, Shard
 from sp_compile.passes.sharding.rule import cache_lookups
-from sp_compile.passes.sharding.sharded_work import ShardedWork
+from sp_compile.passes.sharding.sharded_work import SequenceCandidate, ShardedWork
 from sp_compile.passes.sharding.window_starts import align_window_starts
 
 from .propagation.choose_rows import choose_rows

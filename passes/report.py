@@ -15,16 +15,14 @@ from sp_compile.passes.cost.decision import Decision, merge_decisions
 from sp_compile.passes.cost.exchange_cost import Exchange
 from sp_compile.passes.cost.step_memory import LINE_WIDTH, StepMemory, format_bytes, shorten_line
 from sp_compile.passes.graph.sizes import Size, assume_large
-from sp_compile.passes.sharding.find_sequences import SequenceCandidate
-from sp_compile.passes.sharding.sharded_work import ShardedWork
+from sp_compile.passes.sharding.sharded_work import SequenceCandidate, ShardedWork
 
 from .context import FALLBACKS, Note, NoteKind, PassRun, TiledRegion, runs_by_pass
 
-NO_INPUT_DIM = "no dim of an input, so inputs are full tensors on every rank (inputs='local' is not possible)"
 NO_INPUT_WARNING = (
-    "the sequence is no dim of an input: every rank loads the full inputs and computes all that precedes the tokens. "
-    "If an input has the tokens, name its dim: options={'seq_dims': {'<input>': <dim>}}; or compute them before the "
-    "compiled function."
+    "the sequence of {} positions is not an input dim: every rank loads the full inputs and computes all that precedes "
+    "the tokens, and inputs='local' does not apply to them. If an input has the tokens, name its dim: options={{"
+    "'seq_dims': {{'<input>': <dim>}}}}; or compute the tokens before the compiled function, and pass them."
 )
 NAME_ATTENDED = "To split it, name it: options={'seq_dims': {'<input>': <dim>}}."
 
@@ -118,9 +116,20 @@ class Report:
         if longest is not None and assume_large(longest.size) > max(split_sizes, default=0):
             cause = f"the longest attended dim, of {longest.size} positions, is not split"
             texts.append(f"{cause}: a rank attends over all of it, in time and memory. {NAME_ATTENDED}")
-        if split_sizes and not self.inputs:  # a sequence is split, but no input has it
-            texts.append(NO_INPUT_WARNING)
+        main = self.main_sequence
+        if main is not None and main.is_split and not main.is_input:
+            texts.append(NO_INPUT_WARNING.format(main.size))
         return texts + self.work.describe_excess(self.n)
+
+    @property
+    def main_sequence(self) -> SequenceCandidate | None:
+        """Return the sequence whose shards divide the most FLOPs.
+
+        Returns:
+            The candidate; None if no op is evidence for a sequence.
+        """
+        chosen = [c for c in self.candidates if c.is_chosen]
+        return max(chosen, key=lambda c: (c.share, assume_large(c.size)), default=None)
 
     def find_notes(self, *kinds: NoteKind, subject: str | None = None) -> list[Note]:
         """Return the notes of the given kinds, in order.
@@ -213,21 +222,29 @@ class Report:
         return tabulate(rows, headers=headers, maxcolwidths=LINE_WIDTH, floatfmt=".3f")
 
     def _describe_ranks(self) -> str:
-        """Return the first lines: the ranks, the sequence, tensor-parallel groups, work on shards, and warnings.
+        """Return the first lines: work on shards, the ranks, the sequence, tensor-parallel groups, and warnings.
 
-        The first line is such as "4 ranks; the sequence is ids dim 1".
+        The line on ranks is such as "4 ranks; the sequence is ids dim 1".
         """
-        sequence = ", ".join(f"{name} dim {'/'.join(map(str, dims))}" for name, dims in self.inputs.items())
         groups = f"tensor-parallel groups of {' and '.join(map(str, self.parallel))} ranks"
-        if self.parallel and not sequence:
+        if self.parallel and not self.inputs:
             return f"{groups}; the sequence is not split"
-        if sequence and any(c.is_chosen and not c.is_input for c in self.candidates):
-            sequence += ", and a dim of no input"
-        text = f"{self.n} ranks; the sequence is {sequence or NO_INPUT_DIM}"
+        text = f"{self.n} ranks; the sequence is {self._describe_sequence()}"
         if self.parallel:
             text += f"; {groups}"
         work = [self.work.describe()] if self.n > 1 and self.work.flops else []
-        return "\n".join([text, *work, *(f"Warning: {warning}" for warning in self.warnings)])
+        return "\n".join([*work, text, *(f"Warning: {warning}" for warning in self.warnings)])
+
+    def _describe_sequence(self) -> str:
+        """Return the dims that are sequences: first the one with the most FLOPs, if it is not an input dim."""
+        named = ", ".join(f"{name} dim {'/'.join(map(str, dims))}" for name, dims in self.inputs.items())
+        main = self.main_sequence
+        if main is not None and not main.is_input:
+            text = f"a dim of {main.size} positions, not an input dim"
+            return f"{text}; and {named}" if named else text
+        others = [c.size for c in self.candidates if c.is_chosen and not c.is_input]
+        hidden = f", and {'a dim' if len(others) == 1 else 'dims'} of {' and '.join(map(str, others))} positions"
+        return f"{named or 'not an input dim'}{hidden + ', not of an input' if others else ''}"
 
 
 def _group_rows(rows: Iterable[tuple[str, ...]]) -> list[tuple[Any, ...]]:

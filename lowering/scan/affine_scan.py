@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula
 
 from sp_compile.lowering.base.dtypes import accumulation_dtype
 from sp_compile.lowering.base.frames import is_known, is_padded, outside_window
 from sp_compile.lowering.base.library import composite, opaque
 from sp_compile.lowering.comm.communicator import current_communicator
+from sp_compile.lowering.torch_compat import size_hint
 from sp_compile.lowering.triton import can_use_triton
 
 from .carries import CarryExchange, gather_parts
@@ -269,3 +271,18 @@ def _rows_of_batch(x: Tensor) -> Tensor:
 def _scan_order(rows: int, reverse: bool) -> range:
     """Return the rows in the order of the scan."""
     return range(rows - 1, -1, -1) if reverse else range(rows)
+
+
+@register_flop_formula(torch.ops.sp.local_affine_scan, get_raw=True)
+def affine_scan_flops(m: Tensor, b: Tensor, *_: Any, **_meta: Any) -> int:
+    """Return the FLOPs of ``sp::local_affine_scan``: for each row, a product of (K, K) and (K, V)."""
+    return 2 * size_hint(b.numel() * m.shape[-1])
+
+
+@register_flop_formula(torch.ops.sp.local_affine_total, get_raw=True)
+def affine_total_flops(m: Tensor, b: Tensor, *_: Any, **_meta: Any) -> int:
+    """Return the FLOPs of ``sp::local_affine_total``: for each row, a product of (K, K) and (K, K + V).
+
+    The ranks whose map no rank reads compute less.
+    """
+    return 2 * size_hint((m.numel() + b.numel()) * m.shape[-1])

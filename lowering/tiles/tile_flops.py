@@ -70,10 +70,13 @@ def _graph_flops(part: TilePart) -> int:
 
 
 def node_flops(node: Node) -> int:
-    """Return the FLOPs of a matrix product or an attention, as torch counts them, or of a grouped product.
+    """Return the FLOPs of a matrix product or an attention, as torch counts them, of a grouped product or a solve.
 
-    All other nodes count as 0.
+    Recurrences of matrices have formulas of their own in torch's table. All other nodes count as 0.
     """
+    if node.target is torch.ops.aten.linalg_solve_triangular.default:  # torch has no formula for it
+        matrix, result = node.args[0].meta["val"], node.meta["val"]
+        return size_hint(result.numel() * matrix.shape[-1])
     if is_grouped_product(node):
         return NUM_GROUPED_PRODUCTS[schema_of(node.target).name] * _grouped_flops(*node.args[:2])
     if not isinstance(node.target, OpOverload) or node.target.overloadpacket not in flop_registry:

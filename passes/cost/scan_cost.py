@@ -6,8 +6,8 @@ state) for a linear recurrence. C is its size in bytes, n the number of ranks.
     gather   alpha + (n - 1) * C / beta                  one all-gather of C bytes per rank
     steps    ceil(log2 n) * (alpha + C / beta)           step k: to the rank 2^k after this one
 
-Both use one alpha, so that noisy latencies never decide, only bytes. Vectors of carries are gathered; matrices of state
-on many ranks are sent in steps.
+Both use one alpha, so that noisy latencies never decide, only bytes. Vectors of carries are gathered; long ones on many
+ranks are sent in steps. Recurrences of matrices and linear attention have no steps: their carries are gathered.
 
 A segment is a run of equal ids; a segmented scan restarts at each. A fold is one of the chunks of rows that a rank has:
 one, or two in a zigzag layout. A row is all elements with one index of the scanned dim.

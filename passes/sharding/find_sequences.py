@@ -29,35 +29,9 @@ from sp_compile.passes.graph.sizes import Size, assume_large, is_same_size, size
 from .axes import Atom, Axes, Dim, Evidence, Split, attended_dims, value_factors
 from .factors import BoundRule
 from .rule import lookup_rule
-from .sharded_work import LARGE_SHARE, RowWork, largest_share
+from .sharded_work import ATTENTION_EVIDENCE, LARGE_SHARE, RowWork, SequenceCandidate, largest_share
 
-ATTENTION_EVIDENCE = ("attention", "a softmax and a product")  # kinds of evidence by attention
 WINDOWED_EVIDENCE = "attention in windows of its positions"  # the rows of windows, which `choose_rows` may choose
-
-
-class SequenceCandidate(NamedTuple):
-    """Dim that may be a sequence, with the ops because of which it may be one, for the report."""
-
-    size: Size  # positions
-    evidence: str  # the kind of the strongest evidence
-    ops: int  # number of ops that are evidence
-    is_input: bool  # True if an input has the dim
-    is_chosen: bool  # False if another candidate has stronger evidence, or is in the same values
-    is_split: bool = True  # True if a value is sharded along the dim; known after placement
-    share: float = 1.0  # of the FLOPs of the graph, that shards of the dim divide
-    why: str = ""  # the reason for which it is not chosen
-
-    def __str__(self) -> str:
-        ops = "op" if self.ops == 1 else "ops"
-        prefix = "" if self.is_chosen else "not chosen: "
-        reason = f": {self.why}" if self.why else ""
-        text = f"{self.size} positions, with {self.evidence} in {self.ops} {ops}, {self.share:.0%} of the FLOPs"
-        return f"{prefix}{text}{reason}"
-
-    @property
-    def is_attended(self) -> bool:
-        """Return True for a dim that attention attends over."""
-        return self.evidence in ATTENTION_EVIDENCE
 
 
 CHUNK_RELATIONS = ("scan", "halo", "replicate", "window", "attend")  # kinds of factors whose positions an op relates
@@ -409,12 +383,13 @@ def _found_dims(gm: GraphModule, axes: Axes, chunk_sources: Mapping[int, Atom]) 
             yield from (FoundDim(node, chunk_sources.get(axes.find(a.name), a), kind) for a in dim)
 
 
-def sequence_candidates(gm: GraphModule, axes: Axes) -> list[SequenceCandidate]:
+def sequence_candidates(gm: GraphModule, axes: Axes, user_dims: Mapping[str, int]) -> list[SequenceCandidate]:
     """Return the dims that may be a sequence, those of `axes.sequences` first, then the longest first, for the report.
 
     Args:
         gm: Graph.
         axes: Axes after `find_sequences`.
+        user_dims: The dims that the user names, by input; none if they were found.
     """
     chunk_sources = _chunk_sources(gm, axes)
     evidence: dict[int, tuple[Size, str, set[Node]]] = {}  # by class: positions, strongest kind of evidence, and ops
@@ -426,18 +401,25 @@ def sequence_candidates(gm: GraphModule, axes: Axes) -> list[SequenceCandidate]:
         sizes = (a.size for dims in axes.dims.values() for dim in dims for a in dim if axes.find(a.name) == name)
         size = max(sizes, key=assume_large)
         evidence[name] = (size, WINDOWED_EVIDENCE, nodes)
-    inputs = (node for node in gm.graph.find_nodes(op="placeholder") if not node_info(node).parameter)
-    input_names = {axes.find(a.name) for node in inputs for dim in axes.dims.get((node, 0), ()) for a in dim}
+    input_dims: dict[int, dict[str, None]] = {}  # by class: the inputs with their dims, such as "ids dim 1"
+    for node in gm.graph.find_nodes(op="placeholder"):
+        for d, dim in enumerate(() if node_info(node).parameter else axes.dims.get((node, 0), ())):
+            for atom in dim:
+                input_dims.setdefault(axes.find(atom.name), {})[f"{argument_name(node)} dim {d}"] = None
+    kinds = [kind for name, (_, kind, _) in evidence.items() if name in axes.sequences]
+    strongest = min(kinds, key=[*EVIDENCE, WINDOWED_EVIDENCE].index, default="an input on shards")
+    reason = f"{strongest} is stronger evidence" if not user_dims else f"seq_dims={dict(user_dims)} names another one"
     work = RowWork(gm, axes)
     candidates = []
     for name, (size, kind, nodes) in evidence.items():
         classes = {name, *_chunk_classes(axes, chunk_sources, name), *axes.chunk_blocks.get(name, {})}
         share = work.flops_of_rows(classes) / work.total if work.total else 1.0
         is_chosen = name in axes.sequences
-        why = "" if is_chosen else axes.lost.get(name, "the others have stronger evidence, or are named by seq_dims")
-        is_input = name in input_names
+        why = "" if is_chosen else axes.lost.get(name, reason)
+        inputs = tuple(input_dims.get(name, ()))
         is_split = is_chosen  # until the placements are known
-        candidates.append(SequenceCandidate(size, kind, len(nodes), is_input, is_chosen, is_split, share, why))
+        candidate = SequenceCandidate(size, kind, len(nodes), bool(inputs), is_chosen, is_split, share, why, inputs)
+        candidates.append(candidate)
     return sorted(candidates, key=lambda c: (not c.is_chosen, -assume_large(c.size)))
 
 

@@ -34,7 +34,13 @@ from .rule import lookup_rule, transfer_of
 SOLVE_OPS = (torch.ops.aten.linalg_solve_triangular.default, torch.ops.aten.linalg_solve.default)
 LARGE_SHARE = 0.05  # of the FLOPs of a graph, from which on the report names a line that every rank computes
 
-MAX_LINES = 3  # lines that the report names of the work that every rank does
+JOINT_PADDING = (
+    "Layers of one part of a joint sequence, such as the image tokens beside a text, compute the rows of the other "
+    "parts as padding. Use fewer ranks, or shorter other parts."
+)
+
+MAX_LINES = 3  # lines that the report names of the work that every rank does, and inputs of a sequence
+ATTENTION_EVIDENCE = ("attention", "a softmax and a product")  # kinds of evidence by attention
 
 
 class ReplicatedPart(NamedTuple):
@@ -60,6 +66,7 @@ class ShardedWork:
     flops: float = 0.0  # of the forward
     sharded_flops: float = 0.0  # of the nodes that run on shards, without padding
     rank_flops: float = 0.0  # of one rank, with padding
+    window_flops: float = 0.0  # of one rank, for rows of other parts of a joint sequence; a part of `rank_flops`
     activations: float = 0.0  # bytes
     sharded_activations: float = 0.0  # bytes of the values that are sharded
     replicated: Counter[str] = field(default_factory=Counter)  # FLOPs that every rank computes, by the user's line
@@ -91,10 +98,13 @@ class ShardedWork:
             self.replicated_activations.update({line: nbytes})
 
     def describe(self) -> str:
-        """Return text for the report, such as "98% of the FLOPs and 95% of the activations are on shards; ..."."""
-        on_shards = (
-            f"{self.flops_share:.0%} of the FLOPs and {self.activations_share:.0%} of the activations are on shards"
+        """Return text for the report, such as "98% of the FLOPs and 95% of the activations ... are on shards; ..."."""
+        activations = (
+            f" and {self.activations_share:.0%} of the activations (results that need a gradient)"
+            if self.activations
+            else ""
         )
+        on_shards = f"{self.flops_share:.0%} of the FLOPs{activations} are on shards"
         return f"{on_shards}; a rank computes {self.rank_share:.0%} of the FLOPs"
 
     def large_replicated_lines(self) -> list[tuple[str, float]]:
@@ -117,7 +127,8 @@ class ShardedWork:
         unpadded_flops = (self.flops - self.sharded_flops) + self.sharded_flops / n
         padding = self.rank_flops - unpadded_flops
         if padding >= LARGE_SHARE * self.rank_flops and padding:
-            fix = f"Use fewer ranks, or lengths that {n} ranks divide."
+            is_joint = 2 * self.window_flops > padding
+            fix = JOINT_PADDING if is_joint else f"Use fewer ranks, or lengths that {n} ranks divide."
             texts.append(f"{padding / self.rank_flops:.0%} of the FLOPs of a rank are for padding. {fix}")
         return texts + [part.describe() for part in self.large_replicated_parts()]
 
@@ -172,7 +183,9 @@ def count_work(
         if has_frame(node) or any(not isinstance(p, Replicate) for p in plan.placements.get(node, ())):
             work.flops += flops
             work.sharded_flops += flops
-            work.rank_flops += flops * _share_of_rank(node, plan, n) if flops else 0.0
+            share, window_share = _shares_of_rank(node, plan, n) if flops else (0.0, 0.0)
+            work.rank_flops += flops * share
+            work.window_flops += flops * window_share
             work.activations += nbytes
             work.sharded_activations += nbytes
         else:
@@ -180,19 +193,25 @@ def count_work(
     return work
 
 
-def _share_of_rank(node: Node, plan: PlacementPlan, n: int) -> float:
-    """Return the share of a node's work that one rank computes: its rows, with padding, divided by all rows.
+def _shares_of_rank(node: Node, plan: PlacementPlan, n: int) -> tuple[float, float]:
+    """Return the share of a node's work that one rank computes, and the part of it that is for rows of other parts.
 
-    It is 2 / 5 for 5 rows on 4 ranks, as each rank has 2 rows with padding, and 1 / n if no frame is known, its length
-    is symbolic, or its order is balanced at run time.
+    The share is the rows of the rank, with padding, divided by all rows: 2 / 5 for 5 rows on 4 ranks, as each rank has
+    2 rows. It is 1 / n if no frame is known, its length is symbolic, or its order is balanced at run time. If the value
+    is a part of a joint sequence, the rank has the number of rows that it has of the sequence. Of 8 image tokens
+    after 4 text tokens, 2 ranks have 6 rows each. The share is 6 / 8, of which 6 / 8 - 6 / 12 is for rows of the text.
     """
     values = (node, *node.all_input_nodes)  # the result of a node on shards may be partial, without a frame
     placements = [placement for value in values for placement in plan.placements.get(value, ())]
     frames = [placement.frame for placement in placements if isinstance(placement, Shard)]
     if not frames or frames[0].order.is_balanced or not isinstance(frames[0].length, int):
-        return 1 / n
-    local_rows = assume_large(frames[0].local_length(n))
-    return max(local_rows / max(frames[0].length, 1), 1 / n)
+        return 1 / n, 0.0
+    frame = frames[0]
+    local_rows, size = assume_large(frame.local_length(n)), assume_large(frame.size)
+    share = max(local_rows / max(frame.length, 1), 1 / n)
+    # Fewer rows than a chunk on each rank complete the sequence to chunks, or are those that x[:, :-1] omits.
+    is_part = size - frame.length >= frame.granule * n
+    return share, share - local_rows / size if is_part else 0.0
 
 
 class NodeWork(NamedTuple):
@@ -378,6 +397,35 @@ def _activation_bytes(node: Node, trained: set[Node]) -> float:
         return 0.0
     results = filter(has_gradient_dtype, node_tensors(node))
     return float(sum(assume_large(size_product(as_sizes(x.shape))) * x.dtype.itemsize for x in results))
+
+
+class SequenceCandidate(NamedTuple):
+    """Dim that may be a sequence, with the ops because of which it may be one, for the report."""
+
+    size: Size  # positions
+    evidence: str  # the kind of the strongest evidence
+    ops: int  # number of ops that are evidence
+    is_input: bool  # True if an input has the dim
+    is_chosen: bool  # False if another candidate has stronger evidence, or is in the same values
+    is_split: bool = True  # True if a value is sharded along the dim; known after placement
+    share: float = 1.0  # of the FLOPs of the graph, that shards of the dim divide
+    why: str = ""  # the reason for which it is not chosen
+    inputs: tuple[str, ...] = ()  # the inputs that have the dim, such as "ids dim 1"
+
+    def __str__(self) -> str:
+        ops = "op" if self.ops == 1 else "ops"
+        prefix = "" if self.is_chosen else "not chosen: "
+        reason = f": {self.why}" if self.why else ""
+        others = len(self.inputs) - MAX_LINES
+        names = ", ".join([*self.inputs[:MAX_LINES], *([f"{others} others"] if others > 0 else [])])
+        where = f" of {names}" if names else ", not an input dim"
+        text = f"{self.size} positions{where}, with {self.evidence} in {self.ops} {ops}, {self.share:.0%} of the FLOPs"
+        return f"{prefix}{text}{reason}"
+
+    @property
+    def is_attended(self) -> bool:
+        """Return True for a dim that attention attends over."""
+        return self.evidence in ATTENTION_EVIDENCE
 
 
 def largest_share(size: Size, n: int) -> float:

@@ -3,7 +3,8 @@
     slice(x, S, start, start + k)  ->  sp.rows(x, S, start, k, frame, n, group), whose result is partial
 
 Each rank contributes the rows that it has, and zeros for the others; the sum over the ranks is the slice. Bytes sent:
-2 (n - 1) / n of the k rows, instead of n - 1 times the shard. Unchanged (to be gathered): more than half of the rows,
+2 (n - 1) / n of the k rows, instead of n - 1 times the shard. If several slices of a value have more than half of its
+rows, this is reported as a gather (`RowsPass`). Unchanged (to be gathered): a slice of more than half of the rows,
 dtypes that are not summed (`is_summed`), and dims with more than the sequence.
 
 A part of a concatenation may have a frame of its own (`JoinSequences`), of which every rank has k / n rows:
@@ -24,18 +25,17 @@ from sp_compile.passes.graph.call import OpCall, node_shape
 from sp_compile.passes.graph.node_info import node_info, set_node_info
 from sp_compile.passes.graph.sizes import Size, assume_large, is_same_size
 from sp_compile.passes.sharding.placement import Demand, Shard
-from sp_compile.passes.sharding.rule import rule_of
 
-from .discharge import DemandPass, is_summed
+from .discharge import is_summed
+from .select_row import RowsPass, selected_span
 
 aten, sp = torch.ops.aten, torch.ops.sp
 
 
-class SelectRows(DemandPass):
+class SelectRows(RowsPass):
     """Selection of few adjacent rows along the sharded dim."""
 
-    requires = DemandPass.requires | {"selected rows"}
-    kinds = frozenset({"gathered"})
+    requires = RowsPass.requires | {"selected rows"}
 
     def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Replace slices of few rows of a sharded sequence, and return their number."""
@@ -44,7 +44,7 @@ class SelectRows(DemandPass):
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
         """Return None to claim the demands of a node, or "" if it is no slice of few rows of a sharded dim."""
-        have, span = demands[0].have, _selected_span(node)
+        have, span = demands[0].have, _sliced_span(node)
         if span is None or not isinstance(have, Shard) or not is_summed(node.meta["val"].dtype):
             return ""
         _, length = span
@@ -61,11 +61,12 @@ class SelectRows(DemandPass):
         the sum over the ranks. If the slice has a frame of its own (`is_apart`), a reduce_scatter adds this sum here,
         and each rank gets its part. Otherwise it remains partial, and a demand of its reader adds it on all ranks.
         """
-        call, have, span = OpCall(node), demands[0].have, _selected_span(node)
+        call, have, span = OpCall(node), demands[0].have, _sliced_span(node)
         assert isinstance(have, Shard)
         assert span is not None
         x, (start, length) = call.operands[0], span
         has_all_rows = is_same_size(length, node_shape(x)[have.dim])
+        excess = "" if node_info(node).is_apart else self.find_excess(node, have)
         placement = (self.sizes.list(have.frame_arg()), self.context.ranks.n, self.context.ranks.group)
         with self.graph.inserting_before(node):
             if has_all_rows:
@@ -77,7 +78,7 @@ class SelectRows(DemandPass):
             new = rows if has_all_rows else self._distribute(rows, node)
         self.replace(node, new)
         receiver = "all ranks" if new is rows else "a frame of their own"
-        self.note(rows, f"{length} rows of {have.frame.size} are sent to {receiver}")
+        self.note_rows(rows, f"{length} rows of {have.frame.size} are sent to {receiver}", excess)
 
     def _distribute(self, rows: Node, node: Node) -> Node:
         """Emit a reduce_scatter of the selected rows, if they have a frame of their own; else return them unchanged.
@@ -94,13 +95,10 @@ class SelectRows(DemandPass):
         return self.emit(sp.reduce_scatter.default, args, rows.meta["val"], node)
 
 
-def _selected_span(node: Node) -> tuple[Size, Size] | None:
+def _sliced_span(node: Node) -> tuple[Size, Size] | None:
     """Return (start, number of rows) of a slice, or of an sp::rows without a frame.
 
     The result is None for other nodes, and for an sp::rows with a frame, which is rewritten already.
     """
-    if node.target is sp.rows.default:
-        call = OpCall(node)
-        return (call["start"], call["length"]) if call["frame"] is None else None
-    rule = rule_of(node) if node.target is aten.slice.Tensor else None
-    return rule.spans[0] if rule is not None and rule.spans else None
+    is_new = node.target is sp.rows.default and OpCall(node)["frame"] is None
+    return selected_span(node) if is_new or node.target is aten.slice.Tensor else None

@@ -25,10 +25,10 @@ from sp_compile.passes.graph.node_info import node_info, set_node_info
 from sp_compile.passes.graph.sizes import is_divisor, is_same_size
 from sp_compile.passes.localize.reduce_gradients import differentiable_nodes
 from sp_compile.passes.sharding.axes import Axes
-from sp_compile.passes.sharding.find_sequences import SequenceCandidate, sequence_candidates
+from sp_compile.passes.sharding.find_sequences import sequence_candidates
 from sp_compile.passes.sharding.output_rules import GATHER_REASON, gather_reason, output_options
 from sp_compile.passes.sharding.placement import PlacementPlan, Shard
-from sp_compile.passes.sharding.sharded_work import count_work
+from sp_compile.passes.sharding.sharded_work import SequenceCandidate, count_work
 
 FRAGMENT_TEXT = "a graph between graph breaks without a sequence; every rank runs it unsplit"
 LOST_IN_EAGER_CODE = (
@@ -87,7 +87,7 @@ class FindSequences(Pass):
         inputs = [node for node in gm.graph.find_nodes(op="placeholder") if not node_info(node).parameter]
         sequence_dims = {node: axes.sequence_dims(node) for node in inputs}
         context.sequence_inputs = {argument_name(node): dims for node, dims in sequence_dims.items() if dims}
-        context.candidates = sequence_candidates(gm, axes)
+        context.candidates = sequence_candidates(gm, axes, _named_dims(inputs, context))
         if context.ranks.n == 1:
             return fixed
         # With inputs="local", inputs have the rows of a rank. If `seq_dims` does not name their sequence dims, those in
@@ -124,14 +124,17 @@ class FindSequences(Pass):
         """Note that a graph with a sequence runs replicated; raise SpError if fallback='error'."""
         why = "every rank runs the unsplit graph, as no op has the sequence as a separate dim to shard"
         if context.seq_dims:
-            named = {
-                argument_name(node): context.seq_dims[node.name] for node in inputs if node.name in context.seq_dims
-            }
-            why += f". seq_dims={named} may name several sequences"
+            why += f". seq_dims={_named_dims(inputs, context)} may name several sequences"
         if context.options.fallback == "error":
             fix = "Pass seq_dims with the dims of one sequence, or use fallback='gather'." if context.seq_dims else None
             raise SpError("SP304", f"fallback='error': {why}.", fix)
         self.notes.append(Note(NoteKind.REPLICATED, self.name, why))
+
+
+def _named_dims(inputs: list[Node], context: PassContext) -> dict[str, int]:
+    """Return the sequence dims that the user names, by the names of the inputs."""
+    dims = context.seq_dims or {}
+    return {argument_name(node): dims[node.name] for node in inputs if node.name in dims}
 
 
 def _check_local_inputs(sequence_dims: dict[Node, list[int]], context: PassContext) -> None:

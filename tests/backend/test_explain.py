@@ -36,11 +36,11 @@ class Goldens(expecttest.TestCase):
         self.assertExpectedInline(
             str(sp_compile.explain(Decoder(), *text(64), sp=4)),
             """\
+100% of the FLOPs and 100% of the activations (results that need a gradient) are on shards; a rank computes 25% of the FLOPs
 4 ranks; the sequence is ids dim 1, labels dim 1
-100% of the FLOPs and 100% of the activations are on shards; a rank computes 25% of the FLOPs
 
 Sequences
-  64 positions, with attention in 2 ops, 100% of the FLOPs
+  64 positions of ids dim 1, labels dim 1, with attention in 2 ops, 100% of the FLOPs
 
 Constraints
   sequence of 64: 16 positions a rank
@@ -83,12 +83,12 @@ Collectives, bytes that one rank sends
         self.assertExpectedInline(
             str(report),
             """\
+100% of the FLOPs and 100% of the activations (results that need a gradient) are on shards; a rank computes 30% of the FLOPs
 4 ranks; the sequence is ids dim 1, labels dim 1
-100% of the FLOPs and 100% of the activations are on shards; a rank computes 30% of the FLOPs
 Warning: 17% of the FLOPs of a rank are for padding. Use fewer ranks, or lengths that 4 ranks divide.
 
 Sequences
-  10 positions, with attention in 2 ops, 100% of the FLOPs
+  10 positions of ids dim 1, labels dim 1, with attention in 2 ops, 100% of the FLOPs
 
 Constraints
   sequence of 10: 3 positions a rank, padded to 4 * 3

@@ -36,7 +36,7 @@ from sp_compile.passes.cost.step_memory import GraphStep, HostValues, StepMemory
 from sp_compile.passes.cost.walk.live_values import LiveValue
 from sp_compile.passes.cost.weight_memory import ModelBytes
 from sp_compile.passes.report import Report
-from sp_compile.passes.sharding.find_sequences import SequenceCandidate
+from sp_compile.passes.sharding.sharded_work import SequenceCandidate
 from sp_compile.planner import report_json as record
 from sp_compile.planner.page import CHART_HEIGHT, MAX_POINTS, PURPOSES, page
 from sp_compile.planner.plan import StepPlan

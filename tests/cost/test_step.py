@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -23,6 +25,7 @@ import sp_compile
 from sp_compile.lowering.attention.op_args import LocalArgs
 from sp_compile.lowering.base.errors import PARAMETERS_LINE, RESULTS_LINE, TANGENTS_LINE, UNKNOWN_LINE, SpError
 from sp_compile.lowering.masks.spans import full_span
+from sp_compile.passes.cost.machine import CPU
 from sp_compile.passes.cost.step_memory import StepMemory, format_bytes
 from sp_compile.passes.cost.walk.liveness import _workspace_bytes, walk
 from sp_compile.passes.cost.weight_memory import ADAMW_STATE, ModelBytes, state_per_weight
@@ -251,6 +254,79 @@ def test_flops_of_grouped_products() -> None:
     assert pairs.flops == 4 * 2 * 16 * 8 * 16
     assert all(one.moments[0].product for one in (rows, matrices, pairs))
     assert torch.ops.aten._grouped_mm not in flop_registry
+
+
+class Affine(nn.Module):
+    """A recurrence of matrices of 4 x 4 and states of 4 x 5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.m, self.b = nn.Linear(16, 16), nn.Linear(16, 20)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sp_compile.affine_scan(self.m(x).unflatten(-1, (4, 4)), self.b(x).unflatten(-1, (4, 5))).pow(2).mean()
+
+
+class LinearAttention(nn.Module):
+    """A gated delta rule of 2 heads with states of 4 x 5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(16, size) for size in (8, 8, 10, 2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v, decay, beta = (part(x) for part in self.parts)
+        heads = [y.unflatten(-1, (2, -1)) for y in (q, k, v, F.logsigmoid(decay))]
+        absent = [None] * 6  # no low rank, no documents and no initial state
+        return sp.linear_attention(*heads, beta.sigmoid(), *absent, 1.0, "").pow(2).mean()
+
+
+# Constants of a machine on which the seconds of a step are its FLOPs
+FLOPS_ONLY = {f.name: math.inf for f in fields(CPU) if f.name.endswith("bandwidth")} | {
+    **{f.name: 0.0 for f in fields(CPU) if f.name.endswith("latency")},
+    **{"flops": 1.0, "call": 0.0, "block_keys": 0.0},
+}
+
+
+def test_a_recurrence_of_matrices_to_the_flop() -> None:
+    """4 ranks of 32 tokens in a batch of 2. A map of the rows is a product of 4 x 4 and 4 x 9 for each."""
+    model, x, rows = Affine(), torch.randn(2, 128, 16), 2 * 32
+    report = sp_compile.explain(model, x, sp=4, memory=True)
+    linears, scan, total = rows * 16 * 36, rows * 4 * 4 * 5, rows * 4 * 4 * 9
+    carries = 3 * 2 * 4 * 4 * 5  # the states before ranks 1 to 3
+    assert report.work.flops == 4 * 2 * (linears + scan)
+    (graph,) = report.step.graphs
+    assert graph.backward is not None
+    assert graph.forward.flops == 2 * (linears + scan + total + carries)
+    # The gradients of the weights, the scan in the other direction, and w h^T for each row.
+    assert graph.backward.flops == 2 * (linears + scan + total + carries + rows * 4 * 5 * 4)
+    (carry,) = (e for e in report.exchanges if e.op == "affine_scan")
+    assert carry.forward == carry.backward == 3 * 2 * (4 * 4 + 4 * 5) * 4
+    # x, m, the states, two states before the rows, and the number of the rank
+    assert report.step.saved == (rows * (16 + 16 + 20) + 2 * 2 * 20) * 4 + 8
+    (best, *_) = sp_compile.plan(model, x, ranks=4, memory="1GB", cost=FLOPS_ONLY).rows
+    assert (best.seconds, best.kept) == (graph.forward.flops + graph.backward.flops, report.step.saved)
+
+
+def test_flops_and_bytes_of_linear_attention() -> None:
+    """Chunks of 64 tokens: products within a chunk, a solve with 4 + 4 + 5 columns, reads and updates of the state."""
+    model, x, tokens = LinearAttention(), torch.randn(2, 128, 16), 2 * 128
+    report = sp_compile.explain(model, x, sp=4, memory=True)
+    head = 64 * (4 + 5) + 2 * 4 * 5 + 64 * (4 + 4 + 5) + 4 * 4
+    assert report.work.flops == 2 * tokens * (16 * 30 + 2 * head)
+    (carry,) = (e for e in report.exchanges if e.op == "linear_attention")
+    assert carry.forward == carry.backward == 3 * 2 * 2 * 4 * (4 + 5) * 4
+    (graph,) = report.step.graphs
+    assert graph.backward is not None
+    (best, *_) = sp_compile.plan(model, x, ranks=4, memory="1GB", cost=FLOPS_ONLY).rows
+    assert (best.seconds, best.kept) == (graph.forward.flops + graph.backward.flops, report.step.saved)
+
+
+def test_flops_of_triangular_solves() -> None:
+    def solve(a: Tensor, b: Tensor) -> Tensor:
+        return torch.linalg.solve_triangular(a, b, upper=False)
+
+    assert walked(solve, torch.eye(8).expand(3, 8, 8), torch.randn(3, 8, 5), fused=False).flops == 3 * 8 * 8 * 5
 
 
 def test_flops_of_tiles() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -14,8 +15,11 @@ from support.parity import check as check_ranks
 from support.ranks import Ranks, mesh
 from torch import Tensor, nn
 
+import sp_compile
+from sp_compile.lowering.base.errors import SpError
 from sp_compile.passes.context import NoteKind
 from sp_compile.passes.report import Report
+from sp_compile.passes.sharding.sharded_work import JOINT_PADDING
 from sp_compile.passes.strategies.join_sequences import JoinSequences
 
 HEADS, WIDTH, TEXT, IMAGE = 4, 16, 5, 19
@@ -179,6 +183,16 @@ def test_lengths_of_parts(text: int, image: int, n: int) -> None:
     assert_on_shards(check(TwoStreams().double(), *tokens(text=text, image=image), sp=n))
 
 
+def test_rows_of_other_parts_are_padding() -> None:
+    """Each of 2 ranks has 12 of 24 joint rows, in layers of the 19 image tokens as well."""
+    report = sp_compile.explain(TwoStreams(), *(x.float() for x in tokens()), sp=2)
+    layer = 3 * WIDTH * WIDTH + WIDTH * WIDTH + 2 * WIDTH * 32
+    image_flops = 2 * 2 * IMAGE * (6 * WIDTH + 2 * layer)  # for a batch of 2
+    assert report.work.window_flops == pytest.approx(image_flops * (12 / IMAGE - 12 / 24))
+    (warning,) = (text for text in report.warnings if "padding" in text)
+    assert warning.endswith(JOINT_PADDING)
+
+
 def test_a_part_of_one_row() -> None:
     check(TwoStreams().double(), *tokens(text=1), sp=2)
 
@@ -225,6 +239,41 @@ def test_a_part_with_little_work_is_replicated() -> None:
     report = check(Registers(rotate_by_cat).double(), *tokens(6), sp=2)
     assert not report.count("all_gather")
     assert not report.fallbacks
+
+
+class Steps(nn.Module):
+    """Attention, and a loop over pieces of its first rows with a state that no scan computes."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows, self.width, self.stream, self.step = rows, width, Stream(6), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stream.read(x)
+        x = self.stream.add(x, F.scaled_dot_product_attention(*self.stream.project(x)).transpose(1, 2).flatten(2))
+        state = x.new_zeros(len(x), WIDTH)
+        for start in range(0, self.rows, self.width):
+            piece = x.transpose(1, 2)[..., start : min(start + self.width, self.rows)].transpose(1, 2)
+            state = torch.tanh(state + self.step(piece).sum(1))
+        return x * state[:, None]
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "gathers"), [(IMAGE, 4, 5), (IMAGE, 1, IMAGE), (IMAGE // 2 + 1, 3, 4), (IMAGE // 2, 3, 0)]
+)
+def test_rows_that_are_sent_piece_by_piece_are_a_gather(rows: int, width: int, gathers: int) -> None:
+    """More than half of the rows of one value are sent to all ranks, in several selections of few rows."""
+    model, x = Steps(rows, width).double(), tokens()[0]
+    report = check(model, x, sp=2)
+    assert {note.kind for note in report.fallbacks} == ({NoteKind.GATHERED} if gathers else set())
+    assert len(report.fallbacks) == gathers, report
+    numbers = [str(gathers), str(rows), str(IMAGE)]
+    assert all(re.findall(r"\d+", note.text) == numbers for note in report.fallbacks)
+    if gathers:
+        assert any("self.step(piece)" in text for text in report.warnings)
+        with pytest.raises(SpError, match=f"SP305.*{'.*'.join(numbers)}"):
+            sp_compile.explain(model, x, sp=2, fallback="error")
 
 
 def test_all_pieces_of_a_value_are_the_value() -> None:

@@ -345,7 +345,48 @@ def test_a_warning_names_the_attended_dim_that_is_not_split() -> None:
 
 def test_a_warning_says_that_the_sequence_is_no_input() -> None:
     report = sp_compile.explain(Image(35), torch.randn(2, 3, 28, 20), sp=2)
-    assert NO_INPUT_WARNING in report.warnings
+    assert NO_INPUT_WARNING.format(35) in report.warnings
+
+
+def test_the_sequence_with_the_most_flops_is_first() -> None:
+    class Captioned(Image):
+        """Patches that attend to a text, of which an input has the tokens."""
+
+        def forward(self, image: Tensor, text: Tensor) -> Tensor:
+            x = self.patch(image).flatten(2).transpose(1, 2)
+            x = x + F.scaled_dot_product_attention(x, text, text)
+            return self.head(self.block(x, x.new_zeros(x.shape[1], WIDTH // HEADS // 2)).mean(1))
+
+    report = sp_compile.explain(Captioned(35), torch.randn(2, 3, 28, 20), torch.randn(2, 11, WIDTH), sp=2)
+    assert report.inputs == {"text": [1]}
+    shares, sequence, warning, *_ = str(report).splitlines()
+    assert re.match(r"\d+% .*FLOPs .*\d+% .*activations\b", shares)
+    assert re.search(r"\b35 positions\b.*\btext dim 1$", sequence)
+    assert warning == f"Warning: {NO_INPUT_WARNING.format(35)}"
+
+
+def test_a_frozen_model_has_no_activations() -> None:
+    frozen = Image(35).requires_grad_(False)
+    first, *_ = str(sp_compile.explain(frozen, torch.randn(2, 3, 28, 20), sp=2)).splitlines()
+    assert "FLOPs" in first
+    assert "activations" not in first
+
+
+def test_the_report_names_the_inputs_and_the_reason() -> None:
+    named = sp_compile.explain(Axial(), torch.randn(2, 3, 29, WIDTH), sp=2, seq_dims={"x": 1})
+    first, second = named.candidates
+    assert (str(first).partition(",")[0], first.inputs, second.inputs) == (
+        "3 positions of x dim 1",
+        *[(f"x dim {d}",) for d in (1, 2)],
+    )
+    assert "{'x': 1}" in second.why
+
+    def apart(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return F.scaled_dot_product_attention(x, x, x), y.cumsum(1)
+
+    found = sp_compile.explain(apart, torch.randn(2, 9, WIDTH), torch.randn(2, 30, WIDTH), sp=2)
+    assert [c.inputs for c in found.candidates] == [("x dim 1",), ("y dim 1",)]
+    assert found.candidates[1].why.startswith("attention ")
 
 
 def test_a_warning_names_embeddings_of_every_rank() -> None:

@@ -51,7 +51,7 @@ heads, a batch of two, and odd numbers of tokens. They use float32, no dropout, 
 Language models return a loss and logits, other models their hidden states. `python -m support.docs.families` writes this page. The
 models are in `tests/support/docs/family_models.py`, the generic sizes in `family_sizes.py`.
 
-- *sequence*: the inputs with their sequence dims, or "not an input".
+- *sequence*: the inputs with their sequence dims; "not an input" first if the sequence with the most FLOPs is none.
 - *attention*: the chosen strategies with their number of attentions; "-" if no attention runs on shards. "gather"
   gathers keys and values, and keeps queries on shards.
 - *gathered inside*: the number of fallbacks, with the most frequent reasons and their source lines; then graph breaks.
@@ -89,7 +89,9 @@ def describe_report(report: Any) -> dict[str, str]:
     """
     from sp_compile.passes.context import NoteKind
 
-    located = ", ".join(f"{name} {'/'.join(map(str, dims))}" for name, dims in report.inputs.items())
+    main = report.main_sequence
+    is_hidden = not report.inputs or (main is not None and not main.is_input)
+    located = [f"{name} {'/'.join(map(str, dims))}" for name, dims in report.inputs.items()]
     strategies: Counter[str] = Counter()
     for decision in report.attention:
         strategies[decision.chosen.kind] += decision.nodes
@@ -98,7 +100,7 @@ def describe_report(report: Any) -> dict[str, str]:
     breaks = len(report.find_notes(NoteKind.GRAPH_BREAK))
     return {
         "on shards": work_share(report),
-        "sequence": located or "not an input",
+        "sequence": ", ".join(["not an input"] * is_hidden + located),
         "attention": ", ".join(f"{kind} x {n}" for kind, n in strategies.items()) or "-",
         "gathered inside": "; ".join(gathered) + (f"; {breaks} graph breaks" if breaks else ""),
     }
