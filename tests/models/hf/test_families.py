@@ -1,9 +1,10 @@
-"""A training step of every named family of docs/reference/families.md on 2 ranks equals eager mode: loss and every gradient."""
+"""A training step of every named family of docs/reference/families.md on ranks equals eager mode: loss and every gradient."""
 
 from __future__ import annotations
 
 import copy
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,8 +21,11 @@ pytest.importorskip("diffusers")
 from support.docs.family_models import NAMED
 
 QUICK = ("LFM2", "DINOv3 ViT", "Flux")  # families with a fast test; the others are slow
-# Parts of many models, such as norms, rotary positions and losses, are float32 for every dtype of the model.
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-5}
+SETTINGS = ((2, "auto"), (3, "ring"), (4, "ulysses"), (4, "hybrid"), (3, "gather"))  # ranks, attention
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
+# Sums over tokens of these models, in norms, gates or states, are float32 for every dtype of the model.
+FLOAT32_SUMS = "Wan,Qwen3.5 (text),Mamba2,Bamba,Falcon-H1,Zamba2,OlmoHybrid,RecurrentGemma,LFM2,Sana".split(",")
+FLOAT32_TOLERANCE = 1e-6
 # Models in transformers compute the delta rule in float32 with sums that cancel. The tolerance is twice the distance of
 # the gradients of the model in eager mode from those of a copy of its code with float64 in place of float32.
 DELTA_RULE_TOLERANCE = {"OlmoHybrid": 1e-5, "Qwen3-Next": 7e-5, "Qwen3.5 (text)": 2.3e-4}
@@ -62,15 +66,22 @@ def _build(name: str) -> tuple[nn.Module, dict[str, Any], torch.dtype]:
     return model.double(), wide, torch.float64
 
 
-def _train(name: str) -> tuple[Outcome, torch.dtype]:
+def _train(name: str, attention: str) -> tuple[Outcome, torch.dtype]:
     model, inputs, dtype = _build(name)
-    return against_eager(model, kwargs=inputs, mesh=worker.mesh()), dtype
+    return against_eager(model, kwargs=inputs, mesh=worker.mesh(), attention=attention), dtype
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(x.name, marks=() if x.name in QUICK else pytest.mark.slow) for x in NAMED]
-)
-def test_a_family_trains_as_a_single_device(ranks: Ranks, name: str) -> None:
-    answers = ranks.run(2, _train, name)
-    tolerance = DELTA_RULE_TOLERANCE.get(name, TOLERANCE[answers[0][1]])
-    check([answer for answer, _ in answers], tolerance)
+def _cases() -> Iterator[Any]:
+    """Yield every family with every setting."""
+    for family in NAMED:
+        for n, attention in SETTINGS:
+            is_quick = family.name in QUICK and attention == "auto"
+            marks = () if is_quick else pytest.mark.slow
+            yield pytest.param(family.name, n, attention, marks=marks, id=f"{family.name}-{n}-{attention}")
+
+
+@pytest.mark.parametrize(("name", "n", "attention"), _cases())
+def test_a_family_trains_as_a_single_device(ranks: Ranks, name: str, n: int, attention: str) -> None:
+    answers = ranks.run(n, _train, name, attention)
+    known = dict.fromkeys(FLOAT32_SUMS, FLOAT32_TOLERANCE) | DELTA_RULE_TOLERANCE
+    check([answer for answer, _ in answers], known.get(name, TOLERANCE[answers[0][1]]))
