@@ -16,6 +16,7 @@
     expert_loops       sort, process rows, unsort     ->  sp.to_sorted, sp.grouped_mm, sp.from_sorted
     pad_inputs         pad and conv1d, pad and slice  ->  sp.conv_along, sp.shift: nothing longer than its sequence
     patch_convolutions conv2d over disjoint patches   ->  a linear layer over patches
+    split_attention    attentions over parts, joined  ->  sp.masked_attention, a part of each token
 
 and in attention/
 
