@@ -87,7 +87,7 @@ class JoinSplitAttention(CanonicalPass):
 def _match_parts(node: Node) -> _Parts | None:
     """Match a cat of attentions over all parts of q, k and v, in order, or return None."""
     join = match_join(node)
-    matched = [_match_attention(x) for x in node.args[0]]
+    matched = [_match_unmasked_attention(x) for x in node.args[0]]
     found = [x for x in matched if x is not None]
     if join is None or len(found) < 2 or len(found) < len(matched):
         return None
@@ -112,7 +112,7 @@ def _iterate_steps(node: Node) -> Iterator[Node]:
     yield node
 
 
-def _match_attention(node: Node) -> tuple[OpCall, tuple[int, ...]] | None:
+def _match_unmasked_attention(node: Node) -> tuple[OpCall, tuple[int, ...]] | None:
     """Match an attention without a mask and dropout; return its call and its dims in the order of the node's."""
     *permutes, attention = _iterate_steps(node)
     if attention.target is not aten.scaled_dot_product_attention.default or attention.meta["val"].ndim != 4:
