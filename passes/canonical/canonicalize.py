@@ -2,7 +2,7 @@
 
     normalize_ops      ops that read only an operand's dtype or device  ->  ops with explicit arguments;
                        repeat_interleave              ->  unsqueeze, expand, reshape
-    indexing           x[arange(N), y]                ->  gather
+    indexing           x[arange(N), y]                ->  gather; x[:, arange(2, 5)]  ->  slice
     loops/lists        tensors that a loop writes row by row  ->  lists of rows
     loops/reroll       loops over time, unrolled      ->  scans, and one body for all steps
     unrolled_scans     trees of associative_scan      ->  sp.scan, sp.linear_scan
