@@ -8,6 +8,7 @@ computed has other values.
 """
 
 import functools
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,7 +28,7 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
-MAX_INPUT = 512  # elements of an input whose values may be folded; inputs of tokens and masks have more
+MAX_INPUT = 1024  # elements of an input whose values may be folded; inputs of tokens and masks have more
 MAX_LITERAL = 1 << 18  # elements of a folded value
 MAX_VALUES = 4  # different values of the inputs of one function, of the 8 programs that Dynamo compiles for it
 INTEGER_TYPES = (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -211,15 +212,39 @@ def literal_tensors(*parts: tuple[list[Any], list[int], torch.dtype, torch.devic
 
 
 def _fold_call(tx: Any, node: Node) -> bool:
-    """Replace a call by its value, or those of its operands by numbers that are known; return False if none is."""
+    """Replace a call by its value, or those of its operands that are known; return False if none is known."""
     value = _read_value(tx, node)
     if value is not None:
         _become_literal(node, value)
         return True
+    if node.target is operator.getitem:
+        return _fold_masks(tx, node)
     numbers = {x: _read_value(tx, x) for x in node.all_input_nodes if _is_integer_scalar(x)}
     known = {x: value.item() for x, value in numbers.items() if value is not None}
     node.args, node.kwargs = map_arg((node.args, node.kwargs), lambda x: known.get(x, x))
     return bool(known)
+
+
+def _fold_masks(tx: Any, node: Node) -> bool:
+    """Replace the masks of x[mask] by the indices where they are True; return False if one is not known."""
+    x, index = node.args
+    entries: list[Any] = []
+    for entry in index if isinstance(index, tuple) else (index,):
+        example = entry.meta.get("example_value") if isinstance(entry, Node) else None
+        if not isinstance(example, Tensor) or example.dtype != torch.bool:
+            entries.append(entry)
+            continue
+        mask = _read_value(tx, entry)
+        if mask is None or not mask.ndim:  # a mask without dims adds a dim
+            return False
+        with node.graph.inserting_before(node):
+            for positions in mask.nonzero(as_tuple=True):
+                literal = node.graph.call_function(torch.tensor)
+                literal.meta = {k: v for k, v in node.meta.items() if k != "example_value"}
+                _become_literal(literal, positions)
+                entries.append(literal)
+    node.args = (x, tuple(entries))
+    return True
 
 
 def _is_integer_scalar(node: Node) -> bool:
@@ -230,17 +255,28 @@ def _is_integer_scalar(node: Node) -> bool:
 
 def _become_literal(node: Node, value: Any) -> None:
     """Replace the call of a node by its value, a tensor or a tuple of tensors."""
-    if isinstance(value, Tensor) and value.numel():
-        target: Any = torch.tensor
-        args: tuple[Any, ...] = (value.tolist(),)
-        kwargs = {"dtype": value.dtype, "device": value.device}
-    elif isinstance(value, Tensor):
-        target, args = torch.zeros, (list(value.shape),)
-        kwargs = {"dtype": value.dtype, "device": value.device}
+    if not isinstance(value, Tensor):
+        target: Any = literal_tensors
+        args: tuple[Any, ...] = tuple((x.flatten().tolist(), list(x.shape), x.dtype, x.device) for x in value)
+        kwargs = {}
     else:
-        target, kwargs = literal_tensors, {}
-        args = tuple((part.flatten().tolist(), list(part.shape), part.dtype, part.device) for part in value)
+        target, args, kwargs = torch.tensor, (value.tolist(),), {"dtype": value.dtype, "device": value.device}
+        if not value.numel():
+            target, args = torch.zeros, (list(value.shape),)
+        elif _is_range(value):  # later passes know that its values follow each other
+            target, args = torch.arange, (value.min().item(), value.max().item() + 1)
     node.op, node.target, node.args, node.kwargs = "call_function", target, args, kwargs
+    if target is torch.arange and value.ndim > 1:
+        with node.graph.inserting_before(node):
+            numbers = node.graph.call_function(target, args, kwargs)
+        numbers.meta = {k: v for k, v in node.meta.items() if k != "example_value"}
+        node.target, node.args, node.kwargs = torch.reshape, (numbers, list(value.shape)), {}
+
+
+def _is_range(value: Tensor) -> bool:
+    """Return True for several integers of which each is the one before plus 1, in row-major order."""
+    numbers = value.flatten()
+    return value.dtype in INTEGER_TYPES and value.numel() > 1 and bool((numbers.diff() == 1).all())
 
 
 _folding: dict[Callable[..., Any], Callable[[Any], bool]] = {}  # by backend, whether its options allow it

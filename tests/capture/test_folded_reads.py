@@ -155,3 +155,15 @@ def test_numbers_of_a_module() -> None:
     x = torch.randn(2, 7, 3)
     assert not sp_compile.verify(Padded(), x, None, sp=2).find_notes(NoteKind.GRAPH_BREAK)
     assert sp_compile.verify(Padded(), x, torch.tensor(5), sp=2).find_notes(NoteKind.GRAPH_BREAK)
+
+
+def test_masks_of_features() -> None:
+    """Features are read at the True entries of a mask of prompts, whose rows follow each other, or do not."""
+    mask = torch.tensor([[True] * 4 + [False] * 2, [True, False] * 3])
+
+    def program(x: Tensor, mask: Tensor) -> Tensor:
+        valid = [x.cumsum(1)[i, row.nonzero().flatten()] for i, row in enumerate(mask)]
+        return torch.cat([*valid, x[mask], x[:, mask[1]].flatten(0, 1)])
+
+    report = sp_compile.verify(program, torch.randn(2, 6, 3), mask, sp=2)
+    assert not report.find_notes(NoteKind.GRAPH_BREAK)
