@@ -20,8 +20,9 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_guard
 from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import ConstantVariable, TensorVariable
-from torch._guards import Guard, Source
+from torch._guards import Guard
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx import Node
 from torch.fx.node import map_arg
@@ -56,8 +57,7 @@ class _KnownValues:
     def __init__(self, output: OutputGraph) -> None:
         self.output = output
         self.values: dict[Node, Any] = {}  # None: not known
-        self.leaves: dict[Node, tuple[Source, Tensor]] = {}  # inputs, with their values
-        self.guarded: set[Source] = set()
+        self.leaves: dict[Node, tuple[Guard, Tensor]] = {}  # inputs, with their values
 
     def find(self, node: Node) -> Any:
         """Return the value of a node, a tensor or a tuple of tensors; None if it is not known."""
@@ -81,14 +81,12 @@ class _KnownValues:
         if not _debug_get_cache_entry_list(code):  # nothing is compiled yet, or Dynamo was reset
             _folded_inputs.pop(code, None)
         known = _folded_inputs.setdefault(code, set())
-        keys = {(source.name, *value.shape, *value.flatten().tolist()) for source, value in leaves}
+        keys = {(guard.name, *value.shape, *value.flatten().tolist()) for guard, value in leaves}
         if any(sum(key[0] == old[0] for old in known) >= MAX_VALUES for key in keys - known):
             return False
         known |= keys
-        for source, value in leaves:
-            if source not in self.guarded:
-                self.guarded.add(source)
-                install_guard(source.make_guard(_match_values(value)))
+        for guard, _ in leaves:  # at each read, as Dynamo removes guards of code that it traces again
+            install_guard(guard)
         return True
 
     def _iterate_operands(self, node: Node) -> Iterator[Node]:
@@ -152,7 +150,7 @@ class _KnownValues:
             return self.values[outside[0]]
         given: Any = node.meta.get("grapharg")
         value: Any = None if given is None or given.pass_arg_as_tensor else given.example
-        if type(value) is not Tensor or given.source is None:
+        if type(value) is not Tensor or given.source is None or not given.source.subguards_allowed():
             raise _NotKnown
         # An argument that is a number, such as a count of steps, often changes; a number of a module does not.
         least = 1 if given.source.guard_source.is_unspecialized_nn_module() else 2
@@ -161,7 +159,7 @@ class _KnownValues:
             raise _NotKnown
         with _disable_current_modes(), torch.no_grad():
             copied = value.clone()
-        self.leaves[node] = (given.source, copied)
+        self.leaves[node] = (given.source.make_guard(_match_values(copied)), copied)
         return copied
 
 
@@ -292,9 +290,11 @@ def fold_small_reads(backend: Callable[..., Any], may_fold: Callable[[Any], bool
         may_fold: Called with the options that were passed to `torch.compile`, or None; False to trace as torch does.
     """
     if not _folding:
-        utils._get_fake_value_impl = _fold_results(utils._get_fake_value_impl)
+        if hasattr(utils, "_get_fake_value_impl"):  # of torch 2.13
+            utils._get_fake_value_impl = _fold_results(utils._get_fake_value_impl)
         for name, convert in (("method_item", Tensor.item), ("method_tolist", Tensor.tolist)):
-            setattr(TensorVariable, name, _fold_method(getattr(TensorVariable, name), convert))
+            if hasattr(TensorVariable, name):
+                setattr(TensorVariable, name, _fold_method(getattr(TensorVariable, name), convert))
     _folding[backend] = may_fold
 
 
@@ -330,11 +330,13 @@ def _fold_results(compute: Callable[..., Any]) -> Callable[..., Any]:
 def _fold_method(method: Callable[..., Any], convert: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method of Dynamo's tensors that returns the known value as Python numbers, or calls `method`."""
 
-    def read(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(method)
+    def read(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the numbers, or what Dynamo returns."""
+        tx = InstructionTranslator.current_tx()
         value = _read_value(tx, self.as_proxy().node) if _may_fold(tx) else None
         if not isinstance(value, Tensor):
-            return method(self, tx, *args, **kwargs)
+            return method(self, *args, **kwargs)
         numbers = convert(value)
         if isinstance(numbers, list):
             return self.build(tx, numbers)
