@@ -366,3 +366,16 @@ class ReportOptions(SPOptions, total=False):
 
 # Options as passed to `torch.compile`: an SPConfig, or its fields before validation.
 AnyOptions: TypeAlias = SPConfig | Mapping[str, Any] | None
+
+
+def has_global_inputs(options: AnyOptions) -> bool:
+    """Return True if every rank passes full inputs, whose values are those of the program.
+
+    Args:
+        options: The options.
+
+    Returns:
+        False for inputs="local".
+    """
+    inputs = options.inputs if isinstance(options, SPConfig) else (options or {}).get("inputs", SPConfig.inputs)
+    return inputs == "global"

@@ -9,6 +9,7 @@ from .compiled_backwards import *
 from .compilers import *
 from .dynamo import *
 from .flex import *
+from .folded_reads import *
 from .groups import *
 from .names import *
 from .ops import *

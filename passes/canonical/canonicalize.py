@@ -2,7 +2,7 @@
 
     normalize_ops      ops that read only an operand's dtype or device  ->  ops with explicit arguments;
                        repeat_interleave              ->  unsqueeze, expand, reshape
-    indexing           x[arange(N), y]                ->  gather
+    indexing           x[arange(N), y]                ->  gather; x[:, arange(2, 5)]  ->  slice
     loops/lists        tensors that a loop writes row by row  ->  lists of rows
     loops/reroll       loops over time, unrolled      ->  scans, and one body for all steps
     unrolled_scans     trees of associative_scan      ->  sp.scan, sp.linear_scan
@@ -16,6 +16,7 @@
     expert_loops       sort, process rows, unsort     ->  sp.to_sorted, sp.grouped_mm, sp.from_sorted
     pad_inputs         pad and conv1d, pad and slice  ->  sp.conv_along, sp.shift: nothing longer than its sequence
     patch_convolutions conv2d over disjoint patches   ->  a linear layer over patches
+    split_attention    attentions over parts, joined  ->  sp.masked_attention, a part of each token
 
 and in attention/
 

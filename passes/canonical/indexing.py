@@ -1,11 +1,13 @@
-"""Replace reads of one element per row by gather along the last dim, which leaves rows in place.
+"""Replace reads of one element per row by gather along the last dim, and reads of a range of rows by slices.
 
     x[arange(N), y]                          ->  gather(x, -1, arange(V)[y][..., None])[..., 0]
     x[arange(B)[:, None], arange(S), y]
+    x[:, arange(2, 5)]                       ->  x[:, 2:5]
 
-A *row* is the last dim of x, of size V, at one index of each other dim, of which N, or (B, S), is the shape.
-Likelihoods of tokens are read from logits in this form. arange(V)[y] keeps the meaning of negative indices and the
-error for indices out of range. Unchanged: rows in another order, several elements of a row, masks.
+A *row* is the last dim of x, of size V, at one index of each other dim, of which N, or (B, S), is the shape. A gather
+leaves rows in place. Likelihoods of tokens are read from logits in this form. arange(V)[y] keeps the meaning of
+negative indices and the error for indices out of range. Unchanged: rows in another order, several elements of a row,
+masks.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from sp_compile.passes.base import CanonicalPass, register_pass
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall, node_shape
 from sp_compile.passes.graph.sizes import Size, as_size, is_same_shape, is_same_size
-from sp_compile.passes.sharding.matchers import is_arange, skip_reshapes
+from sp_compile.passes.sharding.matchers import ARANGE_OPS, is_arange, skip_reshapes
 
 aten = torch.ops.aten
 
@@ -48,6 +50,39 @@ class RewriteElementReads(CanonicalPass):
             index = self.compute(aten.unsqueeze.default, (nonnegative, -1), node)
             elements = self.compute(aten.gather.default, (x, -1, index), node)
             self.replace(node, self.compute(aten.squeeze.dim, (elements, -1), node))
+
+
+@register_pass
+class SliceRanges(CanonicalPass):
+    """Replacement of reads of rows start, start + 1, ... in one graph."""
+
+    requires = frozenset({"normalized"})
+
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
+        """Replace every read of a range of rows, such as x[:, arange(2, 5)], by a slice; return their number."""
+        reads = gm.graph.find_nodes(op="call_function", target=aten.index.Tensor)
+        found = [(node, span) for node in reads if (span := _match_range(node)) is not None]
+        for node, span in found:
+            with self.graph.inserting_before(node):
+                rows = self.compute(aten.slice.Tensor, (node.args[0], *span), node)
+                self.replace(node, self.compute(aten.clone.default, (rows,), node))  # indexing copies, too
+        return len(found)
+
+
+def _match_range(node: Node) -> tuple[int, int, int] | None:
+    """Return (dim, start, end) if an indexing reads these rows of one dim in order, or None."""
+    x, indices = node.args
+    dims = [d for d, index in enumerate(indices) if index is not None]
+    if len(dims) != 1 or indices[dims[0]].meta["val"].ndim != 1:
+        return None
+    numbers, size = skip_reshapes(indices[dims[0]]), node_shape(x)[dims[0]]
+    call = OpCall(numbers) if numbers.target in ARANGE_OPS else None
+    if call is None or call.get("step", 1) != 1 or numbers.meta["val"].is_floating_point():
+        return None
+    start, end = as_size(call.get("start", 0)), as_size(call["end"])
+    if not all(isinstance(number, int) for number in (start, end, size)) or not 0 <= start < end <= size:
+        return None
+    return dims[0], start, end
 
 
 def _is_element_read(node: Node) -> bool:

@@ -27,6 +27,7 @@ from sp_compile.lowering.torch_compat import (
     allow_meta_constants,
     enable_losses_on_meta,
     flex_on_any_device,
+    fold_small_reads,
     is_compiling,
     partition_joint_graph,
     pop_dispatch_mode,
@@ -155,12 +156,12 @@ class DryRun:
         return kwargs
 
     def _trace(self, kwargs: Mapping[str, Any]) -> None:
-        """Run the model once under torch.compile with `_backend`, which lowers its graphs in all configurations."""
+        """Run the model once under torch.compile with `backend`, which lowers its graphs in all configurations."""
         torch.compiler.reset()  # code that was compiled earlier would not call the backend
         eager = CountEagerWork(lambda: not is_compiling())  # adds the FLOPs of ops outside of graphs to the report
         with _restore_buffers(self.model), allow_meta_constants(), eager:
             try:
-                torch.compile(self.model, backend=self._backend)(*self.args, **kwargs)
+                torch.compile(self.model, backend=self.backend)(*self.args, **kwargs)
             except BackendCompilerFailed as failure:
                 raise shorten_failure(failure.inner_exception, self.entry) from None
         torch.compiler.reset()  # later calls of the model do not run the code of the dry run
@@ -180,7 +181,7 @@ class DryRun:
             for lowered in self._lower_all(UserProgram.from_dynamo(gm, inputs)):
                 lowered.result.report.merge(lowered.program.report)
 
-    def _backend(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    def backend(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Lower a graph in every configuration; Dynamo calls it as the backend of torch.compile.
 
         Returns:
@@ -288,6 +289,10 @@ class DryRun:
             step = unroll_step(step, lowered, self.repeats, result.steps)
         if result.report.step is not None:
             result.report.step.graphs.append(step)
+
+
+# A dry run traces the program once for all configurations, with full inputs.
+fold_small_reads(DryRun.backend, lambda _: True)
 
 
 def split_kwargs(

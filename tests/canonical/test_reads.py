@@ -13,7 +13,7 @@ import torch
 from support.golden import captured, show
 from torch import Tensor
 
-from sp_compile.passes.canonical.indexing import RewriteElementReads
+from sp_compile.passes.canonical.indexing import RewriteElementReads, SliceRanges
 
 aten = torch.ops.aten
 X, Y = torch.randn(2, 3, 5), torch.tensor([[3, -1, 0], [-4, 2, 2]])
@@ -84,3 +84,26 @@ def test_an_element_out_of_range_is_an_error_as_before(wrong: int) -> None:
     RewriteElementReads()(gm)
     with pytest.raises(IndexError, match="out of bounds"):
         gm(X, Y.where(Y != 0, wrong))
+
+
+@pytest.mark.parametrize(
+    ("program", "slices"),
+    [
+        (lambda x: x[:, torch.arange(1, 3)], 1),
+        (lambda x: x[torch.arange(2)] + x[..., torch.arange(0, 5, 1)], 2),
+        (lambda x: x[:, :, torch.arange(2, 5)[:, None].flatten()], 1),
+        (lambda x: x[:, torch.arange(0, 3, 2)], 0),
+        (lambda x: x[:, torch.arange(-2, 0)], 0),
+        (lambda x: x[:, torch.arange(2)[:, None]], 0),
+        (lambda x: x[torch.arange(2), torch.arange(2)], 0),
+        (lambda x: x[:, torch.arange(2).flip(0)], 0),
+    ],
+)
+def test_reads_of_ranges(program: Callable[..., Tensor], slices: int) -> None:
+    """Rows that follow each other are a slice, in memory of its own."""
+    gm = captured(program, X)
+    SliceRanges()(gm)
+    assert len(gm.graph.find_nodes(op="call_function", target=aten.slice.Tensor)) == slices
+    result = gm(X)
+    torch.testing.assert_close(result, program(X), rtol=0, atol=0)
+    assert result.untyped_storage().data_ptr() != X.untyped_storage().data_ptr()

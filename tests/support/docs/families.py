@@ -65,8 +65,8 @@ Why families have less than 95% on shards:
 - MobileViT: convolutions and attention in turn, with a reshape of the image to patches between the two.
 - ViT-MAE: the encoder reads a random selection of the patches, so that the patches and the selection are two sequences.
 - Hiera: the early stages attend within units; the sequence is that of the last stages.
-- Mochi, Qwen3-VL vision, Mimi: the program reads values of tensors (prompt lengths, image sizes, lengths of windows).
-  Dynamo breaks the graph there, and the graphs between the breaks have no sequence.
+- Mimi: a convolution pads by repeating the first row, and the transposed convolutions of the decoder make a sequence
+  longer. Both are gathered, so that the decoder runs on every rank.
 - RWKV-4, FNet, FocalNet: no attention or scan. RWKV-4 is a loop with a running maximum, FNet a Fourier transform over the
   tokens, FocalNet convolutions.
 """

@@ -1,5 +1,6 @@
 """Build small models of families that were on shards only in part, or that were refused, when they were first examined."""
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -50,19 +51,33 @@ def _mobilevit() -> Built:
     return _images("MobileViT", image_size=64, hidden_sizes=[32, 48, 64], neck_hidden_sizes=[8, 16, 24, 32, 40, 48, 64])
 
 
-def _qwen3_vl() -> Built:
-    config = transformers.Qwen3VLConfig().vision_config
-    sizes = {"depth": 2, "hidden_size": 64, "num_heads": 4, "intermediate_size": 128, "out_hidden_size": 64}
-    for name, value in {
-        **sizes,
-        "deepstack_visual_indexes": [1],
-        "patch_size": 4,
-        "num_position_embeddings": 256,
-    }.items():
-        setattr(config, name, value)
-    patches = torch.randn(140, 3 * config.temporal_patch_size * 16)
-    model = transformers.Qwen3VLVisionModel(config)
-    return model, {"hidden_states": patches, "grid_thw": torch.tensor([[1, 14, 10]])}
+def _grids(package: str, config: Any, model: str) -> Built:
+    """Build a vision tower for two images of different sizes, which it reads from their grids.
+
+    Args:
+        package: The package of the model in transformers.models.
+        config: The configuration of the complete model.
+        model: The class of the tower.
+    """
+    vision = config.vision_config
+    sizes = {"depth": 2, "hidden_size": 64, "embed_dim": 64, "num_heads": 4, "intermediate_size": 128, "mlp_ratio": 2}
+    patches = {"patch_size": 4, "num_position_embeddings": 256, "window_size": 24, "image_size": 64}
+    layers = {"fullatt_block_indexes": [1], "deepstack_visual_indexes": [1], "out_hidden_size": 64}
+    for name, value in {**sizes, **patches, **layers}.items():
+        if hasattr(vision, name):
+            setattr(vision, name, value)
+    module = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
+    grid = torch.tensor([[1, 14, 10], [1, 6, 8]])
+    rows = torch.randn(int(grid.prod(1).sum()), 3 * vision.temporal_patch_size * vision.patch_size**2)
+    return getattr(module, model)(vision), {"hidden_states": rows, "grid_thw": grid}
+
+
+def _siglip2() -> Built:
+    config = transformers.Siglip2VisionConfig(num_patches=64, patch_size=4, **SIZES)
+    sizes, mask = torch.tensor([[8, 7], [6, 5]]), torch.ones(2, 56, dtype=torch.int64)
+    mask[1, 30:] = 0
+    inputs = {"pixel_values": torch.randn(2, 56, 48), "pixel_attention_mask": mask, "spatial_shapes": sizes}
+    return transformers.Siglip2VisionModel(config), inputs
 
 
 def _mimi() -> Built:
@@ -104,7 +119,16 @@ BUILDERS: dict[str, Callable[[], Built]] = {
     "ViT-MAE": lambda: _images("ViTMAE", 72, image_size=72, patch_size=8, **SIZES),
     "SAM vision": _sam,
     "MobileViT": _mobilevit,
-    "Qwen3-VL vision": _qwen3_vl,
+    "Qwen2-VL vision": lambda: _grids(
+        "qwen2_vl", transformers.Qwen2VLConfig(), "Qwen2VisionTransformerPretrainedModel"
+    ),
+    "Qwen2.5-VL vision": lambda: _grids(
+        "qwen2_5_vl", transformers.Qwen2_5_VLConfig(), "Qwen2_5_VisionTransformerPretrainedModel"
+    ),
+    "Qwen3-VL vision": lambda: _grids("qwen3_vl", transformers.Qwen3VLConfig(), "Qwen3VLVisionModel"),
+    "Qwen3.5 vision": lambda: _grids("qwen3_5", transformers.Qwen3_5Config(), "Qwen3_5VisionModel"),
+    "GLM-4V vision": lambda: _grids("glm4v", transformers.Glm4vConfig(), "Glm4vVisionModel"),
+    "SigLIP2": _siglip2,
     "Mimi": _mimi,
     "DPT": lambda: _images("DPT", 72, image_size=72, patch_size=8, backbone_out_indices=[0, 1], **SIZES),
     "RWKV-4": _rwkv,
