@@ -94,6 +94,14 @@ def test_norms_over_rows_have_the_mean_and_variance_of_all_ranks(norm: nn.Module
     assert report.work.flops_share == 1.0
 
 
+def test_a_demand_that_arises_in_a_round_is_not_gathered_there() -> None:
+    """The second norm is on shards only after the first one is decomposed."""
+    middle = [nn.GroupNorm(4, 2 * WIDTH), conv(3, padding=1), nn.GroupNorm(2, 2 * WIDTH), nn.SiLU()]
+    report = check(ConvFeedForward(5, *middle).double(), image_tokens(8, 5), sp=2)
+    assert not report.fallbacks, report
+    assert report.count("conv_along") == 2
+
+
 def test_frames_of_all_videos_are_no_sequence() -> None:
     """The first dim, of batch * frames, is split before any product; attention reads the 7 frames of each pixel."""
 
