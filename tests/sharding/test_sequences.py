@@ -411,6 +411,9 @@ def test_recurrences_and_solves_have_flops() -> None:
     assert (report.work.flops, report.work.flops_share) == (2 * 2 * 6 * 4 * 4 * 5, 1.0)
     report = sp_compile.explain(solve, torch.randn(2, 6, 8, 3), sp=2)
     assert (report.work.flops, report.work.flops_share) == (2 * 6 * 8 * 8 * 3, 1.0)
+    write = lambda x, i: x.cumsum(1).index_copy(1, i, x[:, :3])  # noqa: E731
+    report = sp_compile.explain(write, torch.randn(2, 6, 8), torch.tensor([1, 2, 4]), sp=2)
+    assert report.work.flops == 0, "an index is not multiplied"
 
 
 def test_the_report_names_work_of_every_rank() -> None:
