@@ -167,7 +167,7 @@ class Loss(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = ConvFeedForward(5).double()
+        self.model = ConvFeedForward(5, conv(3, padding=1), nn.GroupNorm(4, 2 * WIDTH)).double()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.model(x).pow(2).mean()

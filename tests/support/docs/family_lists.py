@@ -1,7 +1,8 @@
 """List the families of each table of `support.docs.families`.
 
 The tables other than "named" contain every class of an auto class of transformers, or every transformer of diffusers,
-with the generic sizes of `family_sizes.py`. Classes that need other sizes or inputs fail to build.
+with the generic sizes of `family_sizes.py`, or those of `diffusion_models.py`. Other classes that need other sizes or
+inputs fail to build.
 """
 
 from collections.abc import Iterator
