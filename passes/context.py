@@ -167,6 +167,7 @@ class PassContext:
     refusal: Refusal | None = None  # why the graph cannot be split with its inputs; no pass runs after it
     notes: list[Note] = field(default_factory=list)  # lines of the report
     runs: list[PassRun] = field(default_factory=list)  # the passes that ran, in order
+    open_nodes: frozenset[Node] | None = None  # whose demands may be gathered in this round; None for all
     sequence_inputs: dict[str, list[int]] = field(default_factory=dict)  # input -> its dims along the sequence
     candidates: list[SequenceCandidate] = field(default_factory=list)  # dims that may be sequences
     constraints: list[str] = field(default_factory=list)  # numbers that the ranks must divide, and padding

@@ -45,7 +45,12 @@ from sp_compile.passes.strategies.halo_demands import ExchangeHalos
 from sp_compile.passes.strategies.hoist import HoistSlices
 from sp_compile.passes.strategies.join_sequences import JoinSequences
 from sp_compile.passes.strategies.random_draws import BroadcastDraws
-from sp_compile.passes.strategies.reduce_demands import DecomposeMeans, ReduceExtremes, ReducePartials
+from sp_compile.passes.strategies.reduce_demands import (
+    DecomposeGroupNorms,
+    DecomposeMeans,
+    ReduceExtremes,
+    ReducePartials,
+)
 from sp_compile.passes.strategies.scan_demands import ShardScans, SplitNestedScans, UseFastScans
 from sp_compile.passes.strategies.select_row import SelectRow
 from sp_compile.passes.strategies.select_rows import SelectRows
@@ -107,6 +112,7 @@ def strategy_passes() -> tuple[type[DemandPass], ...]:
         RevertStaleExchanges,
         HoistSlices,
         SplitNestedScans,
+        DecomposeGroupNorms,
         DecomposeMeans,
         ReduceExtremes,
         SelectRow,

@@ -53,6 +53,10 @@ def choose_rows(gm: GraphModule, axes: Axes) -> Axes:
     if not found:
         return axes
     work = RowWork(gm, rows_axes)
+    # Rows without FLOPs of their own are no sequence, such as the frames of all videos, which are split at once.
+    found = {x: nodes for x, nodes in found.items() if work.flops_of_rows({x})}
+    if not found:
+        return axes
     candidates = _describe_rows(rows_axes, found, work.multiplied_classes())
     # FLOPs of a rank that has a share of the rows of each candidate, and of the dims of its windows.
     flops = [

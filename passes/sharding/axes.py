@@ -106,14 +106,15 @@ class Axes:
         return Atom(len(self.parent) - 1, size)
 
     def join(self, a: Dim, b: Dim) -> None:
-        """Record that two dims have the same rows: merge their classes, atom by atom.
-
-        A dim has several atoms if it is flattened, as (batch, sequence). If the sizes of the atoms differ, the dims are
-        not the same, and nothing changes.
-        """
+        """Record that two dims have the same rows: merge their classes, atom by atom, if these have the same sizes."""
         if len(a) == len(b) and all(is_same_size(x.size, y.size) for x, y in zip(a, b)):
             for x, y in zip(a, b):
                 self.parent[self.find(x.name)] = self.find(y.name)
+
+    def rank_detail(self, dim: Dim) -> tuple[bool, int]:
+        """Return a rank of what is known of a dim: a product that attention reads is first, then more factors."""
+        fused = {atom.name for atom in self.fused.values()}
+        return any(atom.name in fused for atom in dim), len(dim)
 
     def canonical(self, dim: Dim) -> Dim:
         """Return a form of a dim that is equal for equal dims: its factors longer than 1, with the names of `find`."""
@@ -145,7 +146,7 @@ class Axes:
     def split(self, source: Atom, extents: tuple[Size, ...]) -> Dim:
         """Return the atoms of the factors into which a reshape splits an atom, such as 12 rows into 3 chunks of 4.
 
-        Reshapes that split the same rows into the same sizes have the same atoms, so that their results match.
+        Equal splits of the same rows have the same atoms, so that their results match.
 
         Args:
             source: The atom that is split.
@@ -184,7 +185,7 @@ class Axes:
 
     def longest_sequence(self) -> Size:
         """Return the length of the longest sequence of the graph; others are usually windows of it, as x[:, 1:]."""
-        return max((a.size for a in self._atoms() if self.is_sequence(a)), key=assume_large, default=0)
+        return max((a.size for a in self.atoms() if self.is_sequence(a)), key=assume_large, default=0)
 
     def shard(self, node: Node) -> Shard | None:
         """Return the placement of a value that is sharded along its sequence.
@@ -206,8 +207,8 @@ class Axes:
     def with_chunks(self, node: Node, index: int, placement: Placement) -> Placement:
         """Return the placement of a result, with `granule` and `block` of its frame set if its sequence has chunks.
 
-        If the program computes a sequence in chunks, each rank has complete chunks. The granule is the number of rows
-        of a chunk, for a dim of rows; the block is the same number, for a dim of chunks. Rules do not set them.
+        Each rank has complete chunks. The granule is the number of rows of a chunk, for a dim of rows; the block is the
+        same number, for a dim of chunks. Rules do not set them.
 
         Args:
             node: The node.
@@ -230,12 +231,10 @@ class Axes:
 
         By default, it has the size of the sequence. One that convolutions with strides read is padded to complete
         strides on each rank: 10 rows that are read with stride 2 have the size 12 on 3 ranks, unless most rows would be
-        padding. A sequence that is computed in chunks is padded to complete chunks on each rank. A part of a
-        concatenation is a window of the result: for cat([a, b]) with 2 and 6 rows, b has the frame of 8 rows, in which
-        its rows start at 2.
+        padding. One that is computed in chunks is padded to complete chunks on each rank. A part of a concatenation is
+        a window of the result: for cat([a, b]) with 2 and 6 rows, b has the frame of 8 rows, and starts at 2.
         """
-        name = self.find(atom.name)
-        # The first positions of this part in concatenations.
+        name = self.find(atom.name)  # `starts`: the first positions of this part in concatenations
         starts = [start for part, start in self.joined if part.size == atom.size and self.find(part.name) == name]
         is_chunked = name in self.granules
         if self.n == 1 or not (starts or is_chunked):
@@ -246,14 +245,14 @@ class Axes:
             return Frame(size, 0, atom.size) if is_padded else Frame.full(atom.size, self.folds)
         # Rows of the longest value of the class, such as a concatenation. A dim of chunks has many rows per position.
         rows_of_position = {name: 1, **self.chunk_blocks.get(name, {})}  # by class
-        classes = ((self.find(a.name), a.size) for a in self._atoms())
+        classes = ((self.find(a.name), a.size) for a in self.atoms())
         longest = max((rows_of_position[c] * s for c, s in classes if c in rows_of_position), key=assume_large)
         frame = Frame.of_chunks(atom.size, longest, self.granules.get(name, 1), self.n, self.folds)
         # `of_chunks` pads to a multiple of the ranks, too, which a part that is not chunked does not need.
         size = frame.size if is_chunked else longest
         return replace(frame, size=size, start=starts[0] if starts else 0)
 
-    def _atoms(self) -> Iterator[Atom]:
+    def atoms(self) -> Iterator[Atom]:
         """Yield the atoms of all dims of all values."""
         return (a for dims in self.dims.values() for dim in dims for a in dim)
 
@@ -373,7 +372,7 @@ def _name_results(axes: Axes, call: OpCall, rule: BoundRule) -> None:
         for dim, f in value_factors(axes, operand, rule, rule.operands[i]):
             if f in factor_dims:
                 axes.join(dim, factor_dims[f])
-            if f not in factor_dims or len(dim) > len(factor_dims[f]):  # the finer factorization has more information
+            if f not in factor_dims or axes.rank_detail(dim) > axes.rank_detail(factor_dims[f]):
                 factor_dims[f] = dim
     for i, (shape, names) in enumerate(zip(call.result_shapes(), rule.results)):
         dims = tuple(_result_dim(axes, factor_dims, name, rule, size) for size, name in zip(shape, names))
@@ -450,7 +449,7 @@ def _result_dim(axes: Axes, factor_dims: Mapping[str, Dim], name: str, rule: Bou
     Args:
         axes: The axes of the graph.
         factor_dims: The atoms of each factor of the operands.
-        name: The dim in the rule: a factor, or a group of factors such as "(b s)".
+        name: The dim in the rule, a factor or a group of factors.
         rule: The rule of the op.
         size: The size of the dim.
     """

@@ -74,8 +74,7 @@ def complete_sequences(gm: GraphModule, axes: Axes, picks: bool) -> None:
     _add_parts(gm, axes)
     _find_granules(gm, axes)
     _find_strides(gm, axes)
-    # `axes.selected`: (dim of the result, dim of the operand) of each slice or index, which selects positions of it
-    for dim, source in axes.selected if picks else ():
+    for dim, source in axes.selected if picks else ():  # (dim of the result, dim of the operand) of a slice or index
         names = {axes.find(a.name) for a in dim if not is_same_size(a.size, 1)} - axes.sequences
         if len(names) == 1 and any(axes.is_sequence(a) for a in source) and not _has_rivals(axes, *names):
             axes.sequences |= names
@@ -86,16 +85,18 @@ def _chunk_sources(gm: GraphModule, axes: Axes) -> dict[int, Atom]:
 
     For 12 rows that are reshaped to (3 chunks, 4 rows) and scanned chunk by chunk, as in linear attention, it maps the
     classes of both factors to the 12 rows: evidence on a factor is then evidence for the 12 rows. Only splits whose
-    chunks an op relates count, by a scan, sum or selection along the dim of chunks. Otherwise the chunks are
-    independent, such as the sequences of a batch that was flattened.
+    chunks an op relates count, by a scan, sum or selection along the dim of chunks; others, as of a batch, are
+    independent. Patches do not count: chunks that attention attends over, without FLOPs on the rows themselves.
     """
     splits: dict[int, list[Split]] = {}  # by the class of the dim of chunks, the first factor of a split
+    attended = {axes.find(a.name) for _, dim in attended_dims(gm, axes) for a in dim}
     for split in axes.all_splits():
-        splits.setdefault(axes.find(split.factors[0].name), []).append(split)
+        chunks, rows = axes.find(split.factors[0].name), axes.find(split.source.name)
+        if chunks not in attended or RowWork(gm, axes).flops_of_rows({rows}):
+            splits.setdefault(chunks, []).append(split)
     sources: dict[int, Atom] = {}
     for call, rule in _ruled_calls(gm) if splits else ():
-        # What the op does along each dim. A sum relates chunks in a product of two operands only: a sum of one operand
-        # may be over a flattened batch.
+        # A sum relates chunks in a product of two operands only: a sum of one operand may be over a flattened batch.
         for dim, kind in _classify_factors(axes, call, rule):
             if kind in CHUNK_RELATIONS or (kind == "sum" and rule.is_contraction):
                 splits_of_dim = (s for a in dim for s in splits.get(axes.find(a.name), ()))
@@ -286,8 +287,7 @@ class _RivalChoice:
     ) -> None:
         """Collect the candidates: the classes of dims with evidence, by the name of the class (`Axes.find`)."""
         self.gm, self.axes, self.found, self.preferred = gm, axes, found, preferred
-        # By the name of a candidate: its class, and those of the dims of chunks into which it is split.
-        self.rows: dict[int, set[int]] = {}
+        self.rows: dict[int, set[int]] = {}  # by candidate: its class, and those of its dims of chunks
         self.sizes: dict[int, Size] = {}  # positions of a candidate
         self.kinds: dict[int, str] = {}  # its strongest evidence
         for _, atom, kind in found:

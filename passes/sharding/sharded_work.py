@@ -324,6 +324,8 @@ def contraction_flops(node: Node) -> float:
     # Ops with fixed placements are the sp:: ops on shards; those with FLOPs are counted above.
     if rule is None or not rule.is_contraction or rule.operand_placements is not None:
         return 0.0
+    if len({has_gradient_dtype(x.meta["val"]) for x in call.operands}) > 1:  # index_copy: an index is not multiplied
+        return 0.0
     size_of_factor = dict(_sized_factors(call, rule))  # for "n i, i m -> n m" those of n, i and m, whose product counts
     return 2.0 * assume_large(size_product(size_of_factor.values()))
 

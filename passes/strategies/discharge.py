@@ -20,6 +20,7 @@ from sp_compile.passes.sharding.placement import Demand, PlacementPlan
 
 aten = torch.ops.aten
 MAX_REWRITE_ROUNDS = 8  # maximum number of runs of all rewrites; real models take two
+MAX_PATIENT_ROUNDS = 5  # number of rounds in which demands that arise are not gathered yet
 
 
 def is_summed(dtype: torch.dtype) -> bool:
@@ -106,6 +107,9 @@ class RepeatPasses(Passes):
     def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Run the parts in rounds until no demand remains, and return the number of their changes.
 
+        A change, as of a norm, may place its readers on shards, whose demands arise in the same round. They are not
+        gathered before the next round, in which better strategies can claim them (`PassContext.open_nodes`).
+
         Raises:
             SpError: No part claims a demand (SP912).
         """
@@ -114,6 +118,9 @@ class RepeatPasses(Passes):
             if rounds == MAX_REWRITE_ROUNDS:  # a demand that no part claims is still there after every round
                 cause = f"{describe_node(demands[0].node)} has a demand ({demands[0].kind}) that no strategy claims"
                 raise SpError("SP912", f"{cause}: {demands[0].why}.")
+            is_patient = rounds < MAX_PATIENT_ROUNDS
+            context.open_nodes = frozenset(demand.node for demand in demands) if is_patient else None
             changes += super().apply(gm, context)
             rounds += 1
+        context.open_nodes = None
         return changes

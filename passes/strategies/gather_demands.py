@@ -45,12 +45,14 @@ class GatherOperands(DemandPass):
     kinds = frozenset({"gathered", "align", "no rule", "attend", "scan", "halo", "invariant"})
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
-        """Return None to claim all demands.
+        """Return None to claim all demands, or "" for a node whose demands arose in this round.
 
         Raises:
             SpError: An operand would be gathered, and the option is fallback="error". Results are always gathered. A
                 demand "invariant" gathers nothing, and "pairs" gathers less than remains sharded (`GatherPairs`).
         """
+        if self.context.open_nodes is not None and node not in self.context.open_nodes:
+            return ""
         is_fallback = any(demand.kind not in ("invariant", "pairs") for demand in demands)
         if node.op == "output" or self.context.options.fallback == "gather" or not is_fallback:
             return None

@@ -77,9 +77,8 @@ class JoinSequences(Pass):
         ops = JOIN_OPS[:1] if context.is_balanced else JOIN_OPS
         for _ in range(MAX_JOIN_ROUNDS):
             axes = context.axes(gm)
-            nodes = [n for n in gm.graph.nodes if n.target in ops and OpCall(n).dim() in axes.sequence_dims(n)]
-            parts_of = {n: _find_parts(n) for n in nodes}
-            joins = {n: parts for n, parts in parts_of.items() if _is_joined(parts)}
+            parts_of = {n: _find_parts(n) for n in gm.graph.nodes if n.target in ops}
+            joins = {n: x for n, x in parts_of.items() if _is_joined(x) and _is_along_sequence(n, x, axes)}
             if not joins:
                 break
             work = RowWork(gm, axes)
@@ -308,7 +307,27 @@ def _is_joined(parts: Sequence[JoinedPart]) -> bool:
     if _is_row_shift(parts):
         return False
     longest = max(parts, key=lambda part: (not part.is_placed, assume_large(part.length))).value
-    return longest.meta["val"].is_floating_point() and _is_computed(longest)
+    is_number = longest.meta["val"].is_floating_point() or longest.meta["val"].is_complex()  # complex: rotary angles
+    return is_number and _is_computed(longest)
+
+
+def _is_along_sequence(node: Node, parts: Sequence[JoinedPart], axes: Axes) -> bool:
+    """Return True for a concatenation along a sequence, or that repeats an earlier one: cat([a, b]) of its two slices.
+
+    A repeated concatenation need not be attended over. A part of it has the position of a part of a joined sequence,
+    which has the length of the result.
+    """
+    dim, total = OpCall(node).dim(), node_shape(node)[OpCall(node).dim()]
+    if dim in axes.sequence_dims(node):
+        return True
+    joined = {(axes.find(atom.name), atom.size, start) for atom, start in axes.joined}
+    for part in parts if joined else ():
+        (atom, *others) = axes.dims[part.value, 0][dim]
+        name = axes.find(atom.name)
+        sizes = (a.size for a in axes.atoms() if axes.find(a.name) == name)
+        if not others and (name, part.length, part.start) in joined and any(is_same_size(x, total) for x in sizes):
+            return True
+    return False
 
 
 def _is_row_shift(parts: Sequence[JoinedPart]) -> bool:

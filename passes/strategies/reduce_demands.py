@@ -3,6 +3,7 @@
     amax(x, S)                     ->  sp.extreme(x, S): the maximum of those of the ranks
 
     mean(x, S)                     ->  all_reduce(sum(x, S)) / S
+    group_norm(x) over C / G, S    ->  y * rsqrt(mean(y * y) + eps), with y = x - mean(x), then as for means
     cross_entropy(x, t, "mean")    ->  all_reduce(cross_entropy(x, t, "sum")) / count(t)
     mse_loss(x, y, "mean")         ->  all_reduce(sum(mse_loss(x, y, "none"))) / numel
 
@@ -24,12 +25,53 @@ from sp_compile.passes.graph.sizes import size_product
 from sp_compile.passes.localize.reduce_gradients import differentiable_nodes
 from sp_compile.passes.sharding.placement import Demand, Partial, Shard
 from sp_compile.passes.sharding.rules.norms import CLASS_LOSSES, NONE, SUM
+from sp_compile.passes.sharding.window_rules import simplify_size
 
 from .discharge import DemandPass
 
 sp, aten = torch.ops.sp, torch.ops.aten
 MEAN_OPS = (aten.mean.default, aten.mean.dim)
+GROUP_NORMS = (aten.group_norm.default, aten.instance_norm.default)
 SUM_OPS = (aten.sum.default, aten.sum.dim_IntList, aten.nansum.default)
+
+
+class DecomposeGroupNorms(DemandPass):
+    """Decomposition of group norms and instance norms over the sequence into two means, for all ranks."""
+
+    kinds = frozenset({"gathered"})
+
+    def refusal(self, node: Node, demands: list[Demand]) -> str | None:
+        """Return None to claim a norm of values that are sharded along their positions, else ""."""
+        if node.target not in GROUP_NORMS:
+            return ""
+        call = OpCall(node)
+        have, is_updated = self.plan.of(call.operands[0]), call.get("running_mean") is not None
+        is_claimed = isinstance(have, Shard) and have.dim > 1 and call.get("use_input_stats") is not False
+        return None if is_claimed and not is_updated else ""
+
+    def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        """Replace a norm by its arithmetic, in the dtype in which torch adds the elements."""
+        call, dtype = OpCall(node), node.meta["val"].dtype
+        batch, channels, *positions = call.shape()
+        groups = call.get("num_groups") or channels  # an instance norm has groups of one channel
+        with self.graph.inserting_before(node):
+            x = self.cast(call.operands[0], accumulation_dtype(dtype), node)
+            x = self.reshape(x, (batch, groups, simplify_size(channels // groups), *positions), node)
+            dims = list(range(2, 3 + len(positions)))
+            mean = self.compute(aten.mean.dim, (x, dims, True), node)
+            x = self.compute(aten.sub.Tensor, (x, mean), node)
+            square = self.compute(aten.mul.Tensor, (x, x), node)
+            variance = self.compute(aten.mean.dim, (square, dims, True), node)
+            variance = self.compute(aten.add.Tensor, (variance, call["eps"]), node)
+            x = self.compute(aten.mul.Tensor, (x, self.compute(aten.rsqrt.default, (variance,), node)), node)
+            x = self.reshape(x, call.shape(), node)
+            for name, op in (("weight", aten.mul.Tensor), ("bias", aten.add.Tensor)):
+                if call[name] is not None:
+                    channel = self.reshape(call[name], (channels, *[1] * len(positions)), node)
+                    x = self.compute(op, (x, channel), node)
+            new = self.cast(x, dtype, node)
+        self.replace(node, new)
+        self.note(new, "mean and variance over all ranks")
 
 
 class DecomposeMeans(DemandPass):

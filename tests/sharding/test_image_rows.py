@@ -86,6 +86,38 @@ def test_kinds_of_convolutions(name: str) -> None:
     assert not report.fallbacks, report
 
 
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("norm", [nn.GroupNorm(4, 2 * WIDTH), nn.InstanceNorm2d(2 * WIDTH, affine=True)], ids=str)
+def test_norms_over_rows_have_the_mean_and_variance_of_all_ranks(norm: nn.Module, n: int) -> None:
+    report = check(ConvFeedForward(5, conv(1), norm).double(), image_tokens(7, 5), sp=n)
+    assert not report.fallbacks, report
+    assert report.work.flops_share == 1.0
+
+
+def test_a_demand_that_arises_in_a_round_is_not_gathered_there() -> None:
+    """The second norm is on shards only after the first one is decomposed."""
+    middle = [nn.GroupNorm(4, 2 * WIDTH), conv(3, padding=1), nn.GroupNorm(2, 2 * WIDTH), nn.SiLU()]
+    report = check(ConvFeedForward(5, *middle).double(), image_tokens(8, 5), sp=2)
+    assert not report.fallbacks, report
+    assert report.count("conv_along") == 2
+
+
+def test_frames_of_all_videos_are_no_sequence() -> None:
+    """The first dim, of batch * frames, is split before any product; attention reads the 7 frames of each pixel."""
+
+    class Frames(ConvFeedForward):
+        def forward(self, x: Tensor) -> Tensor:
+            frames = x.unflatten(0, (-1, 7)).permute(0, 2, 1, 3).flatten(0, 1)
+            q, k, v = (y.unsqueeze(1) for y in self.qkv(frames).chunk(3, -1))
+            y = F.scaled_dot_product_attention(q, k, v).squeeze(1)
+            return x + y.unflatten(0, (-1, x.shape[1])).permute(0, 2, 1, 3).flatten(0, 1)
+
+    x = torch.randn(2 * 7, 5, WIDTH, dtype=torch.float64, requires_grad=True)
+    report = check(Frames(5).double(), x, sp=2)
+    assert report.work.flops_share == 1.0, report
+    assert report.constraints[0].startswith("sequence of 7"), report
+
+
 @pytest.mark.sampled(every=1)
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_fewer_rows_than_ranks(rows: int) -> None:
@@ -135,7 +167,7 @@ class Loss(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = ConvFeedForward(5).double()
+        self.model = ConvFeedForward(5, conv(3, padding=1), nn.GroupNorm(4, 2 * WIDTH)).double()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.model(x).pow(2).mean()

@@ -288,6 +288,41 @@ def test_all_pieces_of_a_value_are_the_value() -> None:
     assert_on_shards(report)
 
 
+@pytest.mark.parametrize("text_first", [False, True])
+def test_parts_that_are_joined_again_are_on_shards(text_first: bool) -> None:
+    """The last concatenation is of the parts of the attended one, but no attention reads it."""
+
+    class Again(TwoStreams):
+        def forward(self, image: Tensor, text: Tensor) -> Tensor:
+            a, b = super().forward(image, text)
+            x = self.streams["image"].mlp(self.join(a, b, 1))
+            return x[:, a.shape[1] :] if self.text_first else x[:, : b.shape[1]]
+
+    assert_on_shards(check(Again(text_first).double(), *tokens(), sp=2))
+
+
+def test_complex_angles_are_joined() -> None:
+    """The angles of the image are read by attention of the image alone, too, in a frame of its own."""
+
+    class Angles(OneStream):
+        def attend(self, x: Tensor, angles: Tensor) -> Tensor:
+            q, k, v = self.stream.project(x)
+            q, k = (torch.view_as_complex(y.unflatten(-1, (-1, 2))) * angles for y in (q, k))
+            y = F.scaled_dot_product_attention(*(torch.view_as_real(x).flatten(-2) for x in (q, k)), v)
+            return self.stream.add(x, y.transpose(1, 2).flatten(2))
+
+        def forward(self, image: Tensor, text: Tensor) -> Tensor:
+            tables = [torch.arange(x.shape[1], dtype=x.dtype)[:, None] / torch.arange(1, 3) for x in (text, image)]
+            angles = [torch.polar(torch.ones_like(table), table) for table in tables]
+            x = self.attend(self.stream.read(image), angles[1])
+            x = torch.cat([self.stream.read(text), x], 1)
+            return self.attend(x, torch.cat(angles))[:, text.shape[1] :]
+
+    report = check(Angles(rotate_by_cat).double(), *tokens(6), sp=2)
+    assert not report.fallbacks, report
+    assert report.work.flops_share > 0.99, "every rank reads the text, which is little work"
+
+
 def test_a_value_of_pieces_is_no_alias_of_their_source() -> None:
     gm = captured(lambda x: torch.cat([x[:, :2], x[:, 2:]], 1), torch.randn(1, 5, 4))
     assert JoinSequences(2)(gm).modified

@@ -147,6 +147,39 @@ def test_video_tokens_are_one_sequence(attention: str, n: int) -> None:
         assert (note.kind, note.subject, note.node) == (NoteKind.GATHERED, "gather_operands", "view")
 
 
+@pytest.mark.parametrize("n", [2, 3])
+def test_scales_of_frames_leave_the_product_of_dims_one_sequence(n: int) -> None:
+    """The scales have the factors (T, H * W), fewer than the tokens (T, H, W), which attention reads as one dim."""
+
+    class Scaled(Block):
+        def forward(self, x: Tensor, table: Tensor) -> Tensor:
+            return super().forward(x * torch.randn(1, 3, WIDTH, dtype=x.dtype).repeat_interleave(35, 1), table)
+
+    model = Video()
+    model.blocks = nn.ModuleList([Scaled()])
+    report = sp_compile.explain(model.double(), torch.randn(2, 3, 3, 10, 14, dtype=torch.float64), sp=n)
+    assert report.constraints[0].startswith("sequence of 105"), report
+    assert [x.chosen.kind for x in report.attention] == ["gather"]
+
+
+@pytest.mark.parametrize("length", [33, 34])
+def test_patches_along_one_dim_are_the_sequence(length: int) -> None:
+    """A rank has some of 17 patches of 2 samples: no work is done on samples."""
+
+    class Audio(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.patch, self.block, self.head = nn.Conv1d(3, WIDTH, 2, 2), Block(), nn.Linear(WIDTH, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.patch(F.pad(x, (0, 0, 0, x.shape[1] % 2)).mT).mT
+            return self.head(self.block(y, y.new_ones(17, 2))).unflatten(-1, (2, 3)).flatten(1, 2)[:, : x.shape[1]]
+
+    report = check(Audio().double(), torch.randn(2, length, 3, dtype=torch.float64, requires_grad=True), sp=2)
+    assert report.work.flops_share == 1.0, report
+    assert report.constraints[0].startswith("sequence of 17"), report
+
+
 @pytest.mark.sampled(every=1)
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_patches_are_computed_on_shards(n: int) -> None:
@@ -419,6 +452,9 @@ def test_recurrences_and_solves_have_flops() -> None:
     assert (report.work.flops, report.work.flops_share) == (2 * 2 * 6 * 4 * 4 * 5, 1.0)
     report = sp_compile.explain(solve, torch.randn(2, 6, 8, 3), sp=2)
     assert (report.work.flops, report.work.flops_share) == (2 * 6 * 8 * 8 * 3, 1.0)
+    write = lambda x, i: x.cumsum(1).index_copy(1, i, x[:, :3])  # noqa: E731
+    report = sp_compile.explain(write, torch.randn(2, 6, 8), torch.tensor([1, 2, 4]), sp=2)
+    assert report.work.flops == 0, "an index is not multiplied"
 
 
 def test_the_report_names_work_of_every_rank() -> None:

@@ -249,9 +249,9 @@ def order_after(x: Node, order: tuple[int, ...]) -> tuple[int, ...] | None:
     permuted = permutation_of(x)
     if permuted is not None:
         return tuple(permuted.index(d) for d in order)
-    before, after = len(order), x.meta["val"].ndim
     if not is_leading_reshape(x) or not is_identity(order[:-2]):
         return None
+    before, after = len(order), x.meta["val"].ndim
     return (*range(after - 2), *(d - before + after for d in order[-2:]))  # dims of queries and keys are the last two
 
 

@@ -238,6 +238,16 @@ def test_a_sum_of_all_elements_is_no_softmax() -> None:
     assert not any(n.target in ATTENTION for n in canonical(normalize, torch.float32).graph.nodes)
 
 
+def test_weights_that_are_sorted_are_read_by_no_product() -> None:
+    """A sort has several results; the weights of blocks, of which the largest are kept, are sorted."""
+
+    def keep_largest(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        values, indices = torch.softmax(q @ k.mT, -1).sort(-1)
+        return (values.cumsum(-1) > 0.3).gather(-1, indices.argsort(-1)) * v.sum()
+
+    assert not any(n.target in ATTENTION for n in canonical(keep_largest).graph.nodes)
+
+
 def distance() -> Tensor:
     return torch.arange(S) - torch.arange(S)[:, None]
 

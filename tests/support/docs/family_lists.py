@@ -1,42 +1,21 @@
 """List the families of each table of `support.docs.families`.
 
 The tables other than "named" contain every class of an auto class of transformers, or every transformer of diffusers,
-with the generic sizes of `family_sizes.py`. Classes that need other sizes or inputs fail to build.
+with the generic sizes of `family_sizes.py`, or those of `diffusion_models.py`. Other classes that need other sizes or
+inputs fail to build.
 """
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache, partial
-from typing import Any
 
 import diffusers
 import torch
 import transformers
 from transformers.models.auto import modeling_auto
 
-from .family_models import (
-    COLUMNS,
-    DIFFUSION,
-    FRAMES,
-    NAMED,
-    ROWS,
-    Built,
-    Family,
-    image_ids,
-    latents,
-    prompt,
-    prompt_padding,
-)
-from .family_sizes import (
-    BATCH,
-    TEXT_TOKENS,
-    VOCABULARY,
-    WIDTH,
-    build_text_model,
-    has_parameter,
-    shrink_arguments,
-    shrink_config,
-)
+from .diffusion_models import SPECIAL, build_special, inputs_by_name
+from .family_models import COLUMNS, DIFFUSION, FRAMES, NAMED, ROWS, Built, Family, latents
+from .family_sizes import BATCH, VOCABULARY, build_text_model, shrink_arguments, shrink_config
 from .partial_families import PARTIAL
 
 AUTO_CLASSES = {
@@ -58,8 +37,8 @@ def families(table: str) -> list[Family]:
     if table == "named":
         return [*NAMED, *PARTIAL]
     if table == "diffusion":
-        named = {build.__name__.replace("_", "").removesuffix("video") for build in DIFFUSION.values()}
-        names = [name for name in dir(diffusers) if "Transformer" in name and name.endswith("Model")]
+        named = {build.__name__.replace("_", "") for build in DIFFUSION.values()}
+        names = sorted({x for x in dir(diffusers) if "Transformer" in x and x.endswith("Model")} | set(SPECIAL))
         shown = [name for name in names if _short_name(name) not in named]
         return [Family(name, "diffusers", partial(_build_diffusion, name)) for name in shown]
     names_by_type = getattr(modeling_auto, f"MODEL_FOR_{AUTO_CLASSES[table]}_MAPPING_NAMES")
@@ -70,7 +49,7 @@ def families(table: str) -> list[Family]:
 
 def _short_name(class_name: str) -> str:
     """Return the name of a class of diffusers without its ending, in lower case."""
-    return class_name.split("Transformer")[0].lower().removesuffix("video")
+    return class_name.split("Transformer")[0].lower()
 
 
 def _build_text(name: str) -> Built:
@@ -96,11 +75,13 @@ def _build_images(name: str) -> Built:
 
 def _build_diffusion(name: str) -> Built:
     """Build a transformer of diffusers with the first of several forms of inputs with which it runs."""
+    if name in SPECIAL:
+        return build_special(name)
     model_class = getattr(diffusers, name)
     model = model_class(**shrink_arguments(model_class, {})).eval()
     errors = []
     for hidden, times in _forms():
-        inputs = _inputs_by_name(model.forward, hidden, times)
+        inputs = inputs_by_name(model, hidden, times)
         try:
             with torch.no_grad():
                 model(**inputs)
@@ -117,21 +98,3 @@ def _forms() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     for hidden in (video, latents(), tokens, video.transpose(1, 2).contiguous(), torch.randn(BATCH, 8, 14, 14)):
         yield hidden, torch.tensor([3, 7])
         yield hidden, torch.tensor([0.3, 0.7])
-
-
-def _inputs_by_name(forward: Callable[..., Any], hidden: torch.Tensor, times: torch.Tensor) -> dict[str, Any]:
-    """Return the inputs of a model of diffusers by the names of its parameters."""
-    pooled, sizes = torch.randn(BATCH, WIDTH), torch.tensor([[10.0, 14.0]] * BATCH)
-    known = {
-        **{"hidden_states": hidden, "timestep": times, "t": times, "timestep_r": times, "r_timestep": times},
-        **{"encoder_hidden_states": prompt(), "encoder_attention_mask": prompt_padding()},
-        **{"encoder_hidden_states_mask": prompt_padding(), "pooled_projections": pooled, "img_ids": image_ids()},
-        **{"txt_ids": torch.zeros(TEXT_TOKENS, 3), "guidance": times.float(), "global_hidden_states": pooled},
-        **{"original_size": sizes, "target_size": sizes, "crop_coords": sizes * 0, "class_labels": times.long()},
-        **{"img_shapes": [[(1, ROWS, COLUMNS)]] * BATCH, "num_frames": FRAMES, "height": ROWS, "width": COLUMNS},
-        **{"encoder_mask": prompt_padding(), "return_dict": False},
-    }
-    parameters = inspect.signature(forward).parameters.values()
-    required = {p.name for p in parameters if p.default is p.empty} | {"encoder_hidden_states", "return_dict"}
-    optional = {"timestep", "img_ids", "txt_ids", "pooled_projections", "img_shapes"}
-    return {name: known[name] for name in known if name in required | optional and has_parameter(forward, name)}

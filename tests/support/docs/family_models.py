@@ -126,9 +126,9 @@ def _times() -> torch.Tensor:
     return torch.tensor([3, 7])
 
 
-def image_ids() -> torch.Tensor:
-    """Return the positions (zero, row, column) of the tokens of an image."""
-    grid = torch.meshgrid(torch.arange(1), torch.arange(ROWS), torch.arange(COLUMNS), indexing="ij")
+def image_ids(axes: int = 3) -> torch.Tensor:
+    """Return the positions (zeros, row, column) of the tokens of an image."""
+    grid = torch.meshgrid(*[torch.arange(1)] * (axes - 2), torch.arange(ROWS), torch.arange(COLUMNS), indexing="ij")
     return torch.stack([x.flatten().float() for x in grid], -1)
 
 
@@ -154,7 +154,7 @@ def _wan() -> Built:
     return _diffusion("WanTransformer3DModel", {"hidden_states": latents(frames=FRAMES), **_text_and_times()})
 
 
-def _ltx() -> Built:
+def _ltx_video() -> Built:
     tokens = torch.randn(BATCH, FRAMES * ROWS * COLUMNS, 8)
     inputs = {"hidden_states": tokens, **_text_and_times("encoder_attention_mask")}
     inputs |= {"num_frames": FRAMES, "height": ROWS, "width": COLUMNS}
@@ -268,7 +268,7 @@ DIFFUSION: dict[str, Callable[[], Built]] = {
     "DiT": _dit,
     "PixArt": _pixart,
     "Wan": _wan,
-    "LTX": _ltx,
+    "LTX": _ltx_video,
     "Flux": _flux,
     "SD3": _sd3,
     "CogVideoX": _cogvideox,
