@@ -43,6 +43,7 @@ class NodeInfo:
     scanned: tuple[int, int] | None = None
     joins: bool = False  # True for a part of a concatenation, padded to the length of all parts
     is_apart: bool = False  # True if the rows of its result have another frame than those of its operand
+    side: Any = None  # the Shard in which it may start if no sequence reaches it, see `ShardSideRegions`
     grouped: bool = False  # True if canonicalize added the grouped heads, so that expand_heads may revert it
     choice: Any = None  # attention decision, a cost.attention.Candidate
     recomputed: bool = False  # True if the node only repeats work of tiles, or of nodes before them, for other users

@@ -198,7 +198,7 @@ def test_patches_with_many_copies_of_an_image_remain_a_convolution() -> None:
     model.patch = patch
     report = check(model.double(), torch.randn(2, 3, 28, 20, dtype=torch.float64), sp=2)
     assert not report.find_notes(NoteKind.REWRITTEN, subject="rewrite_patch_convolutions")
-    assert report.find_notes(NoteKind.REPLICATED_WORK)
+    assert report.work.flops_share > 0.99, report
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
