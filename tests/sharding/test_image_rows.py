@@ -184,7 +184,7 @@ def test_rows_that_a_rank_has_of_both_are_not_moved() -> None:
 
 
 def test_the_batch_of_a_region_is_divided_if_its_rows_are_gathered() -> None:
-    """A rank resizes 2 of 4 images."""
+    """A rank resizes 2 of 4 images, because a resized row is no window of rows."""
 
     class Resized(Detector):
         def forward(self, image: Tensor) -> Tensor:

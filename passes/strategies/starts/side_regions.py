@@ -66,12 +66,12 @@ class ShardSideRegions(Pass):
         if work.flops - work.sharded_flops < LARGE_SHARE * work.flops:
             return False
         idle = [node for node in gm.graph.nodes if _is_idle(node, plan)]
-        best, saved = Trial({}, plan, 0.0, 0.0), 0.0
-        for name in _rank_classes(idle, axes, context)[:MAX_TRIALS]:
-            trial = _try_marks(gm, plan, _find_marks(axes, name, idle, gm), context)
-            saved = work.rank_flops - trial.rank_flops
-            if saved >= LARGE_SHARE / 2 * work.flops and trial.seconds < best.seconds:
-                best = trial
+        best = Trial({}, plan, 0.0, 0.0)
+        for classes in _rank_classes(idle, axes, context):
+            for name in classes[:MAX_TRIALS] if not best.marks else ():
+                trial = _try_marks(gm, plan, _find_marks(axes, name, idle, gm), context)
+                is_clear = work.rank_flops - trial.rank_flops >= LARGE_SHARE / 2 * work.flops
+                best = trial if is_clear and trial.seconds < best.seconds else best
         if not best.marks:
             return False
         _set_marks(best.marks, context)
@@ -133,23 +133,26 @@ def _is_idle(node: Node, plan: PlacementPlan) -> bool:
     return node.op == "call_function" and node not in plan.wants and is_full and not is_random(node)
 
 
-def _rank_classes(idle: Sequence[Node], axes: Axes, context: PassContext) -> list[int]:
+def _rank_classes(idle: Sequence[Node], axes: Axes, context: PassContext) -> tuple[list[int], list[int]]:
     """Return the classes of dims along which most of the work of every rank could be divided, the best first.
 
     A product divides the dims that its first operand and its result share: positions, batches and heads, but no
-    features. It counts for the classes of which a rank has the smallest share.
+    features. It counts for the classes of which a rank has the smallest share, which are returned first, and for
+    others, such as the batch, which are considered if no rows of the former can stay on their ranks.
     """
-    saved: dict[int, float] = {}  # FLOPs of a rank, by class
+    saved: dict[tuple[bool, int], float] = {}  # FLOPs of a rank, by (True for the smallest share, class)
     sizes: dict[int, int] = {}
     for node in idle:
         flops = contraction_flops(node) * context.times(node) if node.op == "call_function" else 0.0
         atoms = _divided_atoms(node, axes) if flops else []
         shares = {atom: largest_share(atom.size, context.ranks.n) for atom in atoms}
         for atom, share in shares.items():
-            if share == min(shares.values()) < 1:
-                saved[atom.name] = saved.get(atom.name, 0.0) + flops * (1 - share)
-                sizes[atom.name] = max(atom.size, sizes.get(atom.name, 0))
-    return sorted(saved, key=lambda x: (-saved[x], -sizes[x], x))
+            key = share == min(shares.values()), atom.name
+            saved[key] = saved.get(key, 0.0) + flops * (1 - share)
+            sizes[atom.name] = max(atom.size, sizes.get(atom.name, 0))
+    ranked = sorted((key for key in saved if saved[key]), key=lambda key: (-saved[key], -sizes[key[1]], key[1]))
+    best, others = ([name for is_best, name in ranked if is_best == wanted] for wanted in (True, False))
+    return best, others
 
 
 def _divided_atoms(node: Node, axes: Axes) -> list[Atom]:
