@@ -55,7 +55,8 @@ from sp_compile.passes.strategies.scan_demands import ShardScans, SplitNestedSca
 from sp_compile.passes.strategies.select_row import SelectRow
 from sp_compile.passes.strategies.select_rows import SelectRows
 from sp_compile.passes.strategies.sequence_checks import FindSequences, MarkUserCollectives, PlaceOutputs
-from sp_compile.passes.strategies.shard_inputs import ShardAttentionInputs
+from sp_compile.passes.strategies.starts.shard_inputs import ShardAttentionInputs
+from sp_compile.passes.strategies.starts.side_regions import ShardSideRegions
 
 
 class ApplyStrategies(RepeatPasses):
@@ -82,6 +83,7 @@ class Pipeline(Passes):
         JoinSequences,
         ShardAttentionInputs,
         FindSequences,
+        ShardSideRegions,
         ComparePositions,
         ChooseAttention,
         ApplyStrategies,

@@ -45,6 +45,7 @@ class NodeInfo:
     is_apart: bool = False  # True if the rows of its result have another frame than those of its operand
     # Rows of the value that all ranks read, as (start, number) along the sequence
     selected: frozenset[tuple[Any, Any]] = frozenset()
+    side: Any = None  # the Shard in which it may start if no sequence reaches it, see `ShardSideRegions`
     grouped: bool = False  # True if canonicalize added the grouped heads, so that expand_heads may revert it
     choice: Any = None  # attention decision, a cost.attention.Candidate
     recomputed: bool = False  # True if the node only repeats work of tiles, or of nodes before them, for other users

@@ -18,8 +18,9 @@ from typing import NamedTuple
 from torch.fx import GraphModule, Node
 
 from sp_compile.passes.graph.sizes import assume_large, ceil_div, is_same_size
+from sp_compile.passes.sharding.attention_axes import softmax_attended_dims
 from sp_compile.passes.sharding.axes import Atom, Axes, attended_dims, name_factors
-from sp_compile.passes.sharding.find_sequences import chunk_blocks, complete_sequences, softmax_attended_dims
+from sp_compile.passes.sharding.find_sequences import chunk_blocks, complete_sequences
 from sp_compile.passes.sharding.sharded_work import LARGE_SHARE, RowWork, largest_share
 
 

@@ -144,7 +144,7 @@ def start_sharding(axes: Axes, call: OpCall, rule: BoundRule, n: int, window: Fr
         return None
     is_float = has_gradient_dtype(value)
     starts = is_float or is_draw or rule.starts_sequence or _is_large_broadcast(call)
-    shard = axes.shard(node) if starts else None
+    shard = _starting_shard(axes, node) if starts else None
     if shard is None:
         return None
     if window is not None and is_same_size(window.length, shard.frame.length):
@@ -163,7 +163,7 @@ def start_sharding(axes: Axes, call: OpCall, rule: BoundRule, n: int, window: Fr
     if not factor or rule.kind(factor) in ("replicate", "attend"):
         return None
     if rule.kind(factor) == "halo":  # windows: the sequence starts with the rows of the operand
-        operand_shard = axes.shard(call.operands[0])
+        operand_shard = _starting_shard(axes, call.operands[0])
         if operand_shard is None or node_info(node).replicated:  # no sequence starts at a gathered value
             return None
         step = _window_step(call, rule, replicated, operand_shard, n)
@@ -175,6 +175,12 @@ def start_sharding(axes: Axes, call: OpCall, rule: BoundRule, n: int, window: Fr
         needs_ranks = not _has_all_positions(n, shard)
         demands = (Demand(node, 0, "scan", REPLICATE, why=SCANNED_DEMAND),) if needs_ranks else ()
     return shard_factor(call, rule, replicated, factor, shard, n, demands)
+
+
+def _starting_shard(axes: Axes, node: Node) -> Shard | None:
+    """Return the shard of a value that starts a sequence or, if no sequence reaches it, a side region, or None."""
+    side: Shard | None = node_info(node).side
+    return axes.shard(node) or side
 
 
 def _has_all_positions(n: int, *shards: Shard) -> bool:

@@ -51,6 +51,7 @@ from .node_steps import (
     start_sharding,
 )
 from .row_units import express_in_rows
+from .side_rows import LEAVES_REGION, is_side_step, leaving_operands, switch_rows
 
 
 def mask_values(gm: GraphModule) -> set[Node]:
@@ -110,16 +111,17 @@ def propagate(
     plan = PlacementPlan()
     # Nodes with replicated operands that stay replicated.
     replicated = mask_values(gm) if starts_sequences else frozenset(gm.graph.nodes)
+    sides: set[Node] = set()  # values that are sharded along a dim of a side region
     for node in gm.graph.nodes:
         # If the program computes the sequence in chunks, x.view(B, chunks, rows, D), no chunk may be on two ranks:
         # `express_in_rows` adds this to the frames.
         if node.op in ("placeholder", "get_attr"):
             plan.placements[node] = (express_in_rows(axes, node, 0, (inputs or {}).get(node, REPLICATE)),)
         elif node.op == "output":
-            _visit_output(plan, node, outputs)
+            _visit_output(plan, node, outputs, sides)
         elif node.op == "call_function":
             window = (window_starts or {}).get(node)
-            step = _visit(plan, axes, node, n, keep_replicated=node in replicated, declines=declines, window=window)
+            step = _visit(plan, axes, node, n, node in replicated, declines, window, sides)
             if step.wants is not None:
                 plan.wants[node] = step.wants
             plan.placements[node] = tuple(express_in_rows(axes, node, i, p) for i, p in enumerate(step.results))
@@ -128,10 +130,11 @@ def propagate(
     return plan
 
 
-def _visit_output(plan: PlacementPlan, node: Node, outputs: str | Sequence[str]) -> None:
+def _visit_output(plan: PlacementPlan, node: Node, outputs: str | Sequence[str], sides: set[Node]) -> None:
     """Add a demand to the plan for each output that may not be returned as it is placed.
 
-    A partial sum is reduced. A sharded value is gathered, unless the option `outputs` keeps it sharded. A replicated
+    A partial sum is reduced. A sharded value is gathered, unless the option `outputs` keeps it sharded; one of a side
+    region always is. A replicated
     value whose gradient must be a summand on each rank has a demand "invariant": the caller returns the same full
     gradient on every rank.
     """
@@ -144,6 +147,7 @@ def _visit_output(plan: PlacementPlan, node: Node, outputs: str | Sequence[str])
             plan.demands.append(Demand(node, i, "invariant", have, why=INVARIANT))
         elif isinstance(have, Shard):
             why = gather_reason(source.meta["val"], options[source])
+            why = why or (LEAVES_REGION if source in sides else "")
             if why:
                 plan.demands.append(Demand(node, i, "gathered", have, why=why))
 
@@ -156,6 +160,7 @@ def _visit(
     keep_replicated: bool,
     declines: DeclineRule | None,
     window: Frame | None,
+    sides: set[Node],
 ) -> NodeStep:
     """Return the step of a node: the placements of its operands and results, and its demands.
 
@@ -168,8 +173,10 @@ def _visit(
         declines: As in `propagate`.
         window: The frame by which a sequence that starts at the node is sharded, if it is not its own: that of h[:, 1:]
             for an embedding that is added to it. Each rank then has the same rows of both. None for other nodes.
+        sides: The values so far that are sharded along a dim of a side region; extended by the node if its result is.
     """
     if node.target is operator.getitem and isinstance(node.args[0], Node):
+        sides.update([node] if node.args[0] in sides else [])
         return NodeStep(None, (_item_placement(plan, node, node.args[0]),))
     call, rule = lookup_rule(node) or (None, None)
     if is_written(node):  # in place: it runs on replicated operands
@@ -189,7 +196,7 @@ def _visit(
     # All other ops run on reduced sums.
     demands = [Demand(node, i, "reduce", p) for i, p in enumerate(have) if isinstance(p, Partial)]
     have = [REPLICATE if isinstance(p, Partial) else p for p in have]
-    step = _node_step(axes, node, call, rule, have, n, keep_replicated, window)
+    step = _region_step(axes, node, call, rule, operands, have, n, keep_replicated, window, sides)
     declined = declines(call, rule, have) if declines and call and step.wants else None  # a reason, or None
     if declined is not None:
         step = replicate_operands(node, have, kind="gathered", why=declined, num_results=len(step.results))
@@ -204,6 +211,31 @@ def _visit(
         # A demand of the op itself: the index 0 refers to no operand, since draws such as randn have none.
         demands.append(Demand(node, 0, "draw", REPLICATE, why=why))
     return NodeStep(step.wants, step.results, tuple(demands))
+
+
+def _region_step(
+    axes: Axes, node: Node, call: OpCall | None, rule: BoundRule | None, operands: Sequence[Node],
+    have: Sequence[Placement], n: int, keep_replicated: bool, window: Frame | None, sides: set[Node],
+) -> NodeStep:  # fmt: skip
+    """Return the step of a node, and add it to `sides` if its result is sharded along a dim of a side region.
+
+    Operands with rows of a side region are gathered if the node has rows of a sequence, unless no element moves. The
+    arguments are those of `_node_step` and `_visit`, and the operands of the node.
+    """
+    crosses = call is not None and (rule is None or rule.operand_placements is None)
+    left = leaving_operands(axes, node, operands, have, sides) if crosses else []
+    enters = node_info(node).side is not None and sides.isdisjoint(operands)
+    step = switch_rows(axes, call, rule, have, n) if call is not None and crosses and (left or enters) else None
+    if step is None:
+        kept = [REPLICATE if i in left else p for i, p in enumerate(have)]
+        step = _node_step(axes, node, call, rule, kept, n, keep_replicated, window)
+        is_sharded = step.wants is not None  # along another operand
+        gathers = [Demand(node, i, "gathered", have[i], is_sharded, LEAVES_REGION) for i in left]
+        step = NodeStep(step.wants, step.results, (*gathers, *step.demands))
+    staying = [x for i, x in enumerate(operands) if x in sides and i not in left]
+    if is_side_step(axes, node, have, step, staying):
+        sides.add(node)
+    return step
 
 
 def _mark_varying(node: Node, rule: BoundRule | None, have: Sequence[Placement], step: NodeStep) -> NodeStep:

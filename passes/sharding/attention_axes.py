@@ -9,6 +9,7 @@ without a gradient (a user's mask, a buffer) may contain any value.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from sp_compile.lowering.masks.predicate import predicate_symbols
 from sp_compile.lowering.torch_compat import flex_attention_op, pytree, varlen_attention
 from sp_compile.passes.graph.call import OpCall, is_tensor, node_packet
 from sp_compile.passes.graph.node_info import node_info
+
+from .rule import lookup_rule
 
 # attention ops: q, k, v are the first three tensor operands; all accept dropout_p, scale and enable_gqa
 ATTENTION = (torch.ops.aten.scaled_dot_product_attention.default, torch.ops.sp.masked_attention.default)
@@ -44,6 +47,29 @@ def attention_nodes(gm: GraphModule) -> list[Node]:
 def all_attention_nodes(gm: GraphModule) -> list[Node]:
     """Return all attention nodes, sharded or not, in graph order."""
     return [n for n in gm.graph.nodes if n.op == "call_function" and (n.target in ATTENTION or op_strategy(n.target))]
+
+
+def softmax_attended_dims(gm: GraphModule, axes: Any) -> Iterator[tuple[Node, Any]]:
+    """Yield (product, dim) for dims that a softmax normalizes over and a later product sums over.
+
+    This is attention that is written out: softmax(q @ k.T) @ v.
+
+    Args:
+        gm: The graph.
+        axes: The `Axes` of its values.
+    """
+    normalized: set[int] = set()  # classes that a softmax normalizes over
+    for node in gm.graph.nodes:
+        call, rule = lookup_rule(node) or (None, None)
+        if call is None or rule is None:
+            continue
+        for operand, factors in zip(call.operands, rule.operands):
+            for dim, factor in zip(axes.dims[operand, 0], factors):  # no softmax or product has a group of factors
+                names, kind = {axes.find(atom.name) for atom in dim}, rule.kind(factor)
+                if rule.normalizes and kind == "replicate":
+                    normalized |= names
+                elif kind == "sum" and len(call.operands) > 1 and names & normalized:
+                    yield node, tuple(atom for atom in dim if axes.find(atom.name) in normalized)
 
 
 def mask_predicate(call: OpCall) -> str | None:

@@ -35,7 +35,7 @@ from sp_compile.passes.graph.sizes import (
     size_product,
 )
 
-from .attention_axes import ATTENTION_OF_TORCH, all_attention_nodes
+from .attention_axes import ATTENTION_OF_TORCH, all_attention_nodes, softmax_attended_dims
 from .factors import BoundRule, Dims, dim_factors
 from .placement import Frame, Placement, Shard
 from .reshape import reshape_rule
@@ -304,7 +304,8 @@ def _find_products(gm: GraphModule, axes: Axes) -> Iterator[tuple[tuple[Node, in
 
     For the patches of an image, attention reads a dim (H, W). Then every dim (H, W) or (batch, H, W) has this product.
     """
-    attended = {axes.canonical(dim) for _, dim in (*attended_dims(gm, axes), *_joined_dims(gm, axes))}
+    evidence = (*attended_dims(gm, axes), *softmax_attended_dims(gm, axes), *_joined_dims(gm, axes))
+    attended = {axes.canonical(dim) for _, dim in evidence}
     products = sorted((dim for dim in attended if len(dim) > 1), key=len, reverse=True)  # the longest match first
     if not products:
         return

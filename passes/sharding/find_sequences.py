@@ -26,6 +26,7 @@ from sp_compile.passes.graph.call import OpCall, collect_nodes, is_tensor, node_
 from sp_compile.passes.graph.node_info import node_info
 from sp_compile.passes.graph.sizes import Size, assume_large, is_same_size, size_product
 
+from .attention_axes import softmax_attended_dims
 from .axes import Atom, Axes, Dim, Evidence, Split, attended_dims, value_factors
 from .factors import BoundRule
 from .rule import lookup_rule
@@ -421,21 +422,6 @@ def sequence_candidates(gm: GraphModule, axes: Axes, user_dims: Mapping[str, int
         candidate = SequenceCandidate(size, kind, len(nodes), bool(inputs), is_chosen, is_split, share, why, inputs)
         candidates.append(candidate)
     return sorted(candidates, key=lambda c: (not c.is_chosen, -assume_large(c.size)))
-
-
-def softmax_attended_dims(gm: GraphModule, axes: Axes) -> Evidence:
-    """Yield (product, dim) for dims that a softmax normalizes over and a later product sums over.
-
-    This is attention that is written out: softmax(q @ k.T) @ v.
-    """
-    normalized: set[int] = set()  # classes that a softmax normalizes over
-    for call, rule in _ruled_calls(gm):
-        for dim, kind in _classify_factors(axes, call, rule):
-            names = {axes.find(a.name) for a in dim}
-            if rule.normalizes and kind == "replicate":
-                normalized |= names
-            elif kind == "sum" and len(call.operands) > 1 and names & normalized:
-                yield call.node, tuple(a for a in dim if axes.find(a.name) in normalized)
 
 
 def _scanned_dims(gm: GraphModule, axes: Axes) -> Evidence:

@@ -89,7 +89,7 @@ class ExchangeHalos(DemandPass):
                 x = self.compute(op, (x, *args), node)
             new = self._emit_on_shards(window_call, x, have, result, node.meta["val"], node)
         # A pad of `JoinSequences`, a part of a concatenation that is padded to its length, remains marked as such.
-        set_node_info(new, joins=node_info(node).joins)
+        set_node_info(new, joins=node_info(node).joins, side=node_info(node).side)
         self.replace(node, new)
 
     def _emit_on_shards(

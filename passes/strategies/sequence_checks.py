@@ -280,6 +280,9 @@ def _plan_constraints(gm: GraphModule, axes: Axes, plan: PlacementPlan, n: int) 
             size, local = have.frame.size, have.frame.local_length(n)
             padded = "" if is_divisor(n, size) else f", padded to {n} * {local}"
             constraints[f"sequence of {size}: {local} positions a rank{padded}"] = None
+        elif isinstance(have, Shard) and node_info(node).side is not None:
+            local = have.frame.local_length(n)
+            constraints[f"{have.frame.length} rows of a region without a sequence: {local} rows a rank"] = None
         # Another sharded dim is a dim of heads (all-to-all), or counts windows, which the sequence above describes.
         elif isinstance(have, Shard) and not _has_windows(axes, node, have.dim):
             constraints[f"{n} ranks divide the {have.frame.size} heads (dim {have.dim})"] = None

@@ -1,4 +1,4 @@
-"""Convolutions over the rows of images whose tokens are a sequence: each rank has complete rows."""
+"""Convolutions over the rows of images, with tokens that are a sequence, and before or after these tokens."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from support.ranks import Ranks, mesh
 from torch import Tensor, nn
 
 import sp_compile
+from sp_compile.passes.context import NoteKind
+from sp_compile.passes.report import Report
 
-WIDTH = 8
+WIDTH, CHANNELS = 8, 32
 
 
 class ConvFeedForward(nn.Module):
@@ -162,19 +164,97 @@ def test_a_cheap_convolution_does_not_make_shards_unequal() -> None:
     assert report.constraints[0].startswith("sequence of 35"), report.constraints
 
 
-class Loss(nn.Module):
-    """The mean square of the tokens."""
+class Detector(nn.Module):
+    """A backbone of convolutions, attention over the H * W positions of its result, and a head of convolutions."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_token: bool = False) -> None:
         super().__init__()
-        self.model = ConvFeedForward(5, conv(3, padding=1), nn.GroupNorm(4, 2 * WIDTH)).double()
+        torch.manual_seed(0)
+        inner, outer = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1)
+        self.stem = nn.Sequential(nn.Conv2d(3, CHANNELS, 3, 2, 1), nn.ReLU(), inner, nn.ReLU(), outer)
+        self.qkv = nn.Linear(CHANNELS, 3 * CHANNELS)
+        self.head = nn.Sequential(
+            nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), nn.GELU(), nn.Conv2d(CHANNELS, 2, 3, padding=1)
+        )
+        self.token = nn.Parameter(torch.randn(1, 1, CHANNELS)) if has_token else None
+
+    def forward(self, image: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.stem(image)
+        x = features.flatten(2).transpose(1, 2)
+        if self.token is not None:
+            x = torch.cat([self.token.expand(len(x), -1, -1), x], 1)
+        q, k, v = (y.unsqueeze(1) for y in self.qkv(x).chunk(3, -1))
+        x = x + F.scaled_dot_product_attention(q, k, v).squeeze(1)
+        x = x[:, 1:] if self.token is not None else x
+        return self.head(x.transpose(1, 2).unflatten(2, features.shape[2:])), features
+
+
+def image_of(rows: int, columns: int, batch: int = 1) -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(batch, 3, rows, columns, dtype=torch.float64, requires_grad=True)
+
+
+def side_regions(report: Report) -> int:
+    return len(report.find_notes(NoteKind.REWRITTEN, subject="shard_side_regions"))
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("has_token", [False, True], ids=["tokens", "class token"])
+@pytest.mark.parametrize(("rows", "batch"), [(26, 1), (23, 1), (24, 3)])
+@pytest.mark.sampled(every=4)
+def test_convolutions_that_no_sequence_reaches(rows: int, batch: int, has_token: bool, n: int) -> None:
+    report = check(Detector(has_token).double(), image_of(rows, 10, batch), sp=n)
+    assert side_regions(report)
+    assert report.work.flops_share > 0.95, report
+
+
+def test_rows_that_a_rank_has_of_both_are_not_moved() -> None:
+    """A rank has 8 of 16 rows of 5 positions, which are 40 of the 80 tokens."""
+    report = check(Detector().double(), image_of(32, 10), sp=2)
+    assert report.work.flops_share > 0.95
+    assert not report.fallbacks, report
+
+
+def test_the_batch_of_a_region_is_divided_if_its_rows_are_gathered() -> None:
+    """A rank resizes 2 of 4 images, because a resized row is no window of rows."""
+
+    class Resized(Detector):
+        def forward(self, image: Tensor) -> Tensor:
+            return self.head(F.interpolate(super().forward(image)[1], scale_factor=3.0, mode="bilinear"))
+
+    report = check(Resized().double(), image_of(20, 10, batch=4), sp=2)
+    assert side_regions(report)
+    assert report.work.flops_share > 0.95, report
+
+
+def test_results_of_a_region_are_returned_in_full() -> None:
+    report = sp_compile.explain(Detector(has_token=True), image_of(26, 10).float(), sp=2, outputs="lazy")
+    assert side_regions(report)
+    assert report.sharded_outputs == []
+
+
+class Loss(nn.Module):
+    """The mean square of the results."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model.double()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.model(x).pow(2).mean()
+        results = self.model(x)
+        return sum(y.pow(2).mean() for y in ([results] if isinstance(results, Tensor) else results))
 
 
 def _train_on_rows() -> object:
-    return against_eager(Loss(), image_tokens(7, 5).detach(), mesh=mesh())
+    return against_eager(
+        Loss(ConvFeedForward(5, conv(3, padding=1), nn.GroupNorm(4, 2 * WIDTH))),
+        image_tokens(7, 5).detach(),
+        mesh=mesh(),
+    )
+
+
+def _train_a_detector() -> object:
+    return against_eager(Loss(Detector(has_token=True)), image_of(26, 10).detach(), mesh=mesh())
 
 
 @pytest.mark.slow
@@ -182,3 +262,10 @@ def _train_on_rows() -> object:
 @pytest.mark.sampled(every=2)
 def test_rows_on_real_ranks(ranks: Ranks, n: int) -> None:
     check_ranks(ranks.run(n, _train_on_rows))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.sampled(every=3)
+def test_side_regions_on_real_ranks(ranks: Ranks, n: int) -> None:
+    check_ranks(ranks.run(n, _train_a_detector))

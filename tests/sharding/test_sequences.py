@@ -231,7 +231,24 @@ def test_patches_with_many_copies_of_an_image_remain_a_convolution() -> None:
     model.patch = patch
     report = check(model.double(), torch.randn(2, 3, 28, 20, dtype=torch.float64), sp=2)
     assert not report.find_notes(NoteKind.REWRITTEN, subject="rewrite_patch_convolutions")
-    assert report.find_notes(NoteKind.REPLICATED_WORK)
+    assert report.work.flops_share > 0.99, report
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_attention_that_is_written_out_over_patches(n: int) -> None:
+    """A bias may contain fills, so that attention remains a softmax and two products; H * W is its sequence."""
+
+    class Written(Image):
+        def forward(self, image: Tensor, bias: Tensor) -> Tensor:
+            x = self.patch(image).flatten(2).transpose(1, 2) + self.position
+            q, k, v = (split_heads(y) for y in self.block.qkv(x).chunk(3, -1))
+            x = x + ((q @ k.transpose(-1, -2) + bias).softmax(-1) @ v).transpose(1, 2).flatten(2)
+            return self.head(self.block.mlp(x).mean(1))
+
+    bias = torch.randn(HEADS, 35, 35, dtype=torch.float64)
+    report = check(Written(35).double(), torch.randn(2, 3, 28, 20, dtype=torch.float64), bias, sp=n)
+    assert report.work.flops_share > 0.99, report
+    assert report.constraints[0].startswith("sequence of 35")
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])

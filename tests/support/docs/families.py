@@ -61,10 +61,6 @@ Why families have less than 95% on shards:
 
 - SAM: 8 rows of patches are 3 rows of windows, so that a rank would have 2 of 3. An image of 17 rows is on shards: each
   rank has complete rows of windows.
-- TimeSformer: attention over frames and over patches in turn, with a reshape of the residual between the two.
-- MobileViT: convolutions and attention in turn, with a reshape of the image to patches between the two.
-- ViT-MAE: the encoder reads a random selection of the patches, so that the patches and the selection are two sequences.
-- Hiera: the early stages attend within units; the sequence is that of the last stages.
 - Mimi: a convolution pads by repeating the first row, and the transposed convolutions of the decoder make a sequence
   longer. Both are gathered, so that the decoder runs on every rank.
 - RWKV-4, FNet, FocalNet: no attention or scan. RWKV-4 is a loop with a running maximum, FNet a Fourier transform over the

@@ -1,0 +1,1 @@
+"""Passes that mark values at which propagation starts shards, before placements are chosen."""
