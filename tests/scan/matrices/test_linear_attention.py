@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 import sp_compile
 from sp_compile.lowering.base import warn
+from sp_compile.lowering.scan import affine_scan
 from sp_compile.lowering.scan.attention_kernels import FUNCTIONS, KERNELS, register_kernel
 from sp_compile.passes.capture import package_kernels
 
@@ -178,11 +180,32 @@ def test_the_report_names_the_exchange() -> None:
     assert scan.forward == scan.backward == HEADS * SIZE * (SIZE + SIZE) * 8
 
 
-def test_nodes_do_not_depend_on_the_length() -> None:
-    counts = []
+def test_exchanges_do_not_depend_on_the_length() -> None:
+    exchanges = []
     for length in (64, 640):
-        graphs = sp_compile.explain(Mixer("chunk_kda"), torch.randn(1, length, WIDTH, dtype=torch.float64), sp=2)
-        counts.append([e.op for e in graphs.exchanges])
+        report = sp_compile.explain(Mixer("chunk_kda"), torch.randn(1, length, WIDTH, dtype=torch.float64), sp=2)
+        exchanges.append([(e.op, e.forward, e.backward) for e in report.exchanges if e.op != "unshard"])
+    assert exchanges[0] == exchanges[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_launches_do_not_depend_on_the_length(kind: str) -> None:
+    """Forward and backward call the same ops for any length, where the recurrence of matrices is one kernel."""
+    pytest.importorskip("triton")
+    kernel = "sp_compile.lowering.triton.affine_kernel.scan_affine_rows"
+    counts = []
+    for length in (128, 1024):
+        q, k, v = (torch.randn(1, length, HEADS, SIZE, requires_grad=True) for _ in range(3))
+        decay, beta = -torch.rand(1, length, HEADS, 1), torch.rand(1, length, HEADS) if kind == "delta" else None
+        a, b = (torch.randn(1, length, HEADS, SIZE) if kind == "low rank" else None for _ in range(2))
+        with (
+            mock.patch.object(affine_scan, "_has_affine_kernel", return_value=True),
+            mock.patch(kernel, lambda m, b, *_: torch.zeros_like(b)),
+            torch.profiler.profile() as profile,
+        ):
+            out = sp.linear_attention(q, k, v, decay, beta, a, b, None, None, None, None, 0.5, "")
+            torch.autograd.grad(out, (q, k, v), out)
+        counts.append({x.key: x.count for x in profile.key_averages() if x.key.startswith(("aten::", "sp::"))})
     assert counts[0] == counts[1]
 
 
