@@ -56,7 +56,7 @@ from sp_compile.passes.strategies.select_row import SelectRow
 from sp_compile.passes.strategies.select_rows import SelectRows
 from sp_compile.passes.strategies.sequence_checks import FindSequences, MarkUserCollectives, PlaceOutputs
 from sp_compile.passes.strategies.starts.shard_inputs import ShardAttentionInputs
-from sp_compile.passes.strategies.starts.side_regions import ShardSideRegions
+from sp_compile.passes.strategies.starts.side_regions import DecomposeChainedNorms, ShardSideRegions
 
 
 class ApplyStrategies(RepeatPasses):
@@ -83,6 +83,7 @@ class Pipeline(Passes):
         JoinSequences,
         ShardAttentionInputs,
         FindSequences,
+        DecomposeChainedNorms,
         ShardSideRegions,
         ComparePositions,
         ChooseAttention,

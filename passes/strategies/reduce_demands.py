@@ -38,6 +38,7 @@ SUM_OPS = (aten.sum.default, aten.sum.dim_IntList, aten.nansum.default)
 class DecomposeGroupNorms(DemandPass):
     """Decomposition of group norms and instance norms over the sequence into two means, for all ranks."""
 
+    requires = frozenset({"canonical", "sequences"})
     kinds = frozenset({"gathered"})
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:

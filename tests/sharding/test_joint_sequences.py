@@ -266,12 +266,14 @@ def test_rows_that_are_sent_piece_by_piece_are_a_gather(rows: int, width: int, g
     """More than half of the rows of one value are sent to all ranks, in several selections of few rows."""
     model, x = Steps(rows, width).double(), tokens()[0]
     report = check(model, x, sp=2)
-    assert {note.kind for note in report.fallbacks} == ({NoteKind.GATHERED} if gathers else set())
-    assert len(report.fallbacks) == gathers, report
+    notes = [note for note in report.fallbacks if note.subject.startswith("select_row")]
+    assert {note.kind for note in notes} == ({NoteKind.GATHERED} if gathers else set())
+    assert len(notes) == gathers, report
     numbers = [str(gathers), str(rows), str(IMAGE)]
-    assert all(re.findall(r"\d+", note.text) == numbers for note in report.fallbacks)
+    assert all(re.findall(r"\d+", note.text) == numbers for note in notes)
     if gathers:
-        assert any("self.step(piece)" in text for text in report.warnings)
+        is_sharded = bool(report.find_notes(NoteKind.REWRITTEN, subject="shard_side_regions"))  # along the batch
+        assert is_sharded or any("self.step(piece)" in text for text in report.warnings)
         with pytest.raises(SpError, match=f"SP305.*{'.*'.join(numbers)}"):
             sp_compile.explain(model, x, sp=2, fallback="error")
 

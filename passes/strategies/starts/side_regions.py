@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch.fx import GraphModule, Node
 
-from sp_compile.passes.base import Pass
+from sp_compile.passes.base import Pass, Passes
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.node_info import node_info, set_node_info
 from sp_compile.passes.graph.rank_rng import is_random
@@ -36,12 +36,26 @@ from sp_compile.passes.sharding.sharded_work import (
     largest_share,
 )
 from sp_compile.passes.strategies.gather_demands import demanded_operand
+from sp_compile.passes.strategies.reduce_demands import DecomposeGroupNorms
 
 MAX_REGIONS = 8  # maximum number of classes of dims
 MAX_TRIALS = 3  # maximum number of classes of dims that are tried for one region
 GRADIENT_WORK = 3.0  # FLOPs of forward and backward over those of the forward
 PEAK_SHARE = 0.25  # of the FLOP/s of attention: the rate of convolutions and of products of few rows
 GRADIENT_BYTES = 2.0  # bytes of the exchanges of forward and backward over those of the forward
+
+
+class DecomposeChainedNorms(Passes):
+    """Decomposition of all norms on shards, one after the other, so that a plan shows what they place on shards."""
+
+    steps = (DecomposeGroupNorms,)
+
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
+        """Decompose norms until none is on shards, and return their number."""
+        changes = 0
+        while changed := super().apply(gm, context):
+            changes += changed
+        return changes
 
 
 class ShardSideRegions(Pass):
@@ -63,7 +77,8 @@ class ShardSideRegions(Pass):
         """Mark the values of the class of dims that saves most time; return False if none saves a clear part."""
         axes, plan = context.axes(gm), context.plan(gm)
         work = _plan_work(gm, plan, context)
-        if work.flops - work.sharded_flops < LARGE_SHARE * work.flops:
+        is_large = work.flops - work.sharded_flops >= LARGE_SHARE * work.flops
+        if not is_large or not work.sharded_flops:  # nothing is on shards with a sequence of one token
             return False
         idle = [node for node in gm.graph.nodes if _is_idle(node, plan)]
         best = Trial({}, plan, 0.0, 0.0)
