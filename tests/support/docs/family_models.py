@@ -256,7 +256,7 @@ def _cosmos() -> Built:
 IMAGE = (3, 64, 64)
 VISION: dict[str, Callable[[], Built]] = {
     "ViT": lambda: _vision("ViT", IMAGE),
-    "SigLIP vision": lambda: _vision("SiglipVision", (3, 56, 56), image_size=56, vision_use_head=False),
+    "SigLIP vision": lambda: _vision("SiglipVision", (3, 56, 56), image_size=56),
     "VideoMAE": lambda: _vision("VideoMAE", (6, 3, 56, 56), image_size=56, num_frames=6, tubelet_size=2),
     "DINOv3 ViT": lambda: _vision("DINOv3ViT", IMAGE, num_register_tokens=4),
     "CLIP vision": lambda: _vision("CLIPVision", IMAGE),
