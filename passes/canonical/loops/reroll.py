@@ -424,8 +424,10 @@ def _stacked_values(stack: Node) -> tuple[list[Node], Node | None]:
     """
     values, short = list(stack.args[0]), None
     if stack.target is aten.cat.default:
-        dim = OpCall(stack)["dim"]
-        sizes = [node_shape(v)[dim] for v in values]
+        dim, shapes = OpCall(stack)["dim"], [node_shape(v) for v in values]
+        if len(set(map(len, shapes))) > 1:  # empty 1d tensors, which torch ignores
+            return [], None
+        sizes = [shape[dim] for shape in shapes]
         if all(isinstance(size, int) for size in sizes) and sizes[-1] < sizes[0]:
             short = values.pop()
             sizes.pop()
