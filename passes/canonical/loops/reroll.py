@@ -473,7 +473,7 @@ def _find_anchor(shared: set[Node], steps: set[Node], readers: list[Node]) -> No
     anchor, dependent = max(shared), set(steps)  # fx compares nodes by their position in the graph
     if any(reader < anchor for reader in readers):
         raise NotALoop("a step is read before all shared values are computed")
-    node, last = min(anchor, *steps), max(readers)
+    node, last = min([anchor, *steps]), max(readers)  # a list of pieces of a replaced loop has no steps
     while node is not last:  # over the nodes from the first step to the last reader
         if node.target in STATE_OPS:
             raise NotALoop("grad mode or autocast changes between its steps")
