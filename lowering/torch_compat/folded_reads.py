@@ -29,6 +29,8 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
+from .tensors import get_data, storage_of
+
 MAX_INPUT = 1024  # elements of an input whose values may be folded; inputs of tokens and masks have more
 MAX_LITERAL = 1 << 18  # elements of a folded value
 MAX_VALUES = 4  # different values of the inputs of one function, of the 8 programs that Dynamo compiles for it
@@ -42,11 +44,12 @@ class _NotKnown(Exception):
 
 
 class _RefuseImpure(TorchDispatchMode):
-    """Raise `_NotKnown` for ops that draw random numbers or write to a tensor."""
+    """Raise `_NotKnown` for ops that draw random numbers or write to a tensor, collectives and ops of a user."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op that depends on the values of its arguments alone."""
-        if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if func.namespace not in ("aten", "prims") or func._schema.is_mutable or is_random:
             raise _NotKnown
         return func(*args, **(kwargs or {}))
 
@@ -61,10 +64,11 @@ class _KnownValues:
 
     def find(self, node: Node) -> Any:
         """Return the value of a node, a tensor or a tuple of tensors; None if it is not known."""
+        written = self._storages_written_as_data()
         for current in self._iterate_operands(node):
             example = current.meta.get("example_value")
-            if isinstance(example, Tensor) and example._version != 0:  # the program has written to it
-                return None
+            if isinstance(example, Tensor) and (example._version != 0 or (written and storage_of(example) in written)):
+                return None  # the program has written to it
             if current not in self.values:
                 try:
                     self.values[current] = self._compute(current)
@@ -73,6 +77,13 @@ class _KnownValues:
             if self.values[current] is None:
                 return None
         return self.values[node]
+
+    def _storages_written_as_data(self) -> set[int]:
+        """Return the storages to which the program has written through `x.data`, which has a version of its own."""
+        graphs = [tracer.graph for tracer in self.output.tracers]
+        reads = [n for graph in graphs for n in graph.find_nodes(op="call_function", target=get_data)]
+        examples = [n.meta["example_value"] for n in reads]
+        return {storage_of(example) for example in examples if example._version != 0}
 
     def install_guards(self, node: Node) -> bool:
         """Guard the inputs from which a node was computed; return False if these have had too many values before."""
