@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch._dynamo import config, utils
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-from torch._dynamo.exc import Unsupported
-from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_guard
+from torch._dynamo.exc import TorchRuntimeError, Unsupported
+from torch._dynamo.guards import GuardBuilder, GuardManagerType, get_verbose_code_parts, install_guard
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import ConstantVariable, TensorVariable
@@ -131,10 +131,12 @@ class _KnownValues:
             _NotKnown: It is an input that is not small, or its op is not a pure function.
         """
         example = node.meta.get("example_value")
-        if isinstance(example, (int, torch.SymInt)):
-            if isinstance(example, torch.SymInt) and not example.node.has_hint():
+        if isinstance(example, torch.SymInt):
+            example = example.node.maybe_as_int()
+            if example is None:  # a dynamic size, which may not become a constant
                 raise _NotKnown
-            return int(example)  # torch guards it
+        if isinstance(example, int):
+            return example
         if node.op == "placeholder":
             return self._read_input(node)
         if node.op not in ("call_function", "call_method") or "out" in node.kwargs:
@@ -333,10 +335,16 @@ def _fold_results(compute: Callable[..., Any]) -> Callable[..., Any]:
             if not (depends_on_data and _may_fold(tx) and _fold_call(tx, node)):
                 raise
             error.remove_from_stats()
-        return compute(node, tx, allow_non_graph_fake)
+            return value
 
+            call = node.target, node.args, node.kwargs
     return get_fake_value
 
+            try:
+                value = compute(node, tx, allow_non_graph_fake)
+            except (Unsupported, TorchRuntimeError):  # such as a method of an operand that is now a number
+                node.target, node.args, node.kwargs = call
+                raise error from error.__cause__
 
 def _fold_method(method: Callable[..., Any], convert: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method of Dynamo's tensors that returns the known value as Python numbers, or calls `method`."""

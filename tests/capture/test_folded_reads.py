@@ -154,10 +154,23 @@ def from_other_ops(x: Tensor, sizes: Tensor) -> Tensor:
     return x.cumsum(1)[:, : counted(sizes).tolist()[0]]
 
 
-@pytest.mark.parametrize("program", [written, read_twice, written_as_data, drawn, from_features, from_other_ops])
+def from_arrays(x: Tensor, sizes: Tensor) -> Tensor:
+    return x.cumsum(1)[:, : int(sizes.numpy().sum())]
+
+
+def from_dynamic_sizes(x: Tensor, sizes: Tensor) -> Tensor:
+    return x.cumsum(1)[:, : (x.shape[1] * sizes).tolist()[0] // 7]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [written, read_twice, written_as_data, drawn, from_features, from_other_ops, from_arrays, from_dynamic_sizes],
+)
 def test_other_values_are_read_by_eager_code(program: Callable[..., Tensor]) -> None:
     """Values that the program writes, draws or computes from other values are no constants."""
     x, sizes = torch.randn(2, 7, 3), torch.tensor([2, 3]) if program is written else torch.tensor([3, 4])
+    if program is from_dynamic_sizes:
+        torch._dynamo.mark_dynamic(x, 1)
     report = sp_compile.verify(program, x, sizes.clone(), sp=2)
     assert report.find_notes(NoteKind.GRAPH_BREAK)
 
