@@ -193,7 +193,12 @@ def _match_values(expected: Tensor) -> Callable[[GuardBuilder, Guard], None]:
     def match_tensor_values(builder: GuardBuilder, guard: Guard) -> None:
         """Add the guard."""
         parts = get_verbose_code_parts(f"values of {guard.name} == {expected.tolist()}", guard)
-        builder.get_guard_manager(guard).add_lambda_guard(is_equal, parts, guard.user_stack)
+        # Dynamo skips the guards of a tensor in a dict without changes, such as that of the buffers of a module, unless
+        # the tensor has a child manager: a buffer may be changed in place.
+        child = builder.get_guard_manager(guard).lambda_manager(
+            lambda x: x, f"{guard.name}.values", expected, GuardManagerType.GUARD_MANAGER
+        )
+        child.add_lambda_guard(is_equal, parts, guard.user_stack)
 
     return match_tensor_values
 
@@ -332,19 +337,19 @@ def _fold_results(compute: Callable[..., Any]) -> Callable[..., Any]:
             return compute(node, tx, allow_non_graph_fake)
         except Unsupported as error:
             depends_on_data = isinstance(error.__cause__, (DataDependentOutputException, DynamicOutputShapeException))
+            call = node.target, node.args, node.kwargs
             if not (depends_on_data and _may_fold(tx) and _fold_call(tx, node)):
                 raise
-            error.remove_from_stats()
-            return value
-
-            call = node.target, node.args, node.kwargs
-    return get_fake_value
-
             try:
                 value = compute(node, tx, allow_non_graph_fake)
             except (Unsupported, TorchRuntimeError):  # such as a method of an operand that is now a number
                 node.target, node.args, node.kwargs = call
                 raise error from error.__cause__
+            error.remove_from_stats()
+            return value
+
+    return get_fake_value
+
 
 def _fold_method(method: Callable[..., Any], convert: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method of Dynamo's tensors that returns the known value as Python numbers, or calls `method`."""

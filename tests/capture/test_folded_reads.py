@@ -194,6 +194,17 @@ def test_numbers_of_a_module() -> None:
     assert sp_compile.verify(Padded(), x, torch.tensor(5), sp=2).find_notes(NoteKind.GRAPH_BREAK)
 
 
+@pytest.mark.parametrize("skips", [False, True])
+def test_buffers_that_are_changed_in_place(skips: bool) -> None:
+    """Also where Dynamo skips the guards of modules whose dicts are the same."""
+    model, x = Padded(), torch.randn(2, 7, 3)
+    run = torch.compile(model, backend="sp")
+    with torch._dynamo.config.patch(use_recursive_dict_tags_for_guards=skips):
+        for most in (2, 2, 4, 2):
+            model.most.fill_(most)
+            assert run(x).shape[1] == 7 + most - 1
+
+
 def test_masks_of_features() -> None:
     """Features are read at the True entries of a mask of prompts, whose rows follow each other, or do not."""
     mask = torch.tensor([[True] * 4 + [False] * 2, [True, False] * 3])
