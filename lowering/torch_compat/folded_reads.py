@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch._dynamo import config, utils
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-from torch._dynamo.exc import Unsupported
-from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_guard
+from torch._dynamo.exc import TorchRuntimeError, Unsupported
+from torch._dynamo.guards import GuardBuilder, GuardManagerType, get_verbose_code_parts, install_guard
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import ConstantVariable, TensorVariable
@@ -28,6 +28,8 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
+
+from .tensors import get_data, storage_of
 
 MAX_INPUT = 1024  # elements of an input whose values may be folded; inputs of tokens and masks have more
 MAX_LITERAL = 1 << 18  # elements of a folded value
@@ -42,11 +44,12 @@ class _NotKnown(Exception):
 
 
 class _RefuseImpure(TorchDispatchMode):
-    """Raise `_NotKnown` for ops that draw random numbers or write to a tensor."""
+    """Raise `_NotKnown` for ops that draw random numbers or write to a tensor, collectives and ops of a user."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op that depends on the values of its arguments alone."""
-        if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if func.namespace not in ("aten", "prims") or func._schema.is_mutable or is_random:
             raise _NotKnown
         return func(*args, **(kwargs or {}))
 
@@ -61,10 +64,11 @@ class _KnownValues:
 
     def find(self, node: Node) -> Any:
         """Return the value of a node, a tensor or a tuple of tensors; None if it is not known."""
+        written = self._storages_written_as_data()
         for current in self._iterate_operands(node):
             example = current.meta.get("example_value")
-            if isinstance(example, Tensor) and example._version != 0:  # the program has written to it
-                return None
+            if isinstance(example, Tensor) and (example._version != 0 or (written and storage_of(example) in written)):
+                return None  # the program has written to it
             if current not in self.values:
                 try:
                     self.values[current] = self._compute(current)
@@ -73,6 +77,13 @@ class _KnownValues:
             if self.values[current] is None:
                 return None
         return self.values[node]
+
+    def _storages_written_as_data(self) -> set[int]:
+        """Return the storages to which the program has written through `x.data`, which has a version of its own."""
+        graphs = [tracer.graph for tracer in self.output.tracers]
+        reads = [n for graph in graphs for n in graph.find_nodes(op="call_function", target=get_data)]
+        examples = [n.meta["example_value"] for n in reads]
+        return {storage_of(example) for example in examples if example._version != 0}
 
     def install_guards(self, node: Node) -> bool:
         """Guard the inputs from which a node was computed; return False if these have had too many values before."""
@@ -120,10 +131,12 @@ class _KnownValues:
             _NotKnown: It is an input that is not small, or its op is not a pure function.
         """
         example = node.meta.get("example_value")
-        if isinstance(example, (int, torch.SymInt)):
-            if isinstance(example, torch.SymInt) and not example.node.has_hint():
+        if isinstance(example, torch.SymInt):
+            example = example.node.maybe_as_int()
+            if example is None:  # a dynamic size, which may not become a constant
                 raise _NotKnown
-            return int(example)  # torch guards it
+        if isinstance(example, int):
+            return example
         if node.op == "placeholder":
             return self._read_input(node)
         if node.op not in ("call_function", "call_method") or "out" in node.kwargs:
@@ -180,7 +193,12 @@ def _match_values(expected: Tensor) -> Callable[[GuardBuilder, Guard], None]:
     def match_tensor_values(builder: GuardBuilder, guard: Guard) -> None:
         """Add the guard."""
         parts = get_verbose_code_parts(f"values of {guard.name} == {expected.tolist()}", guard)
-        builder.get_guard_manager(guard).add_lambda_guard(is_equal, parts, guard.user_stack)
+        # Dynamo skips the guards of a tensor in a dict without changes, such as that of the buffers of a module, unless
+        # the tensor has a child manager: a buffer may be changed in place.
+        child = builder.get_guard_manager(guard).lambda_manager(
+            lambda x: x, f"{guard.name}.values", expected, GuardManagerType.GUARD_MANAGER
+        )
+        child.add_lambda_guard(is_equal, parts, guard.user_stack)
 
     return match_tensor_values
 
@@ -319,10 +337,16 @@ def _fold_results(compute: Callable[..., Any]) -> Callable[..., Any]:
             return compute(node, tx, allow_non_graph_fake)
         except Unsupported as error:
             depends_on_data = isinstance(error.__cause__, (DataDependentOutputException, DynamicOutputShapeException))
+            call = node.target, node.args, node.kwargs
             if not (depends_on_data and _may_fold(tx) and _fold_call(tx, node)):
                 raise
+            try:
+                value = compute(node, tx, allow_non_graph_fake)
+            except (Unsupported, TorchRuntimeError):  # such as a method of an operand that is now a number
+                node.target, node.args, node.kwargs = call
+                raise error from error.__cause__
             error.remove_from_stats()
-        return compute(node, tx, allow_non_graph_fake)
+            return value
 
     return get_fake_value
 

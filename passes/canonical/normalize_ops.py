@@ -6,7 +6,7 @@
     squeeze(x)           ->  squeeze(x, the dims of size 1)    a rank with one row must not lose the dim
     squeeze(x, dim)      ->  squeeze(x, no dim)                if the dim has another size than 1
     pad_sequence(xs)     ->  stack(xs)                         if all have the same length
-    cat([empty, x])      ->  clone(x)
+    cat([empty, x])      ->  clone(x)                          and cat([empty, x, y])  ->  cat([x, y])
     assert x's dtype     ->  nothing                           checked by the trace; shards have the same dtype
     multiply(x, y)       ->  mul(x, y)                         torch has two names for one op
     hstack([x, y])       ->  cat([x, y], 1)                    and other shorthands
@@ -28,7 +28,7 @@ Bytes moved: none. Unchanged: repeats given by a tensor, and repeats of the flat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -143,10 +143,15 @@ def _normalize_pad_sequence(node: Node) -> CallForm | None:
 
 
 def _normalize_cat(node: Node) -> CallForm | None:
-    """Return a cat of one tensor and empty 1d tensors, which torch ignores, as a copy; None for other cats."""
-    parts = [x for x in OpCall(node).operands if node_shape(x) != (0,)]
-    is_identity = len(parts) == 1 and parts[0].meta["val"].dtype == node.meta["val"].dtype
-    return CallForm(aten.clone.default, (parts[0],)) if is_identity else None
+    """Return a cat without its empty 1d tensors, which torch ignores, as a copy if one is left; None for other cats."""
+    call = OpCall(node)
+    parts = [x for x in call.operands if node_shape(x) != (0,)]
+    dtypes = [x.meta["val"].dtype for x in parts]
+    if not parts or reduce(torch.promote_types, dtypes) != node.meta["val"].dtype:
+        return None
+    if len(parts) == 1:
+        return CallForm(aten.clone.default, (parts[0],))
+    return CallForm(node.target, (parts, call["dim"])) if len(parts) < len(call.operands) else None
 
 
 def _normalize_join(dim: int, node: Node) -> CallForm | None:

@@ -22,6 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 from sp_compile.passes.base import CanonicalPass, register_pass
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall, node_shape
+from sp_compile.passes.graph.modes import has_same_autocast
 from sp_compile.passes.sharding.matchers import match_join, match_slice, permutation_of
 
 aten, sp = torch.ops.aten, torch.ops.sp
@@ -93,6 +94,8 @@ def _match_parts(node: Node) -> _Parts | None:
         return None
     calls, orders = [call for call, _ in found], {order for _, order in found}
     if len(orders) > 1 or found[0][1][join[0]] != ROWS_DIM:
+        return None
+    if not has_same_autocast([*(call.node for call in calls), node]):  # it casts the operands of attention
         return None
     options = {tuple(call[name] for name in ("is_causal", "scale", "enable_gqa")) for call in calls}
     sources = [_match_pieces([call[name] for call in calls]) for name in ("query", "key", "value")]

@@ -63,6 +63,14 @@ add: [4, 2] = aten.add.Tensor(cat_1, new_full)
 return (add,)""",
         )
 
+    def test_empty_vectors_of_cats(self):
+        """Torch ignores them, except their dtype, and they have no dim 1."""
+        x = torch.randn(2, 3)
+        for dtype in (torch.float32, torch.float64):
+            gm = captured(lambda x: torch.cat([x.new_empty(0, dtype=dtype), x, x.exp()], 1), x)  # noqa: B023
+            Canonicalize()(gm)
+            torch.testing.assert_close(gm(x), torch.cat([x, x.exp()], 1).to(dtype))
+
     def test_casts_keep_their_copies(self):
         gm = captured(lambda x, y: torch.ops.aten.to.other(x, y, False, True), torch.ones(2), torch.ones(3))
         Canonicalize()(gm)

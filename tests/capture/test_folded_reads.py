@@ -124,6 +124,13 @@ def read_twice(x: Tensor, sizes: Tensor) -> Tensor:
     return x.cumsum(1)[:, : first[0] + copied.tolist()[0]]
 
 
+def written_as_data(x: Tensor, sizes: Tensor) -> Tensor:
+    copied = sizes.clone()
+    first = copied[0].item()
+    copied.data.add_(1)
+    return x.cumsum(1)[:, : first + copied.tolist()[0]]
+
+
 def drawn(x: Tensor, sizes: Tensor) -> Tensor:
     return x.split((torch.randint(1, 2, (2,)) * sizes).tolist(), 1)[0].cumsum(1)
 
@@ -132,29 +139,70 @@ def from_features(x: Tensor, sizes: Tensor) -> Tensor:
     return x[:, : int((x[0, :, 0] > 9).sum()) + sizes[0]].cumsum(1)
 
 
-@pytest.mark.parametrize("program", [written, read_twice, drawn, from_features])
+@torch.library.custom_op("sp_tests_folded::counted", mutates_args=())
+def counted(sizes: Tensor) -> Tensor:
+    """An op whose result may depend on the state of the program."""
+    return sizes.clone()
+
+
+@counted.register_fake
+def _(sizes: Tensor) -> Tensor:
+    return torch.empty_like(sizes)
+
+
+def from_other_ops(x: Tensor, sizes: Tensor) -> Tensor:
+    return x.cumsum(1)[:, : counted(sizes).tolist()[0]]
+
+
+def from_arrays(x: Tensor, sizes: Tensor) -> Tensor:
+    return x.cumsum(1)[:, : int(sizes.numpy().sum())]
+
+
+def from_dynamic_sizes(x: Tensor, sizes: Tensor) -> Tensor:
+    return x.cumsum(1)[:, : (x.shape[1] * sizes).tolist()[0] // 7]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [written, read_twice, written_as_data, drawn, from_features, from_other_ops, from_arrays, from_dynamic_sizes],
+)
 def test_other_values_are_read_by_eager_code(program: Callable[..., Tensor]) -> None:
-    """Values that the program writes, draws or computes from features are no constants."""
+    """Values that the program writes, draws or computes from other values are no constants."""
     x, sizes = torch.randn(2, 7, 3), torch.tensor([2, 3]) if program is written else torch.tensor([3, 4])
+    if program is from_dynamic_sizes:
+        torch._dynamo.mark_dynamic(x, 1)
     report = sp_compile.verify(program, x, sizes.clone(), sp=2)
     assert report.find_notes(NoteKind.GRAPH_BREAK)
 
 
+class Padded(nn.Module):
+    """A module with a buffer that is one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("most", torch.tensor(2))
+
+    def forward(self, x: Tensor, more: Tensor | None = None) -> Tensor:
+        padded = F.pad(x, (0, 0, self.most - 1, 0)).cumsum(1)
+        return padded if more is None else padded[:, : more.item()]
+
+
 def test_numbers_of_a_module() -> None:
     """A buffer that is one number, as the stride of a convolution, is a constant; an argument that is one is not."""
-
-    class Padded(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("most", torch.tensor(2))
-
-        def forward(self, x: Tensor, more: Tensor) -> Tensor:
-            padded = F.pad(x, (0, 0, self.most - 1, 0)).cumsum(1)
-            return padded if more is None else padded[:, : more.item()]
-
     x = torch.randn(2, 7, 3)
     assert not sp_compile.verify(Padded(), x, None, sp=2).find_notes(NoteKind.GRAPH_BREAK)
     assert sp_compile.verify(Padded(), x, torch.tensor(5), sp=2).find_notes(NoteKind.GRAPH_BREAK)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_buffers_that_are_changed_in_place(skips: bool) -> None:
+    """Also where Dynamo skips the guards of modules whose dicts are the same."""
+    model, x = Padded(), torch.randn(2, 7, 3)
+    run = torch.compile(model, backend="sp")
+    with torch._dynamo.config.patch(use_recursive_dict_tags_for_guards=skips):
+        for most in (2, 2, 4, 2):
+            model.most.fill_(most)
+            assert run(x).shape[1] == 7 + most - 1
 
 
 def test_masks_of_features() -> None:

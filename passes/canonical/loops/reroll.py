@@ -424,8 +424,10 @@ def _stacked_values(stack: Node) -> tuple[list[Node], Node | None]:
     """
     values, short = list(stack.args[0]), None
     if stack.target is aten.cat.default:
-        dim = OpCall(stack)["dim"]
-        sizes = [node_shape(v)[dim] for v in values]
+        dim, shapes = OpCall(stack)["dim"], [node_shape(v) for v in values]
+        if len(set(map(len, shapes))) > 1:  # empty 1d tensors, which torch ignores
+            return [], None
+        sizes = [shape[dim] for shape in shapes]
         if all(isinstance(size, int) for size in sizes) and sizes[-1] < sizes[0]:
             short = values.pop()
             sizes.pop()
@@ -471,7 +473,7 @@ def _find_anchor(shared: set[Node], steps: set[Node], readers: list[Node]) -> No
     anchor, dependent = max(shared), set(steps)  # fx compares nodes by their position in the graph
     if any(reader < anchor for reader in readers):
         raise NotALoop("a step is read before all shared values are computed")
-    node, last = min(anchor, *steps), max(readers)
+    node, last = min([anchor, *steps]), max(readers)  # a list of pieces of a replaced loop has no steps
     while node is not last:  # over the nodes from the first step to the last reader
         if node.target in STATE_OPS:
             raise NotALoop("grad mode or autocast changes between its steps")

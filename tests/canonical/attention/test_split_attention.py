@@ -88,10 +88,17 @@ def attend_some(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([sdpa(*part) for part in zip(*(x.split([5, 2, 2], 2)[:2] for x in (q, k, v)))], 2)
 
 
+def attend_in_autocast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        parts = [sdpa(*part) for part in zip(*(x.split(LENGTHS, 2) for x in (q, k, v)))]
+    return torch.cat(parts, 2)
+
+
 @pytest.mark.parametrize(
     "program",
     [
         partial(attend_parts, dropout_p=0.1),
+        attend_in_autocast,
         partial(attend_parts, attn_mask=torch.zeros(1, 1)),
         lambda q, k, v: torch.cat([sdpa(*part) for part in zip(*(x.split([5, 4], 2) for x in (q, k, v)))][:1], 2),
         lambda q, k, v: torch.cat([sdpa(q[:, :, :5], k, v), sdpa(q[:, :, 5:], k, v)], 2),
