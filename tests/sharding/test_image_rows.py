@@ -215,6 +215,19 @@ def test_rows_that_a_rank_has_of_both_are_not_moved() -> None:
     assert not report.fallbacks, report
 
 
+@pytest.mark.parametrize("n", [2, 3])
+def test_rows_of_a_region_are_added_to_those_of_the_tokens(n: int) -> None:
+    """A rank slices the gathered features by its tokens, so that it has all of their gradient."""
+
+    class Added(Detector):
+        def forward(self, image: Tensor) -> Tensor:
+            results, features = super().forward(image)
+            return results + features[:, :2]
+
+    report = check(Added().double(), image_of(23, 20), sp=n)
+    assert side_regions(report)
+
+
 def test_the_batch_of_a_region_is_divided_if_its_rows_are_gathered() -> None:
     """A rank resizes 2 of 4 images, because a resized row is no window of rows."""
 
