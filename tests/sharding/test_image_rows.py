@@ -246,6 +246,11 @@ def test_results_of_a_region_are_returned_in_full() -> None:
     assert report.sharded_outputs == []
 
 
+def test_no_region_is_gathered_with_fallback_error() -> None:
+    report = check(Detector().double(), image_of(26, 10), sp=2, fallback="error")
+    assert not side_regions(report)
+
+
 class Loss(nn.Module):
     """The mean square of the results."""
 
