@@ -251,6 +251,19 @@ def test_no_region_is_gathered_with_fallback_error() -> None:
     assert not side_regions(report)
 
 
+def test_the_balanced_layout_has_no_regions() -> None:
+    """Its order is that of the tokens of a text; the image is computed on every rank."""
+
+    class Captioned(Detector):
+        def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+            q, k, v = (y.unsqueeze(1) for y in self.qkv(text).chunk(3, -1))
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True), self.stem(image)
+
+    text = torch.randn(1, 12, CHANNELS, dtype=torch.float64)
+    assert side_regions(check(Captioned().double(), image_of(26, 10), text, sp=2))
+    assert not side_regions(check(Captioned().double(), image_of(26, 10), text, sp=2, layout="balanced"))
+
+
 class Loss(nn.Module):
     """The mean square of the results."""
 

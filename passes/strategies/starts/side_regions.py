@@ -61,7 +61,8 @@ class DecomposeChainedNorms(Passes):
 class ShardSideRegions(Pass):
     """Marks on values that no sequence reaches, along one of whose dims they are sharded.
 
-    There are none with fallback="error", as most regions end in a gather.
+    There are none with fallback="error", as most regions end in a gather, and with the balanced layout, whose shards
+    have no neighbors.
     """
 
     requires = frozenset({"canonical", "sequences"})
@@ -69,9 +70,8 @@ class ShardSideRegions(Pass):
 
     def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Mark the values of some classes of dims, and return the number of classes."""
-        if context.ranks.n == 1 or context.refusal is not None or context.options.fallback == "error":
-            return 0
-        if not context.axes(gm).sequences:
+        is_excluded = context.options.fallback == "error" or context.is_balanced
+        if context.ranks.n == 1 or context.refusal is not None or is_excluded or not context.axes(gm).sequences:
             return 0
         marked = 0
         while marked < MAX_REGIONS and self._mark_best(gm, context):
