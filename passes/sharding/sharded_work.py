@@ -323,10 +323,10 @@ def contraction_flops(node: Node) -> float:
         return _convolution_flops(call)
     # Ops with fixed placements are the sp:: ops on shards; those with FLOPs are counted above.
     is_product = rule is not None and rule.is_contraction and rule.operand_placements is None
-    return _product_flops(call, rule) if rule is not None and is_product else 0.0
+    return _summed_flops(call, rule) if rule is not None and is_product else 0.0
 
 
-def _product_flops(call: OpCall, rule: BoundRule) -> float:
+def _summed_flops(call: OpCall, rule: BoundRule) -> float:
     """Return the FLOPs of a product: for "n i, i m -> n m", twice the product of the sizes of n, i and m.
 
     It is 0 if an index is summed over, as in index_copy. In a product with experts, each row reads the matrix of one.
