@@ -229,7 +229,9 @@ class Report:
         groups = f"tensor-parallel groups of {' and '.join(map(str, self.parallel))} ranks"
         if self.parallel and not self.inputs:
             return f"{groups}; the sequence is not split"
-        text = f"{self.n} ranks; the sequence is {self._describe_sequence()}"
+        has_sequence = bool(self.inputs) or self.main_sequence is not None
+        sequence = f"the sequence is {self._describe_sequence()}" if has_sequence else "no sequence is found"
+        text = f"{self.n} ranks; {sequence}"
         if self.parallel:
             text += f"; {groups}"
         work = [self.work.describe()] if self.n > 1 and self.work.flops else []

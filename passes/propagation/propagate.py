@@ -134,9 +134,8 @@ def _visit_output(plan: PlacementPlan, node: Node, outputs: str | Sequence[str],
     """Add a demand to the plan for each output that may not be returned as it is placed.
 
     A partial sum is reduced. A sharded value is gathered, unless the option `outputs` keeps it sharded; one of a side
-    region always is. A replicated
-    value whose gradient must be a summand on each rank has a demand "invariant": the caller returns the same full
-    gradient on every rank.
+    region always is. A replicated value whose gradient must be a summand on each rank has a demand "invariant": the
+    caller returns the same full gradient on every rank.
     """
     options = output_options(node, outputs)
     for i, source in enumerate(node.all_input_nodes):
@@ -229,8 +228,8 @@ def _region_step(
     if step is None:
         kept = [REPLICATE if i in left else p for i, p in enumerate(have)]
         step = _node_step(axes, node, call, rule, kept, n, keep_replicated, window)
-        is_sharded = step.wants is not None  # along another operand
-        gathers = [Demand(node, i, "gathered", have[i], is_sharded, LEAVES_REGION) for i in left]
+        wants = step.wants or kept  # each rank has a summand of the gradient of an operand that it does not slice
+        gathers = [Demand(node, i, "gathered", have[i], wants[i] == SUMMAND_GRAD, LEAVES_REGION) for i in left]
         step = NodeStep(step.wants, step.results, (*gathers, *step.demands))
     staying = [x for i, x in enumerate(operands) if x in sides and i not in left]
     if is_side_step(axes, node, have, step, staying):

@@ -27,7 +27,7 @@ from sp_compile.passes.graph.sizes import Size, as_sizes, assume_large, ceil_div
 
 from .attention_axes import ATTENTION, ATTENTION_OF_TORCH, op_strategy
 from .axes import Atom, Axes
-from .factors import BoundRule, dim_factors
+from .factors import BoundRule, dim_factors, flatten_dims
 from .placement import PlacementPlan, Replicate, Shard
 from .rule import lookup_rule, transfer_of
 
@@ -322,11 +322,20 @@ def contraction_flops(node: Node) -> float:
     if call.get("weight") is not None and "stride" in call.args:  # a convolution
         return _convolution_flops(call)
     # Ops with fixed placements are the sp:: ops on shards; those with FLOPs are counted above.
-    if rule is None or not rule.is_contraction or rule.operand_placements is not None:
+    is_product = rule is not None and rule.is_contraction and rule.operand_placements is None
+    return _summed_flops(call, rule) if rule is not None and is_product else 0.0
+
+
+def _summed_flops(call: OpCall, rule: BoundRule) -> float:
+    """Return the FLOPs of a product: for "n i, i m -> n m", twice the product of the sizes of n, i and m.
+
+    It is 0 if an index is summed over, as in index_copy. In a product with experts, each row reads the matrix of one.
+    """
+    summed = set(rule.vanishing)
+    multiplied = [x for x, dims in zip(call.operands, rule.operands) if not summed.isdisjoint(flatten_dims(dims))]
+    if len({has_gradient_dtype(x.meta["val"]) for x in multiplied}) > 1:
         return 0.0
-    if len({has_gradient_dtype(x.meta["val"]) for x in call.operands}) > 1:  # index_copy: an index is not multiplied
-        return 0.0
-    size_of_factor = dict(_sized_factors(call, rule))  # for "n i, i m -> n m" those of n, i and m, whose product counts
+    size_of_factor = {f: size for f, size in _sized_factors(call, rule) if rule.kind(f) != "replicate"}
     return 2.0 * assume_large(size_product(size_of_factor.values()))
 
 

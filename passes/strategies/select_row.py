@@ -16,9 +16,9 @@ from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.base.errors import SpError, describe_node
 from sp_compile.passes.context import NoteKind, PassContext
-from sp_compile.passes.graph.call import OpCall
+from sp_compile.passes.graph.call import OpCall, node_shape
 from sp_compile.passes.graph.node_info import node_info, set_node_info
-from sp_compile.passes.graph.sizes import Size, as_size, assume_large, is_same_size, position_from_start
+from sp_compile.passes.graph.sizes import Size, as_size, assume_large, is_same_size, position_from_start, size_product
 from sp_compile.passes.sharding.placement import Demand, Placement, PlacementPlan, Shard
 from sp_compile.passes.sharding.rule import lookup_rule, rule_of
 
@@ -56,7 +56,7 @@ class RowsPass(DemandPass):
         Raises:
             SpError: There is such a text, and the option is fallback="error".
         """
-        spans = node_info(_find_source(OpCall(node).operands[0])).selected
+        spans = node_info(_find_source(OpCall(node).operands[0], self.plan)).selected
         selected = sum(assume_large(length) for _, length in spans)
         size = have.frame.size * have.frame.block if isinstance(have, Shard) else 0
         if not isinstance(have, Shard) or 2 * selected <= assume_large(size):
@@ -145,14 +145,26 @@ def _selected_spans(plan: PlacementPlan) -> Iterator[tuple[Node, tuple[Size, Siz
         have = plan.of(call.operands[0])
         if isinstance(have, Shard) and have.dim == call.dim():
             (start, length), block = span, have.frame.block
-            yield _find_source(call.operands[0]), ((have.frame.start + start) * block, length * block)
+            yield _find_source(call.operands[0], plan), ((have.frame.start + start) * block, length * block)
 
 
-def _find_source(node: Node) -> Node:
-    """Return the value of which a value has rows: the operand of views and slices, or the value itself."""
+def _find_source(node: Node, plan: PlacementPlan) -> Node:
+    """Return the value of which a value has complete rows: the operand of views and slices, or the value itself.
+
+    The rows of one sample, x[0], are not complete rows of x.
+
+    Args:
+        node: The value.
+        plan: The plan of its graph.
+    """
     while (found := lookup_rule(node)) is not None:
         call, rule = found
         if rule is None or not rule.lazy or len(call.operands) != 1:
             return node
-        node = call.operands[0]
+        x = call.operands[0]
+        have = plan.of(x)
+        cuts_rows = isinstance(have, Shard) and have.dim == rule.window_dim
+        if not cuts_rows and not is_same_size(size_product(call.shape()), size_product(node_shape(node))):
+            return node
+        node = x
     return node

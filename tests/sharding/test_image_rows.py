@@ -215,6 +215,19 @@ def test_rows_that_a_rank_has_of_both_are_not_moved() -> None:
     assert not report.fallbacks, report
 
 
+@pytest.mark.parametrize("n", [2, 3])
+def test_rows_of_a_region_are_added_to_those_of_the_tokens(n: int) -> None:
+    """A rank slices the gathered features by its tokens, so that it has all of their gradient."""
+
+    class Added(Detector):
+        def forward(self, image: Tensor) -> Tensor:
+            results, features = super().forward(image)
+            return results + features[:, :2]
+
+    report = check(Added().double(), image_of(23, 20), sp=n)
+    assert side_regions(report)
+
+
 def test_the_batch_of_a_region_is_divided_if_its_rows_are_gathered() -> None:
     """A rank resizes 2 of 4 images, because a resized row is no window of rows."""
 
@@ -231,6 +244,24 @@ def test_results_of_a_region_are_returned_in_full() -> None:
     report = sp_compile.explain(Detector(has_token=True), image_of(26, 10).float(), sp=2, outputs="lazy")
     assert side_regions(report)
     assert report.sharded_outputs == []
+
+
+def test_no_region_is_gathered_with_fallback_error() -> None:
+    report = check(Detector().double(), image_of(26, 10), sp=2, fallback="error")
+    assert not side_regions(report)
+
+
+def test_the_balanced_layout_has_no_regions() -> None:
+    """Its order is that of the tokens of a text; the image is computed on every rank."""
+
+    class Captioned(Detector):
+        def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+            q, k, v = (y.unsqueeze(1) for y in self.qkv(text).chunk(3, -1))
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True), self.stem(image)
+
+    text = torch.randn(1, 12, CHANNELS, dtype=torch.float64)
+    assert side_regions(check(Captioned().double(), image_of(26, 10), text, sp=2))
+    assert not side_regions(check(Captioned().double(), image_of(26, 10), text, sp=2, layout="balanced"))
 
 
 class Loss(nn.Module):

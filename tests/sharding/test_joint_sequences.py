@@ -278,6 +278,20 @@ def test_rows_that_are_sent_piece_by_piece_are_a_gather(rows: int, width: int, g
             sp_compile.explain(model, x, sp=2, fallback="error")
 
 
+def test_rows_of_single_samples_are_no_gather() -> None:
+    """The 18 rows of four samples, of 19 rows each, are less than half of the value."""
+
+    class Samples(Steps):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stream.read(x)
+            x = self.stream.add(x, F.scaled_dot_product_attention(*self.stream.project(x)).transpose(1, 2).flatten(2))
+            return torch.stack([self.step(x[i, :rows]).sum(0) for i, rows in enumerate((3, 4, 5, 6))])
+
+    x = tokens()[0].detach()[:1].repeat(4, 1, 1)
+    report = check(Samples(0, 0).double(), x, sp=2, fallback="error")
+    assert len(report.find_notes(NoteKind.REWRITTEN, subject="select_rows")) == 4
+
+
 def test_all_pieces_of_a_value_are_the_value() -> None:
     class Pieces(OneStream):
         def forward(self, image: Tensor, text: Tensor) -> Tensor:

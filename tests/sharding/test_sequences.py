@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.golden import captured
 from support.models import check
 from support.parity import against_eager, sp
 from support.parity import check as check_ranks
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 import sp_compile
 from sp_compile.passes.context import NoteKind
 from sp_compile.passes.report import NAME_ATTENDED, NO_INPUT_WARNING
+from sp_compile.passes.sharding.sharded_work import contraction_flops
 
 HEADS, WIDTH = 4, 16
 
@@ -398,6 +400,11 @@ def test_a_warning_says_that_the_sequence_is_no_input() -> None:
     assert NO_INPUT_WARNING.format(35) in report.warnings
 
 
+def test_a_report_without_a_sequence_says_so() -> None:
+    report = sp_compile.explain(nn.Linear(WIDTH, WIDTH), torch.randn(2, 6, WIDTH), sp=1)
+    assert "input dim" not in str(report).splitlines()[0]
+
+
 def test_the_sequence_with_the_most_flops_is_first() -> None:
     class Captioned(Image):
         """Patches that attend to a text, of which an input has the tokens."""
@@ -472,6 +479,17 @@ def test_recurrences_and_solves_have_flops() -> None:
     write = lambda x, i: x.cumsum(1).index_copy(1, i, x[:, :3])  # noqa: E731
     report = sp_compile.explain(write, torch.randn(2, 6, 8), torch.tensor([1, 2, 4]), sp=2)
     assert report.work.flops == 0, "an index is not multiplied"
+
+
+def test_a_row_is_multiplied_by_the_matrix_of_one_expert() -> None:
+    pytest.importorskip("transformers.integrations.moe")  # has the op
+
+    def experts(x: Tensor, w: Tensor, keys: Tensor) -> Tensor:
+        return torch.ops.sp.grouped_mm(x, w, keys, "transformers::grouped_mm_fallback")
+
+    gm = captured(experts, torch.randn(12, 6), torch.randn(3, 6, 10), torch.arange(12) // 5)
+    (node,) = gm.graph.find_nodes(op="call_function", target=torch.ops.sp.grouped_mm.default)
+    assert contraction_flops(node) == 2 * 12 * 6 * 10
 
 
 def test_the_report_names_work_of_every_rank() -> None:

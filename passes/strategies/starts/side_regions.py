@@ -59,14 +59,19 @@ class DecomposeChainedNorms(Passes):
 
 
 class ShardSideRegions(Pass):
-    """Marks on values that no sequence reaches, along one of whose dims they are sharded."""
+    """Marks on values that no sequence reaches, along one of whose dims they are sharded.
+
+    There are none with fallback="error", as most regions end in a gather, and with the balanced layout, whose shards
+    have no neighbors.
+    """
 
     requires = frozenset({"canonical", "sequences"})
     provides = frozenset({"side regions"})
 
     def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Mark the values of some classes of dims, and return the number of classes."""
-        if context.ranks.n == 1 or context.refusal is not None or not context.axes(gm).sequences:
+        is_excluded = context.options.fallback == "error" or context.is_balanced
+        if context.ranks.n == 1 or context.refusal is not None or is_excluded or not context.axes(gm).sequences:
             return 0
         marked = 0
         while marked < MAX_REGIONS and self._mark_best(gm, context):
