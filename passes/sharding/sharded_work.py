@@ -329,13 +329,16 @@ def contraction_flops(node: Node) -> float:
 def _summed_flops(call: OpCall, rule: BoundRule) -> float:
     """Return the FLOPs of a product: for "n i, i m -> n m", twice the product of the sizes of n, i and m.
 
-    It is 0 if an index is summed over, as in index_copy. In a product with experts, each row reads the matrix of one.
+    It is 0 if an index is summed over, as in index_copy. A dim that only one operand has, and no result, is not
+    counted: in a product with experts, each row reads the matrix of one expert.
     """
     summed = set(rule.vanishing)
     multiplied = [x for x, dims in zip(call.operands, rule.operands) if not summed.isdisjoint(flatten_dims(dims))]
     if len({has_gradient_dtype(x.meta["val"]) for x in multiplied}) > 1:
         return 0.0
-    size_of_factor = {f: size for f, size in _sized_factors(call, rule) if rule.kind(f) != "replicate"}
+    has_factor = [set(flatten_dims(dims)) for dims in (*rule.operands, *rule.results)]
+    lone = {f for f in rule.vanishing if sum(f in factors for factors in has_factor) == 1}
+    size_of_factor = {f: size for f, size in _sized_factors(call, rule) if f not in lone}
     return 2.0 * assume_large(size_product(size_of_factor.values()))
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch.fx import GraphModule, Node
 
-from sp_compile.passes.base import Pass, Passes
+from sp_compile.passes.base import Pass
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.node_info import node_info, set_node_info
 from sp_compile.passes.graph.rank_rng import is_random
@@ -45,16 +45,15 @@ PEAK_SHARE = 0.25  # of the FLOP/s of attention: the rate of convolutions and of
 GRADIENT_BYTES = 2.0  # bytes of the exchanges of forward and backward over those of the forward
 
 
-class DecomposeChainedNorms(Passes):
+class DecomposeChainedNorms(DecomposeGroupNorms):
     """Decomposition of all norms on shards, one after the other, so that a plan shows what they place on shards."""
-
-    steps = (DecomposeGroupNorms,)
 
     def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Decompose norms until none is on shards, and return their number."""
         changes = 0
         while changed := super().apply(gm, context):
             changes += changed
+            context.invalidate()
         return changes
 
 
