@@ -1,6 +1,7 @@
 """Measure recurrences of matrices in models of transformers: compile time at two lengths, and the work of all ranks.
 
     python benchmarks/measuring/scans/recurrences.py [--only compile|ranks|unrolled] [--models qwen3_next mamba2]
+        [--compiler aot_eager]
 
 The first table has the nodes of the graph of a rank of 2, and the CPU seconds that compilation adds to a first step of
 one layer, at 512 and at 8192 tokens; they should be equal, because no graph depends on the length. The second one has
@@ -32,7 +33,8 @@ RESULTS = Path(__file__).parents[2] / "results" / "recurrences_cpu.md"
 LENGTHS = 512, 8192
 RANKS = 2, 4
 UNROLLED_LENGTH = 2048  # tokens of the comparison with the unrolled loop, whose compilation grows with the length
-STEPS = 3
+STEPS = 7
+COMPILER = "SP_BENCHMARK_COMPILER"  # the environment variable with the compiler of the processes that are measured
 
 
 def qwen3_next() -> nn.Module:
@@ -80,7 +82,8 @@ def step_seconds(name: str, length: int, ours: bool = True) -> tuple[float, floa
     if ours:
         import sp_compile  # noqa: F401
 
-        compiled = torch.compile(model, backend="sp", options={"seq_dims": {"x": 1}})
+        compiler = os.environ.get(COMPILER, "inductor")
+        compiled = torch.compile(model, backend="sp", options={"seq_dims": {"x": 1}, "compiler": compiler})
     else:
         compiled = torch.compile(model)
     seconds = []
@@ -130,8 +133,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--only", choices=("compile", "ranks", "unrolled"))
+    parser.add_argument("--compiler", default="inductor", help="of ours; the unrolled loop is always Inductor's")
     parser.add_argument("--measure", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    os.environ.setdefault(COMPILER, args.compiler)
     if args.measure:
         print_rank(*args.measure)
         return
