@@ -60,16 +60,12 @@ models are in `tests/support/docs/family_models.py`, the generic sizes in `famil
 Why families have less than 95% on shards:
 
 - JetMoE, HiDream: the program reads the number of tokens of each expert. Dynamo breaks the graph there.
-- HunyuanVideo 1.5: the program reads whether an image is given, with a break of the graph before its largest part.
 - ProphetNet: one stream for the next token and streams for the tokens after it are joined along the sequence, and are
   split again in each layer.
-- XLM: embeddings and norms are between two graph breaks, in a graph without attention.
+- XLM: embeddings are between two graph breaks, in a graph without attention.
 - Kandinsky 6 SR: a `BlockMask` is computed from the tokens.
-- UNet, DETR-like heads: resizing of images along their rows, pooling along rows, and `conv_transpose` are gathered.
-- Mimi: a convolution pads by repeating the first row, and the transposed convolutions of the decoder make a sequence
-  longer. Both are gathered, so that the decoder runs on every rank.
 - RWKV-4, FNet, FocalNet: no attention or scan. RWKV-4 is a loop with a running maximum, FNet a Fourier transform over the
-  tokens, FocalNet convolutions.
+  tokens, FocalNet convolutions. So are the other image models that are refused.
 """
 
 
