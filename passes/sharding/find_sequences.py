@@ -91,9 +91,12 @@ def _chunk_sources(gm: GraphModule, axes: Axes) -> dict[int, Atom]:
     """
     splits: dict[int, list[Split]] = {}  # by the class of the dim of chunks, the first factor of a split
     attended = {axes.find(a.name) for _, dim in attended_dims(gm, axes) for a in dim}
+    work: RowWork | None = None  # counted once, if a split needs it
     for split in axes.all_splits():
         chunks, rows = axes.find(split.factors[0].name), axes.find(split.source.name)
-        if chunks not in attended or RowWork(gm, axes).flops_of_rows({rows}):
+        if chunks in attended:
+            work = work or RowWork(gm, axes)
+        if chunks not in attended or (work is not None and work.flops_of_rows({rows})):
             splits.setdefault(chunks, []).append(split)
     sources: dict[int, Atom] = {}
     for call, rule in _ruled_calls(gm) if splits else ():

@@ -85,10 +85,11 @@ class ShardSideRegions(Pass):
         if not is_large or not work.sharded_flops:  # nothing is on shards with a sequence of one token
             return False
         idle = [node for node in gm.graph.nodes if _is_idle(node, plan)]
-        best = Trial({}, plan, 0.0, 0.0)
+        unmarked = Trial({}, plan, work.rank_flops, _gathered_bytes(plan), 0.0)
+        best = unmarked
         for classes in _rank_classes(idle, axes, context):
             for name in classes[:MAX_TRIALS] if not best.marks else ():
-                trial = _try_marks(gm, plan, _find_marks(axes, name, idle, gm), context)
+                trial = _try_marks(gm, unmarked, _find_marks(axes, name, idle, gm), context)
                 is_clear = work.rank_flops - trial.rank_flops >= LARGE_SHARE / 2 * work.flops
                 best = trial if is_clear and trial.seconds < best.seconds else best
         if not best.marks:
@@ -107,10 +108,11 @@ class Trial(NamedTuple):
     marks: dict[Node, Shard]  # the shard in which each value may start
     plan: PlacementPlan  # of the graph with the marks
     rank_flops: float  # FLOPs of a rank, of the forward
+    gathered: float  # bytes of the operands that are gathered
     seconds: float  # of a step with the marks over one without them; negative if they save time
 
 
-def _try_marks(gm: GraphModule, plan: PlacementPlan, marks: dict[Node, Shard], context: PassContext) -> Trial:
+def _try_marks(gm: GraphModule, unmarked: Trial, marks: dict[Node, Shard], context: PassContext) -> Trial:
     """Return the plan with some marks, and remove them again.
 
     Its time is that of the FLOPs that a rank saves, and of the bytes that it sends in addition. Latencies are not
@@ -118,18 +120,18 @@ def _try_marks(gm: GraphModule, plan: PlacementPlan, marks: dict[Node, Shard], c
 
     Args:
         gm: The graph.
-        plan: The plan without the marks.
+        unmarked: The plan without the marks.
         marks: The shard of each value.
         context: The context.
     """
     _set_marks(marks, context)
-    new_plan, n, machine = context.plan(gm), context.ranks.n, context.machine_of_nodes(gm.graph.nodes)
+    plan, n, machine = context.plan(gm), context.ranks.n, context.machine_of_nodes(gm.graph.nodes)
     _set_marks(dict.fromkeys(marks), context)
-    flops, new_flops = (_plan_work(gm, x, context).rank_flops for x in (plan, new_plan))
-    nbytes = (_gathered_bytes(new_plan) - _gathered_bytes(plan)) * (n - 1) / n
-    saved_seconds = GRADIENT_WORK * (flops - new_flops) / (PEAK_SHARE * machine.flops)
+    flops, gathered = _plan_work(gm, plan, context).rank_flops, _gathered_bytes(plan)
+    nbytes = (gathered - unmarked.gathered) * (n - 1) / n
+    saved_seconds = GRADIENT_WORK * (unmarked.rank_flops - flops) / (PEAK_SHARE * machine.flops)
     seconds = GRADIENT_BYTES * nbytes / machine.all_gather_bandwidth - saved_seconds
-    return Trial(marks, new_plan, new_flops, seconds)
+    return Trial(marks, plan, flops, gathered, seconds)
 
 
 def _set_marks(marks: Mapping[Node, Shard | None], context: PassContext) -> None:
