@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 
 from sp_compile.passes.base import CanonicalPass, register_pass
 from sp_compile.passes.context import PassContext
-from sp_compile.passes.graph.call import OpCall
+from sp_compile.passes.graph.call import OpCall, node_shape
 from sp_compile.passes.sharding.matchers import value_origin, value_readers
 
 from .steps import match_piece_read
@@ -186,6 +186,51 @@ class StackWrittenRows(CanonicalPass):
         if write.rows:
             return self.compute(aten.slice.Tensor, (base, write.dim, start, end), base)
         return self.compute(aten.select.int, (base, write.dim, start), base)
+
+
+def stacked_values(stack: Node) -> tuple[list[Node], Node | None]:
+    """Return the operands of a stack, or of a cat of pieces of one size, as the values of a loop's steps.
+
+    A last piece of a cat that has fewer rows is returned apart, else None. The list is [] if it has fewer than two
+    values, or if some are the same node.
+
+    Args:
+        stack: The stack or cat.
+    """
+    values, short = list(stack.args[0]), None
+    if stack.target is aten.cat.default:
+        dim, shapes = OpCall(stack)["dim"], [node_shape(v) for v in values]
+        if len(set(map(len, shapes))) > 1:  # empty 1d tensors, which torch ignores
+            return [], None
+        sizes = [shape[dim] for shape in shapes]
+        if all(isinstance(size, int) for size in sizes) and sizes[-1] < sizes[0]:
+            short = values.pop()
+            sizes.pop()
+        if len(set(sizes)) > 1:
+            return [], None
+    are_distinct = len(set(values)) == len(values)
+    return (values, short) if are_distinct and len(values) > 1 else ([], None)
+
+
+def is_loop_like(values: list[Node]) -> bool:
+    """Return True if the last step reads a node of the step before, as in a loop with a state.
+
+    The nodes of a step are those after the value of the step before and up to its own, in the order of the graph. Only
+    such a list is reported if it is not replaced.
+
+    Args:
+        values: The list.
+    """
+    if len(values) < 3 or any(v.op != "call_function" for v in values):
+        return False
+    third_last, second_last, last = sorted(values)[-3:]
+    node = second_last.next
+    while True:  # over the nodes of the last step
+        if any(third_last < x <= second_last for x in node.all_input_nodes):
+            return True
+        if node is last:
+            return False
+        node = node.next
 
 
 def _match_write(node: Node) -> PieceWrite | None:

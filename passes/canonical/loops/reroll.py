@@ -10,12 +10,12 @@ and become one node on all steps (steps.py, vectorize.py). A *state* is a column
 step, and a value at the first one, its *seed*. If it is affine in the previous state, a * state + b, it becomes a scan
 (recurrence.py). Nodes that the steps read and that no step computes are *shared*. Steps are read by select, slices,
 unbind or split, in order or in reverse. The first step may be different (an initial state). Rows written into a tensor
-form a list, too (lists.py). Other readers of the value of one step select it. A last piece of fewer rows, as a loop
-over chunks has, is no step: it reads the state after the others. Takes time linear in the number of nodes. Bytes moved:
-none.
+form a list, too (lists.py), and so do states and sums of which only the last value is read (final_states.py). Other
+readers of the value of one step select it. A last piece of fewer rows, as a loop over chunks has, is no step: it reads
+the state after the others. Takes time linear in the number of nodes. Bytes moved: none.
 
 Unchanged: steps that differ, states that are not affine in the previous state, random draws, changes of the grad mode
-between steps, lists without a recurrence, and loops of which only the last state is used.
+between steps, and lists without a recurrence.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from sp_compile.passes.graph.mutation import is_written
 from sp_compile.passes.sharding.matchers import match_piece
 
 from .coupled import CoupledStates, find_cycle, reference_of
+from .final_states import StateChain, find_state_chains
+from .lists import is_loop_like, stacked_values
 from .recurrence import AffineValue, ScanBuilder
 from .steps import ColumnRef, IndexRead, LoopMatcher, NotALoop, Operand, SeededList, StepColumn
 from .vectorize import BatchedValue, Value
@@ -299,16 +301,20 @@ class RerollLoops(CanonicalPass, ScanBuilder):
         # not known to be affine in its previous value, so that the outer loop would remain.
         lists.sort(key=lambda n: -len(n.args[0]))
         # A list without users is unused, or was erased with the steps of a replaced loop.
-        return sum(bool(n.users) and self._replace_loop(n) for n in lists)
+        replaced = sum(bool(n.users) and self._replace_loop(n) for n in lists)
+        self.budget = 4 * len(gm.graph.nodes)
+        for chains in find_state_chains(self.graph.nodes):
+            replaced += any(self._replace_chain(chain, note=chain is chains[0]) for chain in chains)
+        return replaced
 
     def emit(self, *args: Any, **kwargs: Any) -> Node:
         """Append a node as `GraphEditor.emit` does, and record it for `_erase_unused`."""
         self.emitted.append(super().emit(*args, **kwargs))
         return self.emitted[-1]
 
-    def _replace_loop(self, stack: Node) -> bool:
+    def _replace_loop(self, stack: Node, note: bool = True) -> bool:
         """Replace the loop that computes the operands of a stack or cat; return False if no loop does."""
-        values, short = _stacked_values(stack)
+        values, short = stacked_values(stack)
         reasons: dict[bool, str] = {}  # why each attempt fails, by `reverse`
         for reverse in (False, True):  # the first step computes the first operand, or the last one
             loop, self.emitted = LoopMatcher(self.budget), []
@@ -321,10 +327,24 @@ class RerollLoops(CanonicalPass, ScanBuilder):
                 reasons[reverse] = str(reason)  # the exception itself would keep every frame of the compilation alive
             finally:
                 self.budget = loop.budget
-        if _is_loop_like(values):
+        if note and is_loop_like(values):
             is_reverse = values[0] > values[-1]  # the order in which the program computes them
             self.note_refusal(stack, f"{len(values)} steps are not a scan: {reasons[is_reverse]}")
         return False
+
+    def _replace_chain(self, chain: StateChain, note: bool) -> bool:
+        """Replace a loop without a list; return False if its states or summands are no loop."""
+        last = chain.values[-1]
+        if not all(value.users for value in chain.values):  # erased with another state of the loop
+            return False
+        stack, final = chain.add_list(self)
+        last.replace_all_uses_with(final, delete_user_cb=lambda user: user is not stack and user is not final)
+        if not self._replace_loop(stack, note):
+            self.replace(final, last)
+            return False
+        if chain.is_sum:  # no step of the loop reads it
+            self.drop(last)
+        return True
 
     def _erase_unused(self) -> None:
         """Erase the emitted nodes without users: all nodes if the loop is not replaced, else unused ones."""
@@ -414,45 +434,6 @@ class RerollLoops(CanonicalPass, ScanBuilder):
                 target = aten.slice.Tensor if piece.keeps_dim else aten.select.int
                 with self.insert_after(split):
                     self.replace(user, self.compute(target, (piece.source, piece.dim, *positions), user))
-
-
-def _stacked_values(stack: Node) -> tuple[list[Node], Node | None]:
-    """Return the operands of a stack, or of a cat of pieces of one size, as the values of a loop's steps.
-
-    A last piece of a cat that has fewer rows is returned apart, else None. The list is [] if it has fewer than two
-    values, or if some are the same node.
-    """
-    values, short = list(stack.args[0]), None
-    if stack.target is aten.cat.default:
-        dim, shapes = OpCall(stack)["dim"], [node_shape(v) for v in values]
-        if len(set(map(len, shapes))) > 1:  # empty 1d tensors, which torch ignores
-            return [], None
-        sizes = [shape[dim] for shape in shapes]
-        if all(isinstance(size, int) for size in sizes) and sizes[-1] < sizes[0]:
-            short = values.pop()
-            sizes.pop()
-        if len(set(sizes)) > 1:
-            return [], None
-    are_distinct = len(set(values)) == len(values)
-    return (values, short) if are_distinct and len(values) > 1 else ([], None)
-
-
-def _is_loop_like(values: list[Node]) -> bool:
-    """Return True if the last step reads a node of the step before, as in a loop with a state.
-
-    The nodes of a step are those after the value of the step before and up to its own, in the order of the graph. Only
-    such a list is reported if it is not replaced.
-    """
-    if len(values) < 3 or any(v.op != "call_function" for v in values):
-        return False
-    third_last, second_last, last = sorted(values)[-3:]
-    node = second_last.next
-    while True:  # over the nodes of the last step
-        if any(third_last < x <= second_last for x in node.all_input_nodes):
-            return True
-        if node is last:
-            return False
-        node = node.next
 
 
 def _find_anchor(shared: set[Node], steps: set[Node], readers: list[Node]) -> Node:

@@ -176,12 +176,14 @@ class LoopMatcher:
         if all(_is_same(v, seed) for v in later_values):
             return seed
         operand = self._find_column(values, first) or _match_index_read(values, first)
-        if operand is None and _are_similar(values):
+        # The first value may be the last state of another loop, which is similar to the states of this one.
+        later: IndexRead | ColumnRef | SeededList | Any = self._find_column(later_values, first + 1)
+        if operand is None and later is None and _are_similar(values):
             operand = ColumnRef(self._add_column(values, first), lag=0)
         if operand is not None:
             return operand
         # The first value is different: match the others, as values of one column or one tensor.
-        later = self._find_column(later_values, first + 1) or _match_index_read(later_values, first + 1)
+        later = later or _match_index_read(later_values, first + 1)
         # A single later value is similar to itself only, and would make a column of any two values.
         if later is None and _are_similar(later_values) and len(later_values) > 1:
             later = ColumnRef(self._add_column(later_values, first + 1), lag=0)

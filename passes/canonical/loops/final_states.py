@@ -1,0 +1,186 @@
+"""Find loops that have no list of results, and add the list of the states or of the summands of all steps.
+
+    for t in range(S):                                    for t in range(S):
+        h = a[:, t] * h + b[:, t]                ->           hs.append(a[:, t] * hs[t - 1] + b[:, t])
+        loss = loss + f(h, x[:, t])                           losses.append(f(hs[t], x[:, t]))
+    return h, loss                                        return stack(hs)[-1], loss + stack(losses).sum(0)
+
+`reroll.py` matches the list as a loop, or removes it. A *state* reads the same node of the previous step through the
+same operands of the same ops, its *path*. From a node after the read of the last index, such as b[:, S - 1], the path
+leads back through all steps. A path of one addition belongs to a sum. Takes time linear in the number of nodes. Bytes
+moved: none.
+
+Unchanged: states that the program puts into a list, and sums of several summands a step.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Node
+
+from sp_compile.passes.graph.call import is_tensor, node_shape
+from sp_compile.passes.graph.edit import GraphEditor
+from sp_compile.passes.graph.sizes import as_sizes, is_same_shape
+
+from .lists import MIN_ROWS
+from .steps import match_piece_read
+
+aten = torch.ops.aten
+MAX_NODES = 96  # nodes of one step that are examined
+MAX_CHAINS = 3  # of one loop
+READS = (aten.select.int, aten.slice.Tensor, operator.getitem)
+LISTS = (aten.stack.default, aten.cat.default)
+
+
+class _Move(NamedTuple):
+    """One op of a path, and the index of the operand through which the path continues."""
+
+    target: Any  # op
+    operand: int  # index in its input nodes
+
+
+class StateChain(NamedTuple):
+    """Values of one state, first step first."""
+
+    values: list[Node]  # value of each step
+    is_sum: bool  # True if each value is the previous one plus a summand, and is read by the next one only
+    is_reverse: bool  # True if the first step reads the last index
+
+    def add_list(self, editor: GraphEditor) -> tuple[Node, Node]:
+        """Emit the list of the chain after its last value, and the last value as a function of the list.
+
+        Args:
+            editor: The editor of the graph.
+
+        Returns:
+            The stack and the value, which no node reads yet.
+        """
+        last = self.values[-1]
+        with editor.insert_after(last):
+            if not self.is_sum:
+                stack = self._stack(editor, self.values)
+                return stack, editor.compute(aten.select.int, (stack, 0, 0 if self.is_reverse else -1), last)
+            initial, summands = self._summands()
+            stack = self._stack(editor, summands)
+            total = editor.compute(aten.sum.dim_IntList, (stack, [0]), last)
+            return stack, editor.compute(aten.add.Tensor, (total, initial), last)
+
+    def _stack(self, editor: GraphEditor, values: list[Node]) -> Node:
+        """Emit the stack of values in the order of the indices that their steps read."""
+        ordered = values[::-1] if self.is_reverse else values
+        return editor.compute(aten.stack.default, (ordered, 0), self.values[-1])
+
+    def is_exact(self) -> bool:
+        """Return True if the summands are floating-point tensors of one shape and dtype, and all factors are 1."""
+        _, summands = self._summands()
+        if any(value.kwargs for value in self.values) or not all(map(is_tensor, summands)):
+            return False
+        kinds = {(as_sizes(x.meta["val"].shape), x.meta["val"].dtype) for x in (*summands, *self.values)}
+        return len(kinds) == 1 and self.values[-1].meta["val"].is_floating_point()
+
+    def _summands(self) -> tuple[Any, list[Any]]:
+        """Return the value before the first step, a number or a node, and the summand of each step."""
+        operand = int(self.values[1].args[0] is not self.values[0])  # index of the argument that is the previous value
+        summands = [value.args[1 - operand] for value in self.values]
+        initial = self.values[0].args[operand]
+        if not isinstance(summands[0], Node):  # torch traces 0.0 + x as x + 0.0
+            initial, summands[0] = summands[0], initial
+        return initial, summands
+
+
+def find_state_chains(nodes: Iterable[Node]) -> list[list[StateChain]]:
+    """Return the states and sums of loops that no list of the graph contains, the likeliest one of each loop first.
+
+    Args:
+        nodes: The nodes of the graph, in order.
+    """
+    reads: dict[tuple[Any, ...], list[Node]] = {}  # of one dim of one tensor, one index or piece each
+    for node in nodes:
+        read = match_piece_read(node) if node.target in READS and node.users else None
+        if read is not None:
+            reads.setdefault((read.source, read.dim, read.rows), []).append(node)
+    found = []
+    for group in reads.values():
+        if len(group) >= MIN_ROWS:
+            group.sort(key=lambda n: min(n.users))  # in the order of the steps
+            found.append(_match_states(group))
+    return found
+
+
+def _read_index(read: Node) -> int:
+    """Return the index that a node reads."""
+    piece = match_piece_read(read)
+    assert piece is not None
+    return piece.position
+
+
+def _match_states(reads: list[Node]) -> list[StateChain]:
+    """Return possible states of the loop with these reads, the last one in the graph first."""
+    is_reverse = _read_index(reads[0]) > _read_index(reads[-1])
+    chains: dict[tuple[Node, ...], StateChain] = {}
+    for node in _reach_readers(reads[-1]):
+        for path in _find_paths(node):
+            values = _follow_path(node, path)
+            if len(values) < max(MIN_ROWS, len(reads) - 1) or any(u.target in LISTS for v in values for u in v.users):
+                continue
+            # A last step that reads fewer rows is no step of the loop.
+            values = values[-len(reads) :] if is_reverse else values[: len(reads)]
+            is_sum = all(move.target is aten.add.Tensor for move in path)
+            is_sum = is_sum and all(len(value.users) == 1 for value in values[:-1])
+            chain = StateChain(values, is_sum, is_reverse)
+            if not is_sum or (len(path) == 1 and chain.is_exact()):
+                chains[tuple(values)] = chain
+    return sorted(chains.values(), key=lambda chain: chain.values[-1], reverse=True)[:MAX_CHAINS]
+
+
+def _reach_readers(start: Node) -> Iterator[Node]:
+    """Yield up to MAX_NODES nodes that depend on a node, the nearest ones first."""
+    waiting, seen = deque([start]), {start}
+    while waiting and len(seen) <= MAX_NODES:
+        for node in waiting.popleft().users:
+            if node not in seen and node.op == "call_function":
+                seen.add(node)
+                waiting.append(node)
+                yield node
+
+
+def _find_paths(node: Node) -> Iterator[tuple[_Move, ...]]:
+    """Yield the paths from a node to the nearest nodes before it that may be its value of the previous step."""
+    paths: dict[Node, tuple[_Move, ...]] = {node: ()}
+    waiting = deque([node])
+    while waiting and len(paths) <= MAX_NODES:
+        reader = waiting.popleft()
+        for i, operand in enumerate(reader.all_input_nodes):
+            if operand in paths or operand.op != "call_function":
+                continue
+            paths[operand] = (*paths[reader], _Move(reader.target, i))
+            waiting.append(operand)
+            if _is_same_kind(operand, node):
+                yield paths[operand]
+
+
+def _follow_path(node: Node, path: tuple[_Move, ...]) -> list[Node]:
+    """Return the nodes that a path passes from step to step, first step first."""
+    values = [node]
+    while True:
+        value = values[-1]
+        for move in path:
+            operands = value.all_input_nodes
+            if value.target is not move.target or move.operand >= len(operands):
+                return values[::-1]
+            value = operands[move.operand]
+        if not _is_same_kind(value, node):
+            return values[::-1]
+        values.append(value)
+
+
+def _is_same_kind(a: Node, b: Node) -> bool:
+    """Return True for results of one op that have the same shape and dtype."""
+    if a.target is not b.target or not is_tensor(a) or not is_tensor(b):
+        return False
+    return a.meta["val"].dtype == b.meta["val"].dtype and is_same_shape(node_shape(a), node_shape(b))

@@ -1,0 +1,124 @@
+"""Loops of which only the last state, or a sum over the steps, is read: one scan, no gather, and the values of eager mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sp_compile
+
+WIDTH, LENGTH, CHUNK = 6, 23, 4
+Loop = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of a gate, inputs, other inputs and the initial state
+
+
+def decayed(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> Tensor:
+    for t in range(a.shape[1]):
+        h = a[:, t] * h + b[:, t]
+    return h
+
+
+def reverse(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> Tensor:
+    state: Tensor | float = 0.0
+    for t in reversed(range(a.shape[1])):
+        state = a[:, t] * state + b[:, t]
+    return h + state
+
+
+def of_rows(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> Tensor:
+    rows: Iterable[tuple[Tensor, Tensor]] = zip(a.unbind(1), b.unbind(1), strict=True)
+    for x, y in rows:
+        h = x * h + y
+    return h
+
+
+def delta_rule(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> Tensor:
+    state = h.unsqueeze(-1).expand(-1, -1, WIDTH)
+    for t in range(a.shape[1]):
+        new = b[:, t] - torch.einsum("bij,bi->bj", state, c[:, t] / WIDTH)
+        state = state + c[:, t, :, None] * new.unsqueeze(1)
+    return state.mean(1)
+
+
+def chunks(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> Tensor:
+    state = h.unsqueeze(-1).expand(-1, -1, WIDTH)
+    for i in range(0, a.shape[1], CHUNK):
+        state = state * a[:, i : i + CHUNK].prod(1).unsqueeze(-1) + b[:, i : i + CHUNK].mT @ c[:, i : i + CHUNK]
+    return state.mean(1)
+
+
+def sums(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> Tensor:
+    loss: Tensor | float = 0.0
+    for t in range(a.shape[1]):
+        h = a[:, t] * h + b[:, t]
+        loss = loss + (h - c[:, t]).square().mean()
+    return h * loss
+
+
+def two_states(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> Tensor:
+    total = h + 1
+    for t in range(a.shape[1]):
+        h, total = a[:, t] * h + b[:, t], a[:, t] * total + c[:, t].exp()
+    return h / total
+
+
+def two_loops(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> Tensor:
+    for t in range(a.shape[1]):
+        h = a[:, t] * h + b[:, t]
+    results = []
+    for t in range(a.shape[1]):
+        h = c[:, t].sigmoid() * h + b[:, t]
+        results.append(h)
+    return torch.stack(results, 1)
+
+
+SCANS = {decayed: 1, reverse: 1, of_rows: 1, delta_rule: 1, chunks: 1, sums: 1, two_states: 2, two_loops: 2}
+
+
+class Summary(nn.Module):
+    """A loop over projections of the tokens."""
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.loop, self.project, self.out = loop, nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, 2)
+        self.initial = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c = self.project(x).chunk(3, -1)
+        return self.out(self.loop(a.sigmoid(), b, c, self.initial.expand(len(x), WIDTH)))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("loop", SCANS, ids=lambda loop: loop.__name__)
+@pytest.mark.sampled(every=2)
+def test_a_loop_without_a_list(loop: Loop, n: int) -> None:
+    x = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64, requires_grad=True)
+    report = sp_compile.verify(Summary(loop).double(), x, sp=n)
+    assert max(error for _, error in report.errors) < 1e-12
+    assert report.count("linear_scan") + report.count("affine_scan") == SCANS[loop]
+    assert not report.fallbacks
+    assert report.work.flops_share > 0.95
+
+
+class Codes(nn.Module):
+    """A sum of embeddings, one of each codebook, and attention over the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embeddings = nn.ModuleList(nn.Embedding(8, WIDTH) for _ in range(9))
+
+    def forward(self, codes: Tensor) -> Tensor:
+        x = self.embeddings[0](codes[:, 0])
+        for i, embedding in enumerate(self.embeddings):
+            x = x + embedding(codes[:, i])
+        return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+def test_sums_without_a_state_are_kept() -> None:
+    report = sp_compile.explain(Codes(), torch.randint(8, (2, 9, LENGTH)), sp=2, seq_dims={"codes": 2})
+    assert report.count("linear_scan") == 0
+    assert not report.fallbacks
