@@ -68,8 +68,8 @@ TERMS: dict[Any, tuple[str, ...]] = {
     aten.stack: ("tensors",),
 }
 UNIFORM_OPS = (
-    "alias clone contiguous expand flatten mean movedim mT permute reshape select slice squeeze sum t transpose "
-    "unflatten unsqueeze view"
+    "alias clone contiguous cumsum expand flatten flip mean movedim mT permute reshape roll select slice squeeze sum t "
+    "transpose unflatten unsqueeze view"
 )
 TERMS |= {getattr(aten, name): ("self",) for name in UNIFORM_OPS.split()}
 

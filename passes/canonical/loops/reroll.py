@@ -30,14 +30,14 @@ from torch.fx import GraphModule, Node
 from sp_compile.lowering.torch_compat import PYTHON_STATE_CALLS, enter_autocast, exit_autocast, set_grad_enabled
 from sp_compile.passes.base import CanonicalPass, register_pass
 from sp_compile.passes.context import PassContext
-from sp_compile.passes.graph.call import OpCall, node_shape
+from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape, parse_overloads
 from sp_compile.passes.graph.modes import restore_autocast
 from sp_compile.passes.graph.mutation import is_written
-from sp_compile.passes.sharding.matchers import match_piece
+from sp_compile.passes.sharding.matchers import constant_value, match_piece
 
 from .coupled import CoupledStates, find_cycle, reference_of
 from .final_states import StateChain, find_state_chains
-from .lists import is_loop_like, stacked_values
+from .lists import MIN_ROWS, is_loop_like, stacked_values
 from .recurrence import AffineValue, ScanBuilder
 from .steps import ColumnRef, IndexRead, LoopMatcher, NotALoop, Operand, SeededList, StepColumn
 from .vectorize import BatchedValue, Value
@@ -279,6 +279,7 @@ def _is_same_value(a: Any, b: Any) -> bool:
     return a is b or (not isinstance(a, Node) and not isinstance(b, Node) and bool(a == b))
 
 
+CONSTANTS_LIKE = parse_overloads("zeros_like ones_like full_like new_zeros new_ones new_full")
 # Ops that change the state of the interpreter, between which no step may move.
 STATE_OPS = {set_grad_enabled, enter_autocast, exit_autocast, *PYTHON_STATE_CALLS}
 
@@ -295,6 +296,7 @@ class RerollLoops(CanonicalPass, ScanBuilder):
         self.budget = 4 * len(gm.graph.nodes)  # remaining number of nodes to examine
         self.emitted: list[Node] = []  # nodes of the loop in progress
         self.rolled: set[Node] = set()  # nodes that replaced loops
+        self._separate_constants()
         lists = [n for n in self.graph.nodes if n.target in (aten.stack.default, aten.cat.default)]
         # Longer lists first: an outer loop usually has more steps than a list in its body has values. If a recurrence
         # in the body were replaced first, each step would have its own scan, and a state that passes through a scan is
@@ -307,6 +309,19 @@ class RerollLoops(CanonicalPass, ScanBuilder):
             replaced += any(self._replace_chain(chain, note=chain is chains[0]) for chain in chains)
         return replaced
 
+    def _separate_constants(self) -> None:
+        """Replace constants of which each step has one, such as zeros_like(h), by ones that do not read the state."""
+        constants: dict[Any, list[Node]] = {}
+        for node in self.graph.nodes:
+            if node.target in CONSTANTS_LIKE and all(isinstance(size, int) for size in node_shape(node)):
+                kind = constant_value(node), node_shape(node), node.meta["val"].dtype
+                constants.setdefault(kind, []).append(node)
+        for (number, shape, dtype), nodes in constants.items():
+            for node in nodes if len(nodes) >= MIN_ROWS and number is not None else ():
+                options = {"dtype": dtype, "device": node.meta["val"].device}
+                with self.graph.inserting_before(node):
+                    self.replace(node, self.compute(aten.full.default, (list(shape), number), node, options))
+
     def emit(self, *args: Any, **kwargs: Any) -> Node:
         """Append a node as `GraphEditor.emit` does, and record it for `_erase_unused`."""
         self.emitted.append(super().emit(*args, **kwargs))
@@ -316,6 +331,7 @@ class RerollLoops(CanonicalPass, ScanBuilder):
         """Replace the loop that computes the operands of a stack or cat; return False if no loop does."""
         values, short = stacked_values(stack)
         reasons: dict[bool, str] = {}  # why each attempt fails, by `reverse`
+        splits: list[Node] = []  # of states
         for reverse in (False, True):  # the first step computes the first operand, or the last one
             loop, self.emitted = LoopMatcher(self.budget), []
             try:
@@ -325,8 +341,12 @@ class RerollLoops(CanonicalPass, ScanBuilder):
             except NotALoop as reason:
                 self._erase_unused()
                 reasons[reverse] = str(reason)  # the exception itself would keep every frame of the compilation alive
+                splits += [node for column in loop.columns if not is_tensor(column.node) for node in column.nodes]
             finally:
                 self.budget = loop.budget
+        selected = [self._select_pieces(split) for split in splits]  # an op with several results is not linear
+        if any(selected):
+            return self._replace_loop(stack, note)
         if note and is_loop_like(values):
             is_reverse = values[0] > values[-1]  # the order in which the program computes them
             self.note_refusal(stack, f"{len(values)} steps are not a scan: {reasons[is_reverse]}")
@@ -425,15 +445,17 @@ class RerollLoops(CanonicalPass, ScanBuilder):
             self._select_pieces(split)
         self.rolled.update(n for n in self.emitted if n.users)
 
-    def _select_pieces(self, split: Node) -> None:
+    def _select_pieces(self, split: Node) -> bool:
         """Replace each result of an unbind or split by a select or slice, so that no rank needs all pieces."""
-        for user in list(split.users):
+        users = list(split.users)
+        for user in users:
             piece = match_piece(user)  # of several rows, or an index of an unbind, which removes the dim
             if piece is not None:
                 positions = (piece.start, piece.start + piece.length) if piece.keeps_dim else (piece.start,)
                 target = aten.slice.Tensor if piece.keeps_dim else aten.select.int
                 with self.insert_after(split):
                     self.replace(user, self.compute(target, (piece.source, piece.dim, *positions), user))
+        return bool(users) and not split.users
 
 
 def _find_anchor(shared: set[Node], steps: set[Node], readers: list[Node]) -> Node:

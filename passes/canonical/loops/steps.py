@@ -34,6 +34,7 @@ from sp_compile.passes.sharding.rule import lookup_rule
 
 aten = torch.ops.aten
 MAX_LAG = 4  # steps from a value to its last reader
+UNMATCHED = object()  # in place of an operand that is not matched yet
 COMMUTATIVE_OPS = (aten.add.Tensor, aten.mul.Tensor)
 
 
@@ -105,6 +106,7 @@ class LoopMatcher:
     def __init__(self, budget: int) -> None:
         self.columns: list[StepColumn] = []  # found columns
         self.owner: dict[Node, tuple[StepColumn, int]] = {}  # node -> its column and step
+        self.deferred: list[tuple[StepColumn, int, Sequence[Any]]] = []  # (reader, index of the operand, its values)
         self.budget = budget  # remaining number of nodes to examine
         self.root: Operand = None  # operand whose values are the list
         self.length = 0  # number of steps
@@ -124,9 +126,18 @@ class LoopMatcher:
         if not values:
             raise NotALoop("no list")
         # `_skip_views` skips views that undo each other, so that nodes with equal values are compared.
-        self.root, self.length = self._match_operand([_skip_views(v) for v in values], first=0), len(values)
-        for column in self.columns:  # grows during the loop
-            self._read_arguments(column)
+        listed = [_skip_views(v) for v in values]
+        self.root, self.length = self._match_operand(listed, 0), len(values)
+        if self.root is UNMATCHED:
+            self.root = self._match_seeded(listed, 0, add=True)
+        num_read = 0
+        while num_read < len(self.columns) or self._match_deferred():
+            for column in self.columns[num_read:]:
+                num_read += 1
+                self._read_arguments(column)
+        for column in self.columns:
+            if not all(_can_expand_seeds(column.node, i, x) for i, x in enumerate(column.operands)):
+                raise NotALoop("an initial value of another shape")
 
     def sort_columns(self) -> list[StepColumn]:
         """Return the columns in the order of computation: that of their nodes of one step in the graph."""
@@ -162,33 +173,66 @@ class LoopMatcher:
             # The initial state 0.0 is a number, and torch traces 0.0 * x as x * 0.0: restore the order of other steps,
             # with the state first.
             first_leaves.reverse()
-        column.operands = [self._match_operand(values, column.first) for values in zip(*leaves)]
-        if not all(_can_expand_seeds(column.node, i, x) for i, x in enumerate(column.operands)):
-            raise NotALoop("an initial value of another shape")
+        for i, values in enumerate(zip(*leaves)):
+            column.operands.append(self._match_operand(values, column.first))
+            if column.operands[i] is UNMATCHED:
+                self.deferred.append((column, i, values))
 
     def _match_operand(self, values: Sequence[Any], first: int) -> Operand:
-        """Return the operand that has these values at the steps first, first + 1, ....
+        """Return the operand that has these values at the steps first, first + 1, ..., or UNMATCHED.
 
         It is a value that all steps share, a read of one index after the other, or a reference to a column, which is
-        added if it is new. The first value may be different, as an initial state is. Otherwise, NotALoop is raised.
+        added if it is new.
         """
         seed, later_values = values[0], values[1:]
         if all(_is_same(v, seed) for v in later_values):
             return seed
         operand = self._find_column(values, first) or _match_index_read(values, first)
-        # The first value may be the last state of another loop, which is similar to the states of this one.
-        later: IndexRead | ColumnRef | SeededList | Any = self._find_column(later_values, first + 1)
-        if operand is None and later is None and _are_similar(values):
-            operand = ColumnRef(self._add_column(values, first), lag=0)
         if operand is not None:
             return operand
-        # The first value is different: match the others, as values of one column or one tensor.
-        later = later or _match_index_read(later_values, first + 1)
-        # A single later value is similar to itself only, and would make a column of any two values.
-        if later is None and _are_similar(later_values) and len(later_values) > 1:
-            later = ColumnRef(self._add_column(later_values, first + 1), lag=0)
+        # The first value may be the last state of another loop, which is similar to the states of this one, or another
+        # element of a tensor, as in `last = x[:, 0]` before a loop with `last = x[:, t + 1]`.
+        is_known = self._find_column(later_values, first + 1) is not None
+        if is_known or not _are_similar(values) or _has_other_constants(seed, later_values[0]):
+            return UNMATCHED
+        return ColumnRef(self._add_column(values, first), lag=0)
+
+    def _match_deferred(self) -> bool:
+        """Match the operands whose first value is different; return False if there are none left.
+
+        All columns that the steps read with the same first step are known by now. An operand is a value of one of them
+        at an earlier step, if possible. Else one column is added, which starts with the second step.
+        """
+        for add in (False, True):
+            for item in self.deferred:
+                column, i, values = item
+                operand = self._match_seeded(values, column.first, add)
+                if operand is not UNMATCHED:
+                    column.operands[i] = operand
+                    self.deferred.remove(item)
+                    return True
+        return False
+
+    def _match_seeded(self, values: Sequence[Any], first: int, add: bool) -> Operand:
+        """Return the operand that has another value at the first step, as an initial state, or UNMATCHED.
+
+        Args:
+            values: The values at the steps first, first + 1, ...
+            first: The first step.
+            add: True to add a column if no known one has the later values.
+
+        Raises:
+            NotALoop: A column is needed, and the values do not form one.
+        """
+        seed, later_values = values[0], values[1:]
+        later: Operand = self._find_column(later_values, first + 1) or _match_index_read(later_values, first + 1)
         if later is None:
             later = self._find_delayed(later_values, first + 1)  # more than one initial value: h[t] = f(h[t - 2])
+        # A single later value is similar to itself only, and would make a column of any two values.
+        if later is None and add and _are_similar(later_values) and len(later_values) > 1:
+            later = ColumnRef(self._add_column(later_values, first + 1), lag=0)
+        if later is None and not add:
+            return UNMATCHED
         # The initial value must be a tensor (or a constant), as later ones are: a node may also be a list or an int.
         if later is None or (isinstance(seed, Node) and not is_tensor(seed)):
             raise NotALoop("steps that differ")
@@ -287,6 +331,12 @@ def _are_similar(values: Sequence[Any]) -> bool:
         return False
     kind = _value_kind(first)
     return all(_value_kind(v) == kind for v in values)
+
+
+def _has_other_constants(a: Node, b: Node) -> bool:
+    """Return True if two calls differ in an argument that is a constant in both."""
+    leaves = zip(*(pytree.tree_leaves((node.args, node.kwargs)) for node in (a, b)))
+    return any(not isinstance(x, Node) and not isinstance(y, Node) and not _is_same(x, y) for x, y in leaves)
 
 
 def _skip_views(x: Any) -> Any:

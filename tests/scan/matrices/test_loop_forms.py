@@ -118,7 +118,23 @@ def merged_dims(h: list[Tensor], x: dict[str, Tensor]) -> Any:
     return [new], new.sum(-1)
 
 
-VECTORS = (vector, mean_of_the_state, rotation, oscillator, second_order, third_order)
+def rolled_rows(h: list[Tensor], x: dict[str, Tensor]) -> Any:
+    new = h[0].roll(1, -2) * x["a"].unsqueeze(-1) + h[0].flip(-1) / 3 + x["m"]
+    return [new], new.sum(-1)
+
+
+def sums_of_rows(h: list[Tensor], x: dict[str, Tensor]) -> Any:
+    new = h[0].cumsum(-2) * x["a"].unsqueeze(-1) / SIZE + x["m"]
+    return [new], new.sum(-1)
+
+
+def halves(h: list[Tensor], x: dict[str, Tensor]) -> Any:
+    first, second = h[0].chunk(2, -1)
+    new = torch.cat([second * x["a"][..., :2], first - second / 2], -1) + x["k"]
+    return [new], new
+
+
+VECTORS = (halves, vector, mean_of_the_state, rotation, oscillator, second_order, third_order)
 COUNTS = {rotation: 2, oscillator: 2, second_order: 2, third_order: 3, momentum_of_a_delta_rule: 2}
 FORMS: list[Step] = [
     einsum,
@@ -132,6 +148,8 @@ FORMS: list[Step] = [
     momentum_of_a_delta_rule,
     columns_with_their_own_decay,
     merged_dims,
+    rolled_rows,
+    sums_of_rows,
     *VECTORS,
 ]
 
@@ -287,6 +305,43 @@ def test_nodes_do_not_depend_on_the_length() -> None:
         program = torch.export.export(Loop(delta_rule), (tokens(length),))
         counts.append(len(sp_compile.parallelize(program, sp=2).graph.nodes))
     assert counts[0] == counts[1]
+
+
+def steps_of_documents(x: Tensor, documents: Tensor) -> Tensor:
+    """A state that is reset to zeros_like itself before the first token of a document."""
+    starts = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    h, states = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = torch.where(starts[:, t, None], torch.zeros_like(h), h) * x[:, t].sigmoid() + x[:, t]
+        states.append(h)
+    return torch.stack(states, 1)
+
+
+def chunks_of_documents(x: Tensor, documents: Tensor) -> Tensor:
+    """A state of the document of the previous chunk's last token, which the loop keeps in a variable."""
+    pad = -x.shape[1] % SIZE
+    chunks = F.pad(x, (0, 0, 0, pad)).unflatten(1, (-1, SIZE))
+    ids = F.pad(documents, (0, pad), value=-1).unflatten(1, (-1, SIZE))
+    h, previous, results = x.new_zeros(x.shape[0], x.shape[-1], x.shape[-1]), ids[:, 0, 0], []
+    for i in range(chunks.shape[1]):
+        c, last = chunks[:, i], ids[:, i, -1]
+        within = (c @ c.mT).tril() * (ids[:, i, :, None] == ids[:, i, None])
+        results.append(within @ c + (c * (ids[:, i] == previous[:, None]).unsqueeze(-1)) @ h)
+        kept = c * (ids[:, i] == last[:, None]).unsqueeze(-1)
+        h, previous = h * (previous == last)[:, None, None] / 2 + kept.mT @ c, last
+    return torch.cat(results, 1)[:, : x.shape[1]]
+
+
+@pytest.mark.parametrize("loop", [steps_of_documents, chunks_of_documents])
+@pytest.mark.parametrize("n", [2, 3])
+def test_loops_over_documents(loop: Callable[[Tensor, Tensor], Tensor], n: int) -> None:
+    documents = torch.tensor([[0] * 9 + [1] * 3 + [2] + [3] * 10, [4] * 16 + [5] * 7])
+    x = (tokens(23) / 2).detach().requires_grad_()
+    report = sp_compile.verify(loop, x, documents, sp=n)
+    assert max(error for _, error in report.errors) < 1e-12
+    assert report.count("linear_scan") == 1
+    assert not report.fallbacks
+    assert report.work.flops_share > 0.95
 
 
 def _train(step: Step) -> object:
