@@ -38,6 +38,9 @@ class AffineCall(ShardCall):
         """
         self.require()
         m, b, initial = self.m, self.b, self.initial
+        if 0 in (*b.shape[:ROWS_FROM_END], *b.shape[-2:]):  # on all ranks: the states have no elements
+            dtype = torch.promote_types(m.dtype, b.dtype)
+            return m.to(dtype) @ b.to(dtype)
         if initial is not None:
             initial = initial.expand(*b.shape[:ROWS_FROM_END], *b.shape[-2:])
         # torch.func cannot transform the operator: for tensors that it wraps, the Python function is called instead.
@@ -75,7 +78,7 @@ class AffineCall(ShardCall):
         # With b of shape (..., S, K, V), m has shape (..., S, K, K).
         if b.ndim < -ROWS_FROM_END or list(m.shape) != [*b.shape[:-1], b.shape[-2]]:
             got = f"{list(m.shape)} and {list(b.shape)}"
-            yield SpError("SP504", f"m, b: expected shapes (..., S, K, K) and (..., S, K, V), got {got}.")
+            yield SpError("SP504", f"m, b: expected shapes (..., S, K, K) and (..., S, K, V), got {got}. The other dims must be equal.")
             return
         if self.initial is not None:
             shape, expected = list(self.initial.shape), [*b.shape[:ROWS_FROM_END], *b.shape[-2:]]  # (..., K, V)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import sp_compile
-from sp_compile import SpError, exclusive_scan, inclusive_scan, linear_scan, segmented_scan
+from sp_compile import SpError, affine_scan, exclusive_scan, inclusive_scan, linear_scan, segmented_scan
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.comm.simulate import run_ranks
 
@@ -50,6 +50,17 @@ def test_a_dim_of_no_elements_beside_the_scanned_one(op):
         return out.shape, x.grad.shape
 
     assert run_ranks(N, scan) == [((4, 0), (4, 0))] * N
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 3, 0), (4, 3, 0, 2), (0, 3, 2, 2)])
+def test_matrix_states_of_no_elements(shape):
+    def scan(rank):
+        m = torch.zeros(*shape[:-1], shape[-2], requires_grad=True)
+        out = affine_scan(m, torch.zeros(shape), initial=torch.zeros(1, 1), group=GROUP)
+        out.sum().backward()
+        return out.shape, m.grad.shape
+
+    assert run_ranks(N, scan) == [(shape, (*shape[:-1], shape[-2]))] * N
 
 
 def scans(x):
