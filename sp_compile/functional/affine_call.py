@@ -78,7 +78,9 @@ class AffineCall(ShardCall):
         # With b of shape (..., S, K, V), m has shape (..., S, K, K).
         if b.ndim < -ROWS_FROM_END or list(m.shape) != [*b.shape[:-1], b.shape[-2]]:
             got = f"{list(m.shape)} and {list(b.shape)}"
-            yield SpError("SP504", f"m, b: expected shapes (..., S, K, K) and (..., S, K, V), got {got}. The other dims must be equal.")
+            yield SpError(
+                "SP504", f"m, b: expected shapes (..., S, K, K) and (..., S, K, V) with equal other dims, got {got}."
+            )
             return
         if self.initial is not None:
             shape, expected = list(self.initial.shape), [*b.shape[:ROWS_FROM_END], *b.shape[-2:]]  # (..., K, V)

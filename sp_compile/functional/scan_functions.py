@@ -4,9 +4,9 @@ If every rank passes its shard and the group, it receives its shard of the scan 
 returned for the shards.
 
 The functions run in eager mode and inside `torch.compile`, on tensors of any shape, strides and length. They support
-reverse-mode differentiation in linear memory, and second derivatives where the operation has them. Integer overflow
-wraps around. NaN, infinities and ties of extremes are treated as by `torch.cumsum`, `cumprod`, `cummax`, `cummin` and
-`logcumsumexp`.
+reverse-mode differentiation in linear memory, and second derivatives where the operation has them, except
+`affine_scan`. Integer overflow wraps around. NaN, infinities and ties of extremes are treated as by `torch.cumsum`,
+`cumprod`, `cummax`, `cummin` and `logcumsumexp`.
 """
 
 from __future__ import annotations

@@ -125,17 +125,16 @@ def build(name: str, seq: int) -> tuple[nn.Module, Tensor, dict[str, Any]]:
 
 def one_step(name: str, seq: int) -> Outcome:
     model, ids, kwargs = build(name, seq)
-    return against_eager(model, ids, kwargs=kwargs, mesh=worker.mesh(), **options(name))
+    return against_eager(model, ids, kwargs=kwargs, mesh=worker.mesh())
 
 
 def tolerance(name: str) -> float:
     """Return the tolerance of a model; transformers computes norms and losses in float32 for every dtype."""
+    if (
+        name == "mamba2"
+    ):  # twice the distance of its gradients in eager mode from those with float64 for float32, 9.6e-7
+        return 2e-6
     return 2e-5 if name in EXPERTS else 1e-6
-
-
-def options(name: str) -> dict[str, Any]:
-    """The sequence is named where the model has no attention, and no scan along all of it."""
-    return {"seq_dims": {"input_ids": 1}} if name == "mamba2" else {}
 
 
 SIZES = [(2, 12), (3, 13)]
@@ -161,7 +160,7 @@ def test_training_step(ranks: Ranks, name: str, n: int, seq: int) -> None:
 
 def verified(name: str, seq: int, sp: int) -> Report:
     model, ids, kwargs = build(name, seq)
-    report = sp_compile.verify(model, ids, sp=sp, kwargs=kwargs, **options(name))
+    report = sp_compile.verify(model, ids, sp=sp, kwargs=kwargs)
     assert report.worst <= tolerance(name), report
     return report
 
