@@ -72,7 +72,8 @@ def _match_movement(node: Any) -> tuple[Node, BoundRule] | None:
     # Of `other`, only the shape or dtype is read (view_as, type_as).
     has_other_elements = any(x is not call.get("other") for x in call.operands[1:])
     # Without kinds all dims pass. Reshapes have some dims of the kind "replicate", slices of the kind "window".
-    moves_elements = rule.reshapes or rule.spans or not rule.kinds
+    dims_of_other = {*flatten_dims(sum(rule.operands[1:], ()))} - {*flatten_dims(rule.operands[0])}
+    moves_elements = rule.reshapes or rule.spans or not rule.kinds.keys() - dims_of_other
     return (call.operands[0], rule) if moves_elements and not has_other_elements else None
 
 
