@@ -70,12 +70,12 @@ Why families have less than 95% on shards:
 
 
 def work_share(report: Any) -> str:
-    """Return the share of the FLOPs that runs on shards, in percent.
+    """Return the share of the FLOPs that runs on shards, in percent; "-" if the FLOPs are not known.
 
     Args:
         report: The report.
     """
-    return f"{report.work.flops_share:.0%}"
+    return f"{report.work.flops_share:.0%}" if report.work.flops else "-"
 
 
 def describe_report(report: Any) -> dict[str, str]:
