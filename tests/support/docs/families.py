@@ -59,7 +59,7 @@ models are in `tests/support/docs/family_models.py`, the generic sizes in `famil
 
 Why families have less than 95% on shards:
 
-- JetMoE, HiDream: the program reads the number of tokens of each expert. Dynamo breaks the graph there.
+- JetMoE, HiDream, DBRX, LongCat-Flash: the program reads the tokens of each expert. Dynamo breaks the graph there.
 - ProphetNet: one stream for the next token and streams for the tokens after it are joined along the sequence, and are
   split again in each layer.
 - XLM: embeddings are between two graph breaks, in a graph without attention.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .family_models import HYBRID, TEXT
-from .family_sizes import BATCH, HEAD_DIM, HEADS, TOKENS, VOCABULARY, WIDTH
+from .family_sizes import BATCH, HEAD_DIM, HEADS, TOKENS, VOCABULARY, WIDTH, text_inputs
 
 SWIN = {"embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4, "patch_size": 4}
 INDEXER = {"indexer_n_heads": HEADS, "indexer_kv_heads": 1, "indexer_head_dim": HEAD_DIM, "indexer_compress_ratio": 4}
@@ -20,7 +20,7 @@ LATENT = {
 SHARED = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
 REFORMER = {
     **{"attn_layers": ["local", "lsh"], "axial_pos_shape": [16, 10], "axial_pos_embds_dim": [16, 48], "num_buckets": 4},
-    **{"lsh_attn_chunk_length": 16, "local_attn_chunk_length": 16},
+    **{"lsh_attn_chunk_length": 16, "local_attn_chunk_length": 16, "hash_seed": 0},
 }
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 PLAIN = {
@@ -39,6 +39,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "DbrxForCausalLM": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
     "Dots3NoteForCausalLM": {f"swa_{name}": value for name, value in LATENT.items()},
+    "EncoderDecoderModel": {"pad_token_id": 0},
     "Gemma3nForCausalLM": {
         **{**SHARED, "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0]},
         "intermediate_size": 96,
@@ -108,6 +109,9 @@ INPUTS: dict[str, Callable[[], dict[str, Any]]] = {
     "ImageGPTForImageClassification": lambda: {"input_ids": torch.randint(3, VOCABULARY, (BATCH, TOKENS))},
     "MusicgenForCausalLM": _codes,
     "MusicgenMelodyForCausalLM": _codes,
+    "PerceiverForMaskedLM": lambda: text_inputs(VOCABULARY),  # all positions
+    "ReformerForMaskedLM": lambda: text_inputs(144),  # a multiple of the chunks, else a pass through numpy pads it
+    "ReformerModelWithLMHead": lambda: text_inputs(144),
     "ShieldGemma2ForImageClassification": lambda: {"input_ids": torch.randint(3, VOCABULARY, (BATCH, TOKENS))},
     "Siglip2ForImageClassification": _patches,
 }
