@@ -62,10 +62,12 @@ Why families have less than 95% on shards:
 - JetMoE, HiDream, DBRX, LongCat-Flash: the program reads the tokens of each expert. Dynamo breaks the graph there.
 - ProphetNet: one stream for the next token and streams for the tokens after it are joined along the sequence, and are
   split again in each layer.
+- Reformer: seeds and reversible layers are between graph breaks. Attention is on tokens that are sorted by a hash.
 - XLM: embeddings are between two graph breaks, in a graph without attention.
 - Kandinsky 6 SR: a `BlockMask` is computed from the tokens.
 - RWKV-4, FNet, FocalNet: no attention or scan. RWKV-4 is a loop with a running maximum, FNet a Fourier transform over the
-  tokens, FocalNet convolutions. So are the other image models that are refused.
+  tokens, FocalNet convolutions. So are the other image models that are refused. `seq_dims={"pixel_values": 2}` shards
+  the rows of their images.
 """
 
 

@@ -110,6 +110,7 @@ INPUTS: dict[str, Callable[[], dict[str, Any]]] = {
     "MusicgenForCausalLM": _codes,
     "MusicgenMelodyForCausalLM": _codes,
     "PerceiverForMaskedLM": lambda: text_inputs(VOCABULARY),  # all positions
+    "Qwen4ExpForCausalLM": lambda: text_inputs(11),  # its indexer is a Python loop over the batch and the tokens
     "ReformerForMaskedLM": lambda: text_inputs(144),  # a multiple of the chunks, else a pass through numpy pads it
     "ReformerModelWithLMHead": lambda: text_inputs(144),
     "ShieldGemma2ForImageClassification": lambda: {"input_ids": torch.randint(3, VOCABULARY, (BATCH, TOKENS))},
