@@ -114,6 +114,9 @@ def trace_ops(gm: GraphModule, example_inputs: Sequence[Any], fakes: Sequence[An
         gm: Dynamo graph.
         example_inputs: Inputs of the graph.
         fakes: As for `capture`.
+
+    Returns:
+        The graph; its placeholders record whether they require a gradient.
     """
     fake_mode, call_fakes = fake_inputs(example_inputs)
     traced = trace(gm, call_fakes if fakes is None else fakes, fake_mode)
