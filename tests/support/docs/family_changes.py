@@ -40,6 +40,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "DbrxForCausalLM": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
     "Dots3NoteForCausalLM": {f"swa_{name}": value for name, value in LATENT.items()},
     "EncoderDecoderModel": {"pad_token_id": 0},
+    "EsmForMaskedLM": {"mask_token_id": 2, "pad_token_id": 0},
     "Gemma3nForCausalLM": {
         **{**SHARED, "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0]},
         "intermediate_size": 96,
@@ -58,6 +59,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "ReformerForMaskedLM": REFORMER,
     "ReformerModelWithLMHead": {**REFORMER, "is_decoder": True},
     "XmodForCausalLM": {"default_language": "en_XX"},
+    "XmodForMaskedLM": {"default_language": "en_XX"},
     "Zamba2ForCausalLM": TEXT["Zamba2"][1],
     "ZambaForCausalLM": {
         **{"layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 128},

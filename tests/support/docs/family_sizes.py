@@ -69,7 +69,7 @@ def shrink_config(config_class: type, **changes: Any) -> Any:
 
     Args:
         config_class: The class.
-        **changes: Fields with other values than those of `SIZES`.
+        **changes: Fields with other values than those of `SIZES`; for a nested configuration a dict of its fields.
     """
     default = config_class()
     fields = default.to_dict()
