@@ -45,7 +45,6 @@ CHANGES: dict[str, dict[str, Any]] = {
         **{**SHARED, "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0]},
         "intermediate_size": 96,
     },
-    "Gemma4AssistantForCausalLM": {"text_config": PLAIN, "backbone_hidden_size": WIDTH},
     "Gemma4UnifiedAssistantForCausalLM": {"text_config": PLAIN, "backbone_hidden_size": WIDTH},
     "GraniteMoeHybridForCausalLM": TEXT["GraniteMoeHybrid"][1],
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"]},
@@ -106,7 +105,6 @@ def _pixels_and_text() -> dict[str, Any]:
 # all inputs of a model
 INPUTS: dict[str, Callable[[], dict[str, Any]]] = {
     "GitForCausalLM": _pixels_and_text,
-    "Gemma4AssistantForCausalLM": _shared_states,
     "Gemma4UnifiedAssistantForCausalLM": _shared_states,
     "ImageGPTForImageClassification": lambda: {"input_ids": torch.randint(3, VOCABULARY, (BATCH, TOKENS))},
     "MusicgenForCausalLM": _codes,
