@@ -12,7 +12,7 @@ from typing import TypeVar
 from sp_compile.lowering import torch_compat
 from sp_compile.lowering.base.errors import CaptureError, SpError, node_line
 from sp_compile.lowering.base.options import AnyOptions, SPConfig
-from sp_compile.passes.capture.capture import capture
+from sp_compile.passes.capture.capture import capture, trace_ops
 from sp_compile.passes.capture.graph_inputs import local_inputs
 from sp_compile.passes.capture.uncaptured import UnsplitDecision, decide_unsplit
 from sp_compile.passes.capture.user_program import UserProgram
@@ -137,15 +137,17 @@ def finish_unsplit(
 
 
 def _count_unsplit_work(program: UserProgram) -> ShardedWork:
-    """Return the FLOPs and bytes of a graph that every rank runs; zeros if the graph cannot be captured."""
-    try:
-        graph = capture(program.graph, program.inputs)
-        replicated = PlacementPlan()  # of a graph without sharded values
-        return count_work(graph, replicated, differentiable_nodes(graph), times=lambda node: 1, n=1)
-    except torch_compat.RestartAnalysis:
-        raise
-    except Exception:  # a failed capture may be the reason why the program runs unsplit
-        return ShardedWork()
+    """Return the FLOPs and bytes of a graph that every rank runs; zeros if its ops cannot be traced."""
+    for convert in (capture, trace_ops):  # a failed capture may be the reason why the program runs unsplit
+        try:
+            graph = convert(program.graph, program.inputs)
+            replicated = PlacementPlan()  # of a graph without sharded values
+            return count_work(graph, replicated, differentiable_nodes(graph), times=lambda node: 1, n=1)
+        except torch_compat.RestartAnalysis:
+            raise
+        except Exception:  # the report has the error
+            continue
+    return ShardedWork()
 
 
 def must_split(program: UserProgram, options: AnyOptions) -> bool:

@@ -99,18 +99,33 @@ _capture_cache: ContextVar[dict[GraphModule, GraphModule] | None] = ContextVar("
 
 def _capture(gm: GraphModule, example_inputs: Sequence[Any], fakes: Sequence[Any] | None) -> GraphModule:
     """Return the captured graph, as `capture` does without a cache; the arguments are those of `capture`."""
-    fake_mode, call_fakes = fake_inputs(example_inputs)
-    captured = trace(gm, call_fakes if fakes is None else fakes, fake_mode)
-    erase_dead(captured.graph, ("call_function", "get_attr"))
-    _lift_constants(captured, fake_mode)
-    _copy_dynamo_meta(captured, gm)
-    for node, value in zip(captured.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
-        set_node_info(node, requires_grad=getattr(value, "requires_grad", None))
+    captured = trace_ops(gm, example_inputs, fakes)
     require_whole_memory(captured)
     captured.meta[VIEW_OPS] = find_shared_results(captured)  # functionalization removes this information
     functionalize(captured)
     _check_written_inputs(captured, example_inputs)
     return _finish_capture(captured)
+
+
+def trace_ops(gm: GraphModule, example_inputs: Sequence[Any], fakes: Sequence[Any] | None = None) -> GraphModule:
+    """Return the ATen ops of a Dynamo graph with the writes of the program, as they are before functionalization.
+
+    Args:
+        gm: Dynamo graph.
+        example_inputs: Inputs of the graph.
+        fakes: As for `capture`.
+
+    Returns:
+        The graph; its placeholders record whether they require a gradient.
+    """
+    fake_mode, call_fakes = fake_inputs(example_inputs)
+    traced = trace(gm, call_fakes if fakes is None else fakes, fake_mode)
+    erase_dead(traced.graph, ("call_function", "get_attr"))
+    _lift_constants(traced, fake_mode)
+    _copy_dynamo_meta(traced, gm)
+    for node, value in zip(traced.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
+        set_node_info(node, requires_grad=getattr(value, "requires_grad", None))
+    return traced
 
 
 def fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:

@@ -71,8 +71,8 @@ def _match_movement(node: Any) -> tuple[Node, BoundRule] | None:
         return None
     # Of `other`, only the shape or dtype is read (view_as, type_as).
     has_other_elements = any(x is not call.get("other") for x in call.operands[1:])
-    # Without kinds all dims pass. Reshapes have some dims of the kind "replicate", slices of the kind "window".
-    moves_elements = rule.reshapes or rule.spans or not rule.kinds
+    # Without kinds (but of `other`) all dims pass. Reshapes have dims of the kind "replicate", slices "window".
+    moves_elements = rule.reshapes or rule.spans or rule.kinds.keys() <= {*flatten_dims(sum(rule.operands[1:], ()))}
     return (call.operands[0], rule) if moves_elements and not has_other_elements else None
 
 

@@ -85,6 +85,23 @@ class Filled(nn.Module):
         return F.scaled_dot_product_attention(q, keys, keys).pow(2).sum() + scores.pow(2).mean()
 
 
+class Streams(nn.Module):
+    """Streams of a residual, cast to the dtype of one of them, of which some are changed in place."""
+
+    def forward(self, x):
+        q = x.unflatten(-1, (4, 2)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
+        streams = torch.stack([x, x * y]).type_as(y)
+        streams[1:] += y
+        return streams.pow(2).sum()
+
+
+def test_a_cast_to_its_own_dtype_is_a_view():
+    for n in (2, 3):
+        report = sp_compile.verify(Streams(), torch.randn(2, 9, 8).double(), sp=n, fallback="error")
+        assert report.worst < 1e-12, str(report)
+
+
 def test_a_buffer_keeps_its_layout_when_it_is_written():
     for n in (1, 2, 3):
         report = sp_compile.verify(Filled(), torch.randn(2, 9, 8).double(), sp=n)

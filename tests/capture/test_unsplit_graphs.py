@@ -265,6 +265,19 @@ def test_reports_say_so(write: Callable[..., Tensor]) -> None:
     assert report.worst == 0
 
 
+def test_work_of_a_graph_that_cannot_be_captured() -> None:
+    """A write whose view has no inverse ends the capture; its product is work of every rank, not of none."""
+
+    def program(x: Tensor) -> Tensor:
+        y = x @ x.mT
+        y.unfold(1, 3, 1).add_(1)
+        return y.cumsum(1).square().mean()
+
+    work = sp_compile.explain(program, torch.randn(2, 9, 4, requires_grad=True), sp=2).work
+    assert work.flops == 2 * 2 * 9 * 9 * 4
+    assert work.flops_share == 0
+
+
 @torch.compiler.allow_in_graph
 class StraightThrough(torch.autograd.Function):
     """Round, with a backward that is not the derivative of the forward."""

@@ -95,6 +95,8 @@ def test_orders_and_copies() -> None:
     assert permutation_of(last(lambda x: x.flip(1))) is None
     assert is_copy(last(lambda x: x.clone()))
     assert not is_copy(last(lambda x: x.detach()))
+    assert is_copy(last(lambda x: x.type_as(x[0])))  # another shape, of which only the dtype is read
+    assert not is_copy(last(lambda x: x.type_as(x[0].half())))
     assert is_cast_op(last(lambda x: x.half()))
     assert not is_copy(last(lambda x: x.half()))
     assert is_order_preserving(last(lambda x: x.flatten(0, 1)))

@@ -9,6 +9,7 @@ from typing import Any
 
 import diffusers
 import torch
+from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
 
 from .family_models import COLUMNS, FRAMES, ROWS, Built, image_ids, latents, prompt, prompt_padding
 from .family_sizes import BATCH, HEAD_DIM, HEADS, TEXT_TOKENS, VOCABULARY, WIDTH, has_parameter, shrink_arguments
@@ -268,6 +269,14 @@ def _wan_animate() -> Special:
     return sizes, inputs
 
 
+def _wan_animate2() -> Special:
+    videos, conditions = (list(latents(frames=FRAMES)) for _ in range(2))
+    grid = torch.tensor([[FRAMES, ROWS, COLUMNS]] * BATCH)
+    inputs = {"hidden_states": videos, "condition_latents": conditions, "encoder_hidden_states": list(prompt())}
+    inputs |= {"kv_cache": WanAnimate2KVCache(2), "kv_cache_mode": "extract", "seq_len": VIDEO}
+    return {"in_dim": 16, "out_dim": 8, "use_img_emb": False, "text_len": 16}, {**inputs, "offset_grid_sizes": grid}
+
+
 def _wan_vace() -> Special:
     video = {"hidden_states": latents(frames=FRAMES), "control_hidden_states": latents(frames=FRAMES)}
     return {"vace_in_channels": 8}, video
@@ -355,6 +364,7 @@ SPECIAL: dict[str, Callable[[], Special]] = {
     "SanaWMLTX2RefinerTransformer3DModel": _sana_refiner,
     "SanaWMTransformer3DModel": _sana_wm,
     "TransformerTemporalModel": _temporal,
+    "WanAnimate2Transformer3DModel": _wan_animate2,
     "WanAnimateTransformer3DModel": _wan_animate,
     "WanVACETransformer3DModel": _wan_vace,
     "StableAudioDiTModel": _stable_audio,

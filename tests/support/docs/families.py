@@ -59,23 +59,25 @@ models are in `tests/support/docs/family_models.py`, the generic sizes in `famil
 
 Why families have less than 95% on shards:
 
-- JetMoE, HiDream: the program reads the number of tokens of each expert. Dynamo breaks the graph there.
+- JetMoE, HiDream, DBRX, LongCat-Flash: the program reads the tokens of each expert. Dynamo breaks the graph there.
 - ProphetNet: one stream for the next token and streams for the tokens after it are joined along the sequence, and are
   split again in each layer.
+- Reformer: seeds and reversible layers are between graph breaks. Attention is on tokens that are sorted by a hash.
 - XLM: embeddings are between two graph breaks, in a graph without attention.
 - Kandinsky 6 SR: a `BlockMask` is computed from the tokens.
 - RWKV-4, FNet, FocalNet: no attention or scan. RWKV-4 is a loop with a running maximum, FNet a Fourier transform over the
-  tokens, FocalNet convolutions. So are the other image models that are refused.
+  tokens, FocalNet convolutions. So are the other image models that are refused. `seq_dims={"pixel_values": 2}` shards
+  the rows of their images.
 """
 
 
 def work_share(report: Any) -> str:
-    """Return the share of the FLOPs that runs on shards, in percent.
+    """Return the share of the FLOPs that runs on shards, in percent; "-" if the FLOPs are not known.
 
     Args:
         report: The report.
     """
-    return f"{report.work.flops_share:.0%}"
+    return f"{report.work.flops_share:.0%}" if report.work.flops else "-"
 
 
 def describe_report(report: Any) -> dict[str, str]:

@@ -7,6 +7,7 @@ inputs fail to build.
 
 from collections.abc import Iterator
 from functools import cache, partial
+from typing import Any
 
 import diffusers
 import torch
@@ -14,6 +15,7 @@ import transformers
 from transformers.models.auto import modeling_auto
 
 from .diffusion_models import SPECIAL, build_special, inputs_by_name
+from .family_changes import CHANGES, INPUTS
 from .family_models import COLUMNS, DIFFUSION, FRAMES, NAMED, ROWS, Built, Family, latents
 from .family_sizes import BATCH, VOCABULARY, build_text_model, shrink_arguments, shrink_config
 from .partial_families import PARTIAL
@@ -43,6 +45,8 @@ def families(table: str) -> list[Family]:
         return [Family(name, "diffusers", partial(_build_diffusion, name)) for name in shown]
     names_by_type = getattr(modeling_auto, f"MODEL_FOR_{AUTO_CLASSES[table]}_MAPPING_NAMES")
     listed = [x for names in names_by_type.values() for x in ([names] if isinstance(names, str) else names)]
+    if table == "images":  # not the variants of a family with another head
+        listed = [x for x in listed if x.endswith("ForImageClassification")]
     build = _build_text if table in TEXT_TABLES else _build_images
     return [Family(name, "transformers", partial(build, name)) for name in sorted(set(listed))]
 
@@ -57,20 +61,30 @@ def _build_text(name: str) -> Built:
     model_class = getattr(transformers, name)
     encodes = model_class.config_class().to_dict().get("is_encoder_decoder")
     has_start = encodes and not name.endswith("ForCausalLM")
-    model, inputs = build_text_model(model_class, **({"decoder_start_token_id": 0} if has_start else {}))
+    changes = CHANGES.get(name, {}) | ({"decoder_start_token_id": 0} if has_start else {})
+    model, inputs = build_text_model(model_class, **changes)
     if has_start:
         inputs["labels"] = torch.randint(3, VOCABULARY, (BATCH, 33))
-    return model, inputs
+    return model, _inputs(name, inputs)
 
 
 def _build_images(name: str) -> Built:
-    """Build the backbone of an image model of transformers, with patches of 8 x 8 pixels."""
-    model_class = getattr(transformers, name.replace("ForImageClassification", "Model"))
-    fields = model_class.config_class().to_dict()
-    changes = {"patch_size": 8} if isinstance(fields.get("patch_size"), int) else {}
-    return model_class(shrink_config(model_class.config_class, **changes)), {
-        "pixel_values": torch.randn(BATCH, 3, 64, 64)
-    }
+    """Build the backbone of an image model of transformers, with patches of 8 x 8 pixels if they were larger.
+
+    The backbone is a tower if the model encodes texts, too, and the model itself if it has no backbone.
+    """
+    prefix = name.removesuffix("ForImageClassification")
+    names = (f"{prefix}VisionModel", f"{prefix}Model", name)
+    model_class = next(getattr(transformers, x) for x in names if hasattr(transformers, x))
+    patch = model_class.config_class().to_dict().get("patch_size")
+    changes = {"patch_size": 8} if isinstance(patch, int) and patch > 8 else {}
+    model = model_class(shrink_config(model_class.config_class, **changes | CHANGES.get(name, {})))
+    return model, _inputs(name, {"pixel_values": torch.randn(BATCH, 3, 64, 64)})
+
+
+def _inputs(name: str, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the inputs of a model of `INPUTS`, or others if it is not in there."""
+    return {**{k: v for k, v in inputs.items() if k == "use_cache"}, **INPUTS[name]()} if name in INPUTS else inputs
 
 
 def _build_diffusion(name: str) -> Built:

@@ -26,7 +26,7 @@ NAMES_BY_SIZE: dict[Any, str] = {
     """,
     1: """
         n_group topk_group num_refiner_layers n_refiner_layers n_shared_experts num_shared_experts
-        moe_num_shared_experts first_k_dense_replace bos_token_id moe_num_dense_layers num_dense_layers
+        moe_num_shared_experts first_k_dense_replace bos_token_id moe_num_dense_layers num_dense_layers num_expert_group
     """,
     0: "pad_token_id num_nextn_predict_layers",
     HEADS: """
@@ -34,7 +34,7 @@ NAMES_BY_SIZE: dict[Any, str] = {
         num_local_experts n_routed_experts moe_num_experts num_cross_attention_heads linear_num_value_heads
         linear_num_heads mamba_n_heads index_n_heads norm_num_groups depth nheads
     """,
-    8: "qk_rope_head_dim qk_nope_head_dim index_topk in_channels out_channels",
+    8: "qk_rope_head_dim qk_nope_head_dim index_topk in_channels out_channels rotary_dim",
     HEAD_DIM: """
         head_dim attention_head_dim v_head_dim kv_lora_rank d_kv linear_key_head_dim linear_value_head_dim
         linear_head_dim cross_attention_head_dim index_head_dim state_size ssm_state_size mamba_d_state chunk_size
@@ -49,7 +49,7 @@ NAMES_BY_SIZE: dict[Any, str] = {
         joint_attention_dim cross_attention_dim caption_channels caption_projection_dim pooled_projection_dim
         text_embed_dim cap_feat_dim time_embed_dim context_in_dim text_hidden_dim adaln_lora_dim hidden_dim model_dim
         emb_dim text_states_dim encoder_hidden_states_channels attention_hidden_size time_step_emb_dim adaln_embed_dim
-        text_in_dim text_feature_dim text_embed_2_dim siglip_feat_dim image_size
+        text_in_dim text_feature_dim text_embed_2_dim siglip_feat_dim image_size hidden_size_global
     """,
     96: """
         intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff n_inner ffn_hidden_size mlp_hidden_size
@@ -69,16 +69,20 @@ def shrink_config(config_class: type, **changes: Any) -> Any:
 
     Args:
         config_class: The class.
-        **changes: Fields with other values than those of `SIZES`.
+        **changes: Fields with other values than those of `SIZES`; for a nested configuration a dict of its fields.
     """
     default = config_class()
-    nested = getattr(config_class, "sub_configs", {})
-    values = {name: _smaller(name, value) for name, value in default.to_dict().items() if _is_reducible(name, value)}
-    values |= {name: 2 for name in SPECIAL_TOKENS if default.to_dict().get(name) is not None}
-    values |= _shrink_layers(default)
-    heads = [getattr(default, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
-    values |= {"num_key_value_heads": HEADS} if heads[0] == heads[1] is not None else {}
-    values |= {name: shrink_config(sub) for name, sub in nested.items() if hasattr(sub, "sub_configs")}
+    fields = default.to_dict()
+    values = {name: _smaller(name, value) for name, value in fields.items() if _is_reducible(name, value)}
+    values |= {name: 2 for name in SPECIAL_TOKENS if fields.get(name) is not None}
+    values |= _shrink_layers(default, fields)
+    if fields.get("num_key_value_heads") == fields.get("num_attention_heads") is not None:
+        values["num_key_value_heads"] = HEADS
+    if fields.get("head_dim") == fields.get("qk_rope_head_dim") is not None:
+        values["head_dim"] = values["qk_rope_head_dim"]
+    for name in getattr(config_class, "sub_configs", {}):
+        if hasattr(nested := type(getattr(default, name, None)), "sub_configs"):
+            values[name] = shrink_config(nested, **changes.pop(name, {}))
     for name in ("layer_types", "layers_block_type"):
         values |= {"num_hidden_layers": len(changes[name])} if name in changes else {}
     return config_class(**values | changes)
@@ -142,14 +146,13 @@ def _is_reducible(name: str, value: Any) -> bool:
 
 def _smaller(name: str, value: int | None) -> int | None:
     """Return the size of a field, which remains None if it is None and derived from others."""
-    derived = ("num_key_value_heads", "q_lora_rank", "head_dim", "lru_width", "n_inner", "global_head_dim")
+    derived = ("q_lora_rank", "lru_width", "n_inner", "global_head_dim")
     return value if value is None and (name in derived or name in ("pad_token_id", "bos_token_id")) else SIZES[name]
 
 
-def _shrink_layers(default: Any) -> dict[str, Any]:
+def _shrink_layers(default: Any, fields: dict[str, Any]) -> dict[str, Any]:
     """Return the lists of layer types, and the number of layers, of the fewest layers that contain each type."""
     count = getattr(default, "num_hidden_layers", None)
-    fields = default.to_dict()
     lists = {name: value for name, value in fields.items() if isinstance(value, (list, tuple)) and len(value) == count}
     kinds = list(zip(*lists.values()))
     if not kinds or any(isinstance(x, (list, dict)) for kind in kinds for x in kind):
