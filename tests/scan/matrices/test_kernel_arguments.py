@@ -219,9 +219,12 @@ def test_calls_of_layers_of_fla(layer: str, is_installed: bool, documents: list[
 @pytest.mark.sampled(every=1)
 def test_layers_of_fla_on_shards(layer: str) -> None:
     x = torch.randn(BATCH, LENGTH, 8, dtype=torch.float64, requires_grad=True)
-    model = Layer(layer)
+    model, calls = Layer(layer), []
     for is_installed in (False, True):
+        CALLS.clear()
         with register_for(model.kernel, is_installed):
             report = sp_compile.verify(model, x, sp=3, seq_dims={"x": 1})
         assert max(error for _, error in report.errors) < 1e-11
         assert not report.fallbacks
+        calls.append(len(CALLS))
+    assert calls[1] > calls[0], "the compiled model calls an installed kernel"
