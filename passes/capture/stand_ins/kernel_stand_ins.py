@@ -330,6 +330,42 @@ def _lightning_attention(q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_la
     return _simple_gla(q, k, v, g_gamma=gamma, **options)
 
 
+def _retention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    """Compute fla's chunk_retention: a constant decay per head, 1 - 2 ** (-5 - head)."""
+    gamma = (1 - 2.0 ** (-5.0 - torch.arange(q.shape[2], dtype=torch.float32, device=q.device))).log()
+    return _simple_gla(q, k, v, g_gamma=gamma, **options)
+
+
+def _attend_without_decay(q: Tensor, k: Tensor, v: Tensor, normalize: bool = True, **options: Any) -> Any:
+    """Compute fla's chunk_linear_attn: no decay, and results that are not divided by sums of keys."""
+    return NotImplemented if normalize else _simple_gla(q, k, v, **options)
+
+
+def _comba(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: Tensor | None,
+    g: Tensor,
+    beta: Tensor | None,
+    use_qk_l2norm_in_kernel: bool = False,
+    **options: Any,
+) -> Any:
+    """Compute fla's chunk_comba: a delta rule that subtracts what another key, p, reads of the decayed state.
+
+    This is a transition of rank one: the state h becomes exp(g) (h - beta k (p . h)) + beta k v.
+    """
+    if p is None or beta is None:
+        return NotImplemented
+    if use_qk_l2norm_in_kernel:
+        q, k, p = _normalize(q), _normalize(k), _normalize(p)
+    groups = v.shape[2] // q.shape[2]
+    if groups > 1:
+        q, k, p = (x.repeat_interleave(groups, dim=2) for x in (q, k, p))
+    written = k * beta.unsqueeze(-1)
+    return attend_kernel("", q, written, v, g, a=-p * g.exp().unsqueeze(-1), b=written, **options)
+
+
 def _gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Any) -> Any:
     """Compute fla's chunk_gla: a decay for each row of the state."""
     return attend_kernel("chunk_gla", q, k, v, g, **options)
@@ -362,6 +398,9 @@ STAND_INS["chunk_gated_delta_rule"] = KernelStandIn(_gated_delta_rule, GATED_OPT
 STAND_INS["chunk_delta_rule"] = KernelStandIn(_delta_rule, DELTA_OPTIONS)
 STAND_INS["chunk_kda"] = KernelStandIn(_kda, GATED_OPTIONS)
 STAND_INS["chunk_simple_gla"] = KernelStandIn(_simple_gla, ATTENTION_OPTIONS | V_FIRST)
+STAND_INS["chunk_retention"] = KernelStandIn(_retention, ATTENTION_OPTIONS)
+STAND_INS["chunk_linear_attn"] = KernelStandIn(_attend_without_decay, ATTENTION_OPTIONS)
+STAND_INS["chunk_comba"] = KernelStandIn(_comba, ATTENTION_OPTIONS)
 STAND_INS["chunk_lightning_attn"] = KernelStandIn(_lightning_attention, ATTENTION_OPTIONS)
 STAND_INS["chunk_gla"] = KernelStandIn(_gla, ATTENTION_OPTIONS | V_FIRST)
 STAND_INS["chunk_rwkv7"] = KernelStandIn(_rwkv7, ATTENTION_OPTIONS)

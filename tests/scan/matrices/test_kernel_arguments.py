@@ -15,7 +15,7 @@ from support.scans.kernel_package import CALLS, attend, fla
 from torch import Tensor, nn
 
 import sp_compile
-from sp_compile.lowering.scan.attention_kernels import FUNCTIONS, register_kernel
+from sp_compile.lowering.scan.attention_kernels import FUNCTIONS, KERNELS, register_kernel
 from sp_compile.passes.capture.stand_ins.kernel_stand_ins import make_stand_in
 
 
@@ -151,6 +151,9 @@ LAYERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "simple_gla": ("chunk_simple_gla", "q k v g=log_by_head", V_FIRST),
     "gla": ("chunk_gla", "q k v g=log_by_row", V_FIRST),
+    "multiscale_retention": ("chunk_retention", "q k v", {}),
+    "linear_attn": ("chunk_linear_attn", "q k v", {"normalize": False}),
+    "comba": ("chunk_comba", "q k v p=by_row g=log_by_head beta=factor", NORM),
     "delta_net": ("chunk_delta_rule", "q k v beta=factor", NORM),
     "rwkv7": (
         "chunk_rwkv7",
@@ -198,6 +201,8 @@ def test_calls_of_layers_of_fla(layer: str, is_installed: bool, documents: list[
 
     A row has two documents, for the states of a batch of two rows.
     """
+    if is_installed and LAYERS[layer][0] not in KERNELS:
+        pytest.skip("runs by arithmetic")
     model, x = Layer(layer), torch.randn(BATCH if documents is None else 1, LENGTH, 8, dtype=torch.float64)
     arguments = model.arguments(x)
     arguments["cu_seqlens"] = None if documents is None else torch.tensor(documents)
@@ -220,11 +225,11 @@ def test_calls_of_layers_of_fla(layer: str, is_installed: bool, documents: list[
 def test_layers_of_fla_on_shards(layer: str) -> None:
     x = torch.randn(BATCH, LENGTH, 8, dtype=torch.float64, requires_grad=True)
     model, calls = Layer(layer), []
-    for is_installed in (False, True):
+    for is_installed in (False, True) if model.kernel in KERNELS else (False,):
         CALLS.clear()
         with register_for(model.kernel, is_installed):
             report = sp_compile.verify(model, x, sp=3, seq_dims={"x": 1})
         assert max(error for _, error in report.errors) < 1e-11
         assert not report.fallbacks
         calls.append(len(CALLS))
-    assert calls[1] > calls[0], "the compiled model calls an installed kernel"
+    assert len(calls) == 1 or calls[1] > calls[0], "the compiled model calls an installed kernel"

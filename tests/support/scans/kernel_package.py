@@ -145,6 +145,51 @@ def chunk_lightning_attn(q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_la
 
 
 @torch.compiler.disable
+def chunk_retention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    decay = (1 - 2.0 ** (-5 - torch.arange(v.shape[2]))).log().to(v.dtype)
+    return _by_document("chunk_retention", q, k, v, decay.expand(v.shape[:3]), **options)
+
+
+@torch.compiler.disable
+def chunk_linear_attn(q: Tensor, k: Tensor, v: Tensor, normalize: bool = True, **options: Any) -> Any:
+    assert not normalize
+    return _by_document("chunk_linear_attn", q, k, v, v.new_zeros(v.shape[:3]), **options)
+
+
+@torch.compiler.disable
+def chunk_comba(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    CALLS.append("chunk_comba")
+    if use_qk_l2norm_in_kernel:
+        q, k, p = _normalize(q), _normalize(k), _normalize(p)
+    q = q * (k.shape[-1] ** -0.5 if scale is None else scale)
+    bounds = [0, v.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    outs, states = [], []
+    for i, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        first = slice(i, i + 1) if cu_seqlens is not None else slice(None)
+        state = v.new_zeros(v.shape[0], v.shape[2], k.shape[-1], v.shape[-1])
+        state = state if initial_state is None else initial_state[first]
+        for t in range(start, stop):
+            state = state * g[:, t].exp()[..., None, None]
+            value = (v[:, t] - (state * p[:, t].unsqueeze(-1)).sum(-2)) * beta[:, t].unsqueeze(-1)
+            state = state + k[:, t].unsqueeze(-1) * value.unsqueeze(-2)
+            outs.append((state * q[:, t].unsqueeze(-1)).sum(-2))
+        states.append(state)
+    return torch.stack(outs, 1), torch.cat(states) if output_final_state else None
+
+
+@torch.compiler.disable
 def chunk_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Any) -> Any:
     return _by_document("chunk_gla", q, k, v, g, **options)
 
