@@ -75,20 +75,26 @@ def keep_chosen(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the cases of a test marked `sampled(every=k)` as slow, but one of 6 * k; mark tests of `make quick`."""
+    """Mark the cases of a test marked `sampled(every=k)` as slow, but one of 6 * k; mark tests of `make quick`.
+
+    A case of one rank, which exchanges nothing, is slow: the case after it is not, in its place.
+    """
     keep_chosen(config, items)
     for item in items:
         place = item.path.relative_to(Path(__file__).parent).as_posix()
         if place.startswith(tuple(QUICK)) and "ranks" not in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.quick)
     seen: Counter[str] = Counter()
+    postponed: Counter[str] = Counter()  # 1 if the next case of a test replaces one of one rank
     for item in items:
         mark = item.get_closest_marker("sampled")
         if mark is not None:
             name = item.nodeid.partition("[")[0]
-            chosen, rest = divmod(seen[name], mark.kwargs["every"])
-            if rest or chosen % 6:  # so that the suite takes 10 minutes
+            is_chosen = seen[name] % (6 * mark.kwargs["every"]) == 0 or postponed[name]  # so that it takes 10 minutes
+            has_one_rank = 1 in [item.callspec.params.get(argument) for argument in ("n", "ranks")]
+            if not is_chosen or has_one_rank:
                 item.add_marker(pytest.mark.slow)
+            postponed[name] = int(is_chosen and has_one_rank)
             seen[name] += 1
     drop_slow_cases(config, items)
 

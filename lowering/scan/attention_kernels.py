@@ -14,12 +14,15 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula
 
 from sp_compile.lowering.base.dtypes import accumulation_dtype
 from sp_compile.lowering.base.library import opaque
 from sp_compile.lowering.base.registry import Table
+from sp_compile.lowering.torch_compat import size_hint
 
 sp = torch.ops.sp
+KERNEL_CHUNK = 64  # tokens of a chunk of fla's kernels, by default
 
 
 class KernelFunction(NamedTuple):
@@ -194,3 +197,28 @@ def _call_kernel(*operands: Any) -> tuple[Tensor, Tensor]:
     joined = x.map(lambda y: y.flatten(0, 1).unsqueeze(0))
     out, ends = function(*KERNELS[kernel](joined), initial_state=state, cu_seqlens=bounds, **options)
     return out.view(x.v.shape), ends.index_select(0, lasts)
+
+
+@register_flop_formula(torch.ops.sp.local_attention_kernel, get_raw=True)
+def attention_kernel_flops(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, a: Tensor | None, *_: Any, **_meta: Any
+) -> int:
+    """Return the FLOPs of ``sp::local_attention_kernel``: the products of chunks of C tokens.
+
+    A token and head have scores and their products with values, C (K + V), and read and write a state, 2 K V. With the
+    delta rule, there are C K products of keys, a solve with K + V columns, and a read of K V; a transition of rank one
+    has C (2 K + 2 V) + K V more, for its second pair of vectors.
+    """
+    rows, keys, columns = map(size_hint, (v.numel() // v.shape[-1], k.shape[-1], v.shape[-1]))
+    products = KERNEL_CHUNK * (keys + columns) + 2 * keys * columns
+    if beta is not None or a is not None:
+        products += KERNEL_CHUNK * (2 * keys + columns) + keys * columns
+    if a is not None:
+        products += KERNEL_CHUNK * (2 * keys + 2 * columns) + keys * columns
+    return 2 * rows * products
+
+
+@register_flop_formula(torch.ops.sp.local_attention_kernel_backward, get_raw=True)
+def attention_kernel_backward_flops(grad_out: Any, grad_state: Any, *operands: Any, **_meta: Any) -> int:
+    """Return the FLOPs of ``sp::local_attention_kernel_backward``: the forward again, and two products for each."""
+    return 3 * attention_kernel_flops(*operands)

@@ -35,7 +35,7 @@ PACKAGES = "fla flash_linear_attention mamba_ssm causal_conv1d trl liger_kernel 
 IN_PACKAGE = re.compile(rf"(?:^|[._-])(?:{'|'.join(PACKAGES)})(?:$|[._-])")
 MODELS = "transformers.models."
 DISABLED_MODULES = ("FusedLinearCrossEntropyLoss",)  # modules that disable Dynamo for a forward that calls a kernel
-WITHOUT_FALLBACK = ("mamba_split_conv1d_scan_combined",)  # the function in plain torch only returns None
+WITHOUT_FALLBACK = ("mamba_split_conv1d_scan_combined",)  # the function in plain torch returns None: call others
 _searched: set[str] = set()  # names of modules
 _replaced: set[Any] = set()  # functions and classes
 
@@ -84,12 +84,11 @@ def wrapped_kernel(function: FunctionType) -> str | None:
     """Return the name of the kernel that a function of transformers wraps, or None if it is no such wrapper.
 
     A wrapper is a closure over `func_name`, the name of the kernel, and `implementation`, the function that it calls.
-    One whose function in plain torch computes nothing (`WITHOUT_FALLBACK`) does not count.
     """
     if not (function.__module__ or "").startswith(MODELS) or "implementation" not in function.__code__.co_freevars:
         return None
     name = inspect.getclosurevars(function).nonlocals.get("func_name")
-    return name if isinstance(name, str) and name not in WITHOUT_FALLBACK else None
+    return name if isinstance(name, str) else None
 
 
 def _replace(kernel: str, function: FunctionType, is_wrapper: bool) -> None:
@@ -111,6 +110,10 @@ def _replace(kernel: str, function: FunctionType, is_wrapper: bool) -> None:
     elif kernel in KERNELS:
         register_kernel(kernel, function, "cuda")
     traced = inspect.unwrap(function) if is_wrapper else None  # the function in plain torch, before it was wrapped
+    if is_wrapper and kernel in WITHOUT_FALLBACK:
+        if called is traced:  # the wrapper refuses documents, which the stand-ins of the other functions support
+            torch_compat.trace_in_place_of(function, traced)
+        return  # the function of the package has its own stand-in
     original, signature = _make_original_runner(kernel, function, traced), inspect.signature(called)
     # `drops_unknown`: a wrapper ignores arguments that the function it calls does not have.
     torch_compat.trace_in_place_of(function, make_stand_in(kernel, signature, original, drops_unknown=is_wrapper))

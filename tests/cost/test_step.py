@@ -7,6 +7,7 @@ import re
 from dataclasses import fields
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers.integrations.moe  # noqa: F401  (registers a grouped product)
 from support.models import Decoder, seeded, tokens
+from support.scans.kernel_package import fla
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -25,6 +27,7 @@ import sp_compile
 from sp_compile.lowering.attention.op_args import LocalArgs
 from sp_compile.lowering.base.errors import PARAMETERS_LINE, RESULTS_LINE, TANGENTS_LINE, UNKNOWN_LINE, SpError
 from sp_compile.lowering.masks.spans import full_span
+from sp_compile.lowering.scan.attention_kernels import FUNCTIONS, KERNELS, KernelFunction
 from sp_compile.passes.cost.machine import CPU
 from sp_compile.passes.cost.step_memory import StepMemory, format_bytes
 from sp_compile.passes.cost.walk.liveness import _workspace_bytes, walk
@@ -272,13 +275,14 @@ class LinearAttention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.kernel = ""
         self.parts = nn.ModuleList(nn.Linear(16, size) for size in (8, 8, 10, 2, 2))
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v, decay, beta = (part(x) for part in self.parts)
         heads = [y.unflatten(-1, (2, -1)) for y in (q, k, v, F.logsigmoid(decay))]
         absent = [None] * 6  # no low rank, no documents and no initial state
-        return sp.linear_attention(*heads, beta.sigmoid(), *absent, 1.0, "").pow(2).mean()
+        return sp.linear_attention(*heads, beta.sigmoid(), *absent, 1.0, self.kernel).pow(2).mean()
 
 
 # Constants of a machine on which the seconds of a step are its FLOPs
@@ -320,6 +324,27 @@ def test_flops_and_bytes_of_linear_attention() -> None:
     assert graph.backward is not None
     (best, *_) = sp_compile.plan(model, x, ranks=4, memory="1GB", cost=FLOPS_ONLY).rows
     assert (best.seconds, best.kept) == (graph.forward.flops + graph.backward.flops, report.step.saved)
+
+
+def test_flops_of_an_installed_kernel() -> None:
+    """A kernel has K = 4 columns more than V = 5 on ranks: scores, values, a solve, and products with the state."""
+    model, x, tokens = LinearAttention(), torch.randn(2, 128, 16), 2 * 32
+    model.kernel = "a kernel of tests"
+    with (
+        KERNELS.register(model.kernel, KERNELS["chunk_gated_delta_rule"]),
+        mock.patch.dict(FUNCTIONS, {model.kernel: KernelFunction(fla.chunk_gated_delta_rule, frozenset({"cpu"}))}),
+    ):
+        report = sp_compile.explain(model, x, sp=4, memory=True)
+        (best, *_) = sp_compile.plan(model, x, ranks=4, memory="1GB", cost=FLOPS_ONLY).rows
+    (graph,) = report.step.graphs
+    assert graph.backward is not None
+    linears, kernel = tokens * 16 * 30, 2 * tokens * (64 * (4 + 9) + 2 * 4 * 9 + 64 * (4 + 4 + 9) + 4 * 9)
+    reads = 2 * tokens * 4 * 5
+    states = graph.forward.flops // 2 - linears - kernel - reads  # products of 4 x 4 and 4 x 9 of ranks and heads
+    assert 0 < states < 4 * 2 * 2 * 4 * 4 * 9
+    assert graph.backward.flops // 2 >= linears + 3 * kernel + 2 * reads  # the kernel runs again
+    assert graph.backward.flops // 2 < linears + 3 * kernel + 2 * reads + 2 * states
+    assert best.seconds == graph.forward.flops + graph.backward.flops
 
 
 def test_flops_of_triangular_solves() -> None:

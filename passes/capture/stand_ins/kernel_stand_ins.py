@@ -28,6 +28,8 @@ HINTS = frozenset(
 NORM_EPSILON = 1e-6  # of the kernels' normalization of queries and keys
 ATTENTION_OPTIONS = frozenset({"scale", "initial_state", "output_final_state", "cu_seqlens"})
 DELTA_OPTIONS = ATTENTION_OPTIONS | {"use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval"}
+V_FIRST = frozenset({"state_v_first"})  # states are (..., V, K); other kernels ignore this argument
+GATED_OPTIONS = DELTA_OPTIONS | V_FIRST | {"transpose_state_layout"}  # the latter is the name before fla 0.6
 PLAIN_TORCH = "is_plain_torch"  # argument of stand-ins: the original is a function in plain torch, not a kernel
 DOCUMENTS = ("cu_seqlens", "seq_idx")  # arguments by which a kernel separates documents
 
@@ -144,6 +146,7 @@ def attend_kernel(
     a: Tensor | None = None,
     b: Tensor | None = None,
     starts: Tensor | None = None,
+    state_v_first: bool = False,
 ) -> Any:
     """Compute linear attention; return (result (B, S, H, V), final state), or NotImplemented for unsupported shapes.
 
@@ -161,7 +164,10 @@ def attend_kernel(
         a: (B, S, H, K), first vector of a transition of rank one, as in RWKV-7.
         b: (B, S, H, K), second vector.
         starts: (B, S), True for the first token of each document.
+        state_v_first: True if states are (..., H, V, K) in place of (..., H, K, V).
     """
+    if state_v_first and initial_state is not None:
+        initial_state = initial_state.mT
     opened = closed = None  # numbers of the documents that start and end at each token
     if cu_seqlens is not None:
         starts = document_starts(cu_seqlens, v)
@@ -171,16 +177,12 @@ def attend_kernel(
             return NotImplemented
         opened, closed = _number_documents(cu_seqlens, v)
         if initial_state is None:
-            initial_state = v.new_zeros(
-                (count, v.shape[2], k.shape[-1], v.shape[-1]), dtype=accumulation_dtype(v.dtype)
-            )
+            shape = count, v.shape[2], k.shape[-1], v.shape[-1]
+            initial_state = v.new_zeros(shape, dtype=accumulation_dtype(v.dtype))
     groups = v.shape[2] // q.shape[2]
     if groups > 1:
         q, k = q.repeat_interleave(groups, dim=2), k.repeat_interleave(groups, dim=2)
-    if decay is None:
-        decay = torch.zeros(v.shape[:3], dtype=torch.float32, device=v.device)
-    if decay.ndim == 3:
-        decay = decay.unsqueeze(-1)
+    decay = _decay_rows(decay, v)
     scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
     by_token, others = (q, k, v, decay, beta, a, b, starts, opened), (initial_state, scale, kernel)
     out = torch.ops.sp.linear_attention(*by_token, None, *others)  # `closed` matters for states only
@@ -188,7 +190,14 @@ def attend_kernel(
     if state is not None and cu_seqlens is not None:  # no token ends an empty document, whose state does not change
         is_empty = cu_seqlens[1:] == cu_seqlens[:-1]
         state = torch.where(is_empty.view(-1, 1, 1, 1), initial_state, state)
-    return out, state
+    return out, state.mT.contiguous() if state_v_first and state is not None else state
+
+
+def _decay_rows(decay: Tensor | None, v: Tensor) -> Tensor:
+    """Return the logarithm of the decay by token, (B, S, H, 1) or (B, S, H, K); zeros if it is None."""
+    if decay is None:
+        decay = torch.zeros(v.shape[:3], dtype=torch.float32, device=v.device)
+    return decay.unsqueeze(-1) if decay.ndim == 3 else decay
 
 
 def document_starts(cu_seqlens: Tensor, x: Tensor) -> Tensor:
@@ -235,6 +244,8 @@ def _attend_delta(
     use_qk_l2norm_in_kernel: bool = False,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    transpose_state_layout: bool = False,
     **options: Any,
 ) -> Any:
     """Call linear attention with the delta rule; arguments as in `attend_kernel`, and those of the kernels by name."""
@@ -242,13 +253,41 @@ def _attend_delta(
         q, k = _normalize(q), _normalize(k)
     if use_beta_sigmoid_in_kernel:
         # The transition I - beta k k^T has an eigenvalue 1 - beta, which is negative for beta above 1.
-        beta = beta.sigmoid() * (2.0 if allow_neg_eigval else 1.0)
-    return attend_kernel(kernel, q, k, v, decay, beta=beta, **options)
+        beta = beta.to(accumulation_dtype(beta.dtype)).sigmoid() * (2.0 if allow_neg_eigval else 1.0)
+    is_v_first = state_v_first or transpose_state_layout  # one option, and its name in earlier versions
+    return attend_kernel(kernel, q, k, v, decay, beta=beta, state_v_first=is_v_first, **options)
 
 
-def _gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any) -> Any:
-    """Compute fla's chunk_gated_delta_rule: one decay per head and token."""
-    return _attend_delta("chunk_gated_delta_rule", q, k, v, g, beta, **options)
+def _open_gate(
+    g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None = None
+) -> Tensor | None:
+    """Return the logarithm of the decay that a gate computes from its input g, (B, S, H) or (B, S, H, K).
+
+    That is -exp(A_log) * softplus(g + dt_bias), or lower_bound * sigmoid(exp(A_log) * (g + dt_bias)) with a lower
+    bound, where exp(A_log) is 1 without A_log. None without both. A_log has H elements, dt_bias those of a token of g.
+    """
+    g = g.to(accumulation_dtype(g.dtype))
+    g = g if dt_bias is None else g + dt_bias.view(g.shape[2:])
+    rate = None if A_log is None else A_log.to(g.dtype).exp().view(-1, *[1] * (g.ndim - 3))
+    if lower_bound is not None:
+        return lower_bound * (g if rate is None else rate * g).sigmoid()
+    return None if rate is None else -rate * F.softplus(g)
+
+
+def _gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    **options: Any,
+) -> Any:
+    """Compute fla's chunk_gated_delta_rule: one decay per head and token, g, or the result of a gate of g."""
+    decay = _open_gate(g, A_log, dt_bias) if use_gate_in_kernel else g
+    return NotImplemented if decay is None else _attend_delta("chunk_gated_delta_rule", q, k, v, decay, beta, **options)
 
 
 def _delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **options: Any) -> Any:
@@ -268,22 +307,9 @@ def _kda(
     lower_bound: float | None = None,
     **options: Any,
 ) -> Any:
-    """Compute fla's chunk_kda: a decay for each row of the state.
-
-    g is the logarithm of the decay. With `use_gate_in_kernel`, it is the input of a gate that computes the logarithm:
-    -exp(A_log) * softplus(g + dt_bias), or lower_bound * sigmoid(exp(A_log) * (g + dt_bias)) with a lower bound.
-    """
-    if use_gate_in_kernel:
-        g = g.to(accumulation_dtype(g.dtype))
-        g = g if dt_bias is None else g + dt_bias.view(g.shape[-2:])
-        rate = None if A_log is None else A_log.view(-1, 1).exp()
-        if lower_bound is not None:
-            g = lower_bound * (g if rate is None else rate * g).sigmoid()
-        elif rate is not None:
-            g = -rate * F.softplus(g)
-        else:
-            return NotImplemented
-    return _attend_delta("chunk_kda", q, k, v, g, beta, **options)
+    """Compute fla's chunk_kda: a decay for each row of the state, g, or the result of a gate of g."""
+    decay = _open_gate(g, A_log, dt_bias, lower_bound) if use_gate_in_kernel else g
+    return NotImplemented if decay is None else _attend_delta("chunk_kda", q, k, v, decay, beta, **options)
 
 
 def _simple_gla(
@@ -302,6 +328,42 @@ def _lightning_attention(q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_la
     slope = -(8 / heads * (1 - layer_idx / num_layers))
     gamma = slope * torch.arange(heads, dtype=torch.float32, device=q.device)
     return _simple_gla(q, k, v, g_gamma=gamma, **options)
+
+
+def _retention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    """Compute fla's chunk_retention: a constant decay per head, 1 - 2 ** (-5 - head)."""
+    gamma = (1 - 2.0 ** (-5.0 - torch.arange(q.shape[2], dtype=torch.float32, device=q.device))).log()
+    return _simple_gla(q, k, v, g_gamma=gamma, **options)
+
+
+def _attend_without_decay(q: Tensor, k: Tensor, v: Tensor, normalize: bool = True, **options: Any) -> Any:
+    """Compute fla's chunk_linear_attn: no decay, and results that are not divided by sums of keys."""
+    return NotImplemented if normalize else _simple_gla(q, k, v, **options)
+
+
+def _comba(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: Tensor | None,
+    g: Tensor,
+    beta: Tensor | None,
+    use_qk_l2norm_in_kernel: bool = False,
+    **options: Any,
+) -> Any:
+    """Compute fla's chunk_comba: a delta rule that subtracts what another key, p, reads of the decayed state.
+
+    This is a transition of rank one: the state h becomes exp(g) (h - beta k (p . h)) + beta k v.
+    """
+    if p is None or beta is None:
+        return NotImplemented
+    if use_qk_l2norm_in_kernel:
+        q, k, p = _normalize(q), _normalize(k), _normalize(p)
+    groups = v.shape[2] // q.shape[2]
+    if groups > 1:
+        q, k, p = (x.repeat_interleave(groups, dim=2) for x in (q, k, p))
+    written = k * beta.unsqueeze(-1)
+    return attend_kernel("", q, written, v, g, a=-p * g.exp().unsqueeze(-1), b=written, **options)
 
 
 def _gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Any) -> Any:
@@ -332,11 +394,14 @@ def _quantized_linear(x: Tensor, weight: Tensor) -> Any:
     return torch.ops.sp.subclass_linear(x, weight)
 
 
-STAND_INS["chunk_gated_delta_rule"] = KernelStandIn(_gated_delta_rule, DELTA_OPTIONS)
+STAND_INS["chunk_gated_delta_rule"] = KernelStandIn(_gated_delta_rule, GATED_OPTIONS)
 STAND_INS["chunk_delta_rule"] = KernelStandIn(_delta_rule, DELTA_OPTIONS)
-STAND_INS["chunk_kda"] = KernelStandIn(_kda, DELTA_OPTIONS)
-STAND_INS["chunk_simple_gla"] = KernelStandIn(_simple_gla, ATTENTION_OPTIONS)
+STAND_INS["chunk_kda"] = KernelStandIn(_kda, GATED_OPTIONS)
+STAND_INS["chunk_simple_gla"] = KernelStandIn(_simple_gla, ATTENTION_OPTIONS | V_FIRST)
+STAND_INS["chunk_retention"] = KernelStandIn(_retention, ATTENTION_OPTIONS)
+STAND_INS["chunk_linear_attn"] = KernelStandIn(_attend_without_decay, ATTENTION_OPTIONS)
+STAND_INS["chunk_comba"] = KernelStandIn(_comba, ATTENTION_OPTIONS)
 STAND_INS["chunk_lightning_attn"] = KernelStandIn(_lightning_attention, ATTENTION_OPTIONS)
-STAND_INS["chunk_gla"] = KernelStandIn(_gla, ATTENTION_OPTIONS)
+STAND_INS["chunk_gla"] = KernelStandIn(_gla, ATTENTION_OPTIONS | V_FIRST)
 STAND_INS["chunk_rwkv7"] = KernelStandIn(_rwkv7, ATTENTION_OPTIONS)
 STAND_INS["LinearNF4"] = KernelStandIn(_quantized_linear)

@@ -40,18 +40,14 @@ def _mamba_chunk_scan(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_final_states: bool = False,
 ) -> Any:
-    """Compute mamba_ssm's mamba_chunk_scan_combined as linear attention: C, B and x are queries, keys and values.
-
-    The states of the kernel are (B, H, V, K), those of `attend_kernel` (B, H, K, V).
-    """
+    """Compute mamba_ssm's mamba_chunk_scan_combined as linear attention: C, B and x are queries, keys and values."""
     if cu_seqlens is not None:
         return NotImplemented
     dt = dt.to(accumulation_dtype(dt.dtype))
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(dt_limit[0], dt_limit[1])
-    initial = None if initial_states is None else initial_states.mT
-    if initial is not None and seq_idx is not None:  # the kernel applies them to documents of number 0 only
-        initial = initial * (seq_idx[:, 0] == 0).view(-1, 1, 1, 1)
+    if initial_states is not None and seq_idx is not None:  # the kernel applies them to documents of number 0 only
+        initial_states = initial_states * (seq_idx[:, 0] == 0).view(-1, 1, 1, 1)
     attended = attend_kernel(
         kernel="",  # no installed kernel is called: it is computed by torch ops
         q=C,
@@ -59,8 +55,9 @@ def _mamba_chunk_scan(
         v=x * dt.unsqueeze(-1),
         decay=dt * A,
         scale=1.0,
-        initial_state=initial,
+        initial_state=initial_states,
         output_final_state=return_final_states,
+        state_v_first=True,
         starts=None if seq_idx is None else _changes(seq_idx),  # True for the first token of a document
     )
     if attended is NotImplemented:
@@ -69,7 +66,7 @@ def _mamba_chunk_scan(
     if D is not None:
         out = out + x * (D if D.ndim == 2 else D.unsqueeze(-1))
     out = (out if z is None else out * F.silu(z)).to(x.dtype)
-    return (out, state.mT) if return_final_states else out
+    return (out, state) if return_final_states else out
 
 
 def _mamba_split_conv_scan(

@@ -35,7 +35,56 @@ def qwen3_5() -> nn.Module:
     return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**SIZES))
 
 
-MODELS = {"qwen3_next": qwen3_next, "qwen3_5": qwen3_5}
+MAMBA = {"mamba_d_head": 8, "mamba_n_heads": 4, "mamba_d_state": 4, "mamba_n_groups": 2, "mamba_chunk_size": 4}
+ATTENTION_SIZES = {name: value for name, value in SIZES.items() if not name.startswith(("linear_", "layer_"))}
+
+
+class Mamba2(nn.Module):
+    """Mamba2ForCausalLM, which does not pass seq_idx to its layers, with all arguments passed."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.model = transformers.Mamba2ForCausalLM(config)
+
+    def forward(self, input_ids: Tensor, labels: Tensor, **options: Any) -> Any:
+        states = self.model.backbone(input_ids, **options).last_hidden_state
+        loss = self.model.loss_function(self.model.lm_head(states), labels, VOCAB)
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss)
+
+
+def mamba2() -> nn.Module:
+    """Convolutions and scans of mamba_ssm, whose documents are the argument seq_idx."""
+    sizes = {"state_size": 4, "num_heads": 4, "head_dim": 8, "n_groups": 2, "chunk_size": 4}
+    return Mamba2(transformers.Mamba2Config(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, **sizes))
+
+
+def bamba() -> nn.Module:
+    return transformers.BambaForCausalLM(transformers.BambaConfig(**ATTENTION_SIZES, **MAMBA, attn_layer_indices=[1]))
+
+
+def falcon_h1() -> nn.Module:
+    """Attention and a scan of the same tokens in each layer."""
+    return transformers.FalconH1ForCausalLM(transformers.FalconH1Config(**ATTENTION_SIZES, **MAMBA, mamba_d_ssm=32))
+
+
+def nemotron_h() -> nn.Module:
+    mamba = {"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 4, "n_groups": 2, "chunk_size": 4}
+    sizes = {name: value for name, value in ATTENTION_SIZES.items() if name != "num_hidden_layers"}
+    layers = ["linear_attention", "full_attention", "mlp"]
+    return transformers.NemotronHForCausalLM(transformers.NemotronHConfig(**sizes, **mamba, layers_block_type=layers))
+
+
+def granite_hybrid() -> nn.Module:
+    """Scans only: attention of this model reads other documents, unless it is FlashAttention."""
+    sizes = {**ATTENTION_SIZES, "shared_intermediate_size": 24, "num_local_experts": 0}
+    sizes["layer_types"] = ["linear_attention", "linear_attention"]
+    return transformers.GraniteMoeHybridForCausalLM(transformers.GraniteMoeHybridConfig(**sizes, **MAMBA))
+
+
+MODELS = {
+    **{"qwen3_next": qwen3_next, "qwen3_5": qwen3_5, "mamba2": mamba2, "bamba": bamba, "falcon_h1": falcon_h1},
+    **{"nemotron_h": nemotron_h, "granite_hybrid": granite_hybrid},
+}
 
 
 @contextmanager
@@ -97,3 +146,15 @@ def packed_step(name: str, lengths: tuple[int, ...]) -> Outcome:
 def test_packed_documents_are_separate(ranks: Ranks, name: str, n: int, lengths: tuple[int, ...]) -> None:
     """Documents end exactly at a cut (14 tokens, 2 ranks), have one token, or span three ranks (20 of 36, 4 ranks)."""
     check(ranks.run(n, packed_step, name, lengths), 2e-5)  # float32 against float64
+
+
+def test_documents_without_the_packages_of_kernels() -> None:
+    """transformers refuses seq_idx without mamba_ssm; Dynamo traces stand-ins, which support it, for all backends."""
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    model, lengths = mamba2().double(), (7, 1, 6)
+    ids = torch.randint(VOCAB, (1, sum(lengths)))
+    with without_float32():
+        expected = ByDocument(model, lengths)(ids)
+    found = torch.compile(model, backend="eager")(**packed_inputs(ids, lengths)).loss
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-6)

@@ -61,12 +61,19 @@ def _by_document(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Run each document, as a kernel does with `cu_seqlens`."""
     CALLS.append(name)
     if use_qk_l2norm_in_kernel:
         q, k = _normalize(q), _normalize(k)
+    if use_beta_sigmoid_in_kernel and beta is not None:
+        beta = beta.sigmoid() * (1 + allow_neg_eigval)
+    if state_v_first and initial_state is not None:
+        initial_state = initial_state.mT
     groups = v.shape[2] // q.shape[2]
     q, k = q.repeat_interleave(groups, 2), k.repeat_interleave(groups, 2)
     rows = q, k, v, decay if decay.ndim == 4 else decay.unsqueeze(-1), beta, a, b
@@ -79,17 +86,37 @@ def _by_document(
         out, state = attend(*(None if x is None else x[:, start:stop] for x in rows), None, first, scale)
         outs.append(out)
         states.append(state)
-    return torch.cat(outs, 1), torch.cat(states) if output_final_state else None
+    final = torch.cat([state.mT if state_v_first else state for state in states])
+    return torch.cat(outs, 1), final if output_final_state else None
+
+
+def _gate(
+    g: Tensor,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+) -> Tensor:
+    """The logarithm of the decay, of g (B, S, H) or (B, S, H, K)."""
+    if not use_gate_in_kernel:
+        return g
+    g = g if dt_bias is None else g + dt_bias.view(g.shape[2:])
+    factor = torch.ones(g.shape[2]) if A_log is None else A_log.exp()
+    factor = factor.view(-1, *[1] * (g.ndim - 3))
+    return -factor * F.softplus(g) if lower_bound is None else lower_bound * torch.sigmoid(factor * g)
 
 
 @torch.compiler.disable
 def chunk_gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any) -> Any:
-    return _by_document("chunk_gated_delta_rule", q, k, v, g, beta, **options)
+    gate = {name: options.pop(name, None) for name in ("use_gate_in_kernel", "A_log", "dt_bias")}
+    options["state_v_first"] = options.get("state_v_first") or options.pop("transpose_state_layout", False)
+    return _by_document("chunk_gated_delta_rule", q, k, v, _gate(g, **gate), beta, **options)
 
 
 @torch.compiler.disable
-def chunk_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any) -> Any:
-    return _by_document("chunk_kda", q, k, v, g, beta, **options)
+def chunk_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, safe_gate: bool = False, **options: Any) -> Any:
+    gate = {name: options.pop(name, None) for name in ("use_gate_in_kernel", "A_log", "dt_bias", "lower_bound")}
+    return _by_document("chunk_kda", q, k, v, _gate(g, **gate), beta, **options)
 
 
 @torch.compiler.disable
@@ -118,13 +145,68 @@ def chunk_lightning_attn(q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_la
 
 
 @torch.compiler.disable
+def chunk_retention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    decay = (1 - 2.0 ** (-5 - torch.arange(v.shape[2]))).log().to(v.dtype)
+    return _by_document("chunk_retention", q, k, v, decay.expand(v.shape[:3]), **options)
+
+
+@torch.compiler.disable
+def chunk_linear_attn(q: Tensor, k: Tensor, v: Tensor, normalize: bool = True, **options: Any) -> Any:
+    assert not normalize
+    return _by_document("chunk_linear_attn", q, k, v, v.new_zeros(v.shape[:3]), **options)
+
+
+@torch.compiler.disable
+def chunk_comba(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    CALLS.append("chunk_comba")
+    if use_qk_l2norm_in_kernel:
+        q, k, p = _normalize(q), _normalize(k), _normalize(p)
+    q = q * (k.shape[-1] ** -0.5 if scale is None else scale)
+    bounds = [0, v.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    outs, states = [], []
+    for i, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        first = slice(i, i + 1) if cu_seqlens is not None else slice(None)
+        state = v.new_zeros(v.shape[0], v.shape[2], k.shape[-1], v.shape[-1])
+        state = state if initial_state is None else initial_state[first]
+        for t in range(start, stop):
+            state = state * g[:, t].exp()[..., None, None]
+            value = (v[:, t] - (state * p[:, t].unsqueeze(-1)).sum(-2)) * beta[:, t].unsqueeze(-1)
+            state = state + k[:, t].unsqueeze(-1) * value.unsqueeze(-2)
+            outs.append((state * q[:, t].unsqueeze(-1)).sum(-2))
+        states.append(state)
+    return torch.stack(outs, 1), torch.cat(states) if output_final_state else None
+
+
+@torch.compiler.disable
 def chunk_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Any) -> Any:
     return _by_document("chunk_gla", q, k, v, g, **options)
 
 
 @torch.compiler.disable
 def chunk_rwkv7(
-    r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, scale: float = 1.0, **options: Any
+    r: Tensor,
+    w: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: float = 1.0,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    chunk_size: int | None = None,
+    **options: Any,
 ) -> Any:
     return _by_document("chunk_rwkv7", r, k, v, w, None, a, b, scale, **options)
 
