@@ -32,18 +32,21 @@ DELTA_RULE_TOLERANCE = {"OlmoHybrid": 1e-5, "Qwen3-Next": 7e-5, "Qwen3.5 (text)"
 
 
 class WithLoss(nn.Module):
-    """A model with its own loss, or with a loss of its first result."""
+    """A model with a loss of its first result, or with its own loss if that has the dtype of the model.
+
+    Losses of transformers are float32 for every dtype. Their last bit depends on the order of a sum over tokens.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.dtype = model, next(model.parameters()).dtype
 
     def forward(self, **inputs: Any) -> Tensor:
         results = self.model(**inputs)
         loss = getattr(results, "loss", None)
-        if loss is not None:
+        if loss is not None and loss.dtype == self.dtype:
             return loss
-        first = results[0]
+        first = results[0] if loss is None else results.logits
         while isinstance(first, (list, tuple)):
             first = first[0]
         return (first.sin() + first.square()).mean()
@@ -53,17 +56,16 @@ def _build(name: str) -> tuple[nn.Module, dict[str, Any], torch.dtype]:
     """Return a model with its loss, its arguments and its dtype: float64, or float32 if it does not run in float64."""
     torch.manual_seed(zlib.crc32(name.encode()))
     model, inputs = next(family for family in NAMED if family.name == name).build()
-    model = WithLoss(model.eval())
-    model.requires_grad_(True)
+    model.eval().requires_grad_(True)
     for parameter in model.parameters():  # some libraries initialize gates and last layers with zeros
         if not parameter.any():
             nn.init.normal_(parameter, std=0.1)
     wide = pytree.tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, inputs)
     try:
-        copy.deepcopy(model).double()(**wide).backward()
+        WithLoss(copy.deepcopy(model).double())(**wide).backward()
     except RuntimeError:
-        return model, inputs, torch.float32
-    return model.double(), wide, torch.float64
+        return WithLoss(model), inputs, torch.float32
+    return WithLoss(model.double()), wide, torch.float64
 
 
 def _train(name: str, attention: str) -> tuple[Outcome, torch.dtype]:
