@@ -55,7 +55,7 @@ from sp_compile.passes.strategies.scan_demands import ShardScans, SplitNestedSca
 from sp_compile.passes.strategies.select_row import SelectRow
 from sp_compile.passes.strategies.select_rows import SelectRows
 from sp_compile.passes.strategies.sequence_checks import FindSequences, MarkUserCollectives, PlaceOutputs
-from sp_compile.passes.strategies.starts.shard_inputs import ShardReplicatedInputs
+from sp_compile.passes.strategies.starts.shard_inputs import ShardAttentionInputs
 from sp_compile.passes.strategies.starts.side_regions import DecomposeChainedNorms, ShardSideRegions
 
 
@@ -81,7 +81,7 @@ class Pipeline(Passes):
         Canonicalize,
         MarkUserCollectives,
         JoinSequences,
-        ShardReplicatedInputs,
+        ShardAttentionInputs,
         FindSequences,
         DecomposeChainedNorms,
         ShardSideRegions,
