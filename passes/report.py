@@ -238,8 +238,9 @@ class Report:
         return "\n".join([*work, text, *(f"Warning: {warning}" for warning in self.warnings)])
 
     def _describe_sequence(self) -> str:
-        """Return the dims that are sequences: first the one with the most FLOPs, if it is not an input dim."""
-        named = ", ".join(f"{name} dim {'/'.join(map(str, dims))}" for name, dims in self.inputs.items())
+        """Return the dims that are sequences, those with the most FLOPs first."""
+        inputs = sorted(self.inputs.items(), key=lambda item: -self._share_of(*item))  # equal ones in order
+        named = ", ".join(f"{name} dim {'/'.join(map(str, dims))}" for name, dims in inputs)
         main = self.main_sequence
         if main is not None and not main.is_input:
             text = f"a dim of {main.size} positions, not an input dim"
@@ -247,6 +248,11 @@ class Report:
         others = [c.size for c in self.candidates if c.is_chosen and not c.is_input]
         hidden = f", and {'a dim' if len(others) == 1 else 'dims'} of {' and '.join(map(str, others))} positions"
         return f"{named or 'not an input dim'}{hidden + ', not of an input' if others else ''}"
+
+    def _share_of(self, name: str, dims: list[int]) -> float:
+        """Return the largest share of the FLOPs of the sequences of an input."""
+        labels = {f"{name} dim {dim}" for dim in dims}
+        return max((c.share for c in self.candidates if c.is_chosen and not labels.isdisjoint(c.inputs)), default=0.0)
 
 
 def _group_rows(rows: Iterable[tuple[str, ...]]) -> list[tuple[Any, ...]]:

@@ -68,13 +68,14 @@ def choose_rows(gm: GraphModule, axes: Axes) -> Axes:
         return axes
     name = rows_axes.find(chosen.rows.name)
     # The rows are the only sequence. `flat`: products that attention reads, with the rows as the slowest factor.
-    # `windowed`: the ops that attend within windows. `lost`: for the report, why attended dims are no sequences.
+    # `windowed`: the ops that attend within windows. `reasons`: for the report, why dims are sequences or not.
     rows_axes.folds, rows_axes.n, rows_axes.sequences = axes.folds, axes.n, {name}
     rows_axes.flat = {product for product in products if product[0] == name}
     rows_axes.windowed = {name: chosen.attentions}
-    rows_axes.lost = dict.fromkeys(
+    rows_axes.reasons = dict.fromkeys(
         attentions, f"each rank has less work with complete windows of the {chosen.rows.size}"
     )
+    rows_axes.reasons[name] = f"a rank has complete windows, and {min(flops) / work.total:.0%} of the FLOPs"
     complete_sequences(gm, rows_axes, picks=True)  # adds the dims that result from slices or splits of the rows
     return rows_axes
 

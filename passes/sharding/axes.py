@@ -77,7 +77,7 @@ class Axes:
     parent: list[int] = field(default_factory=list)  # union-find forest over class names
     sequences: set[int] = field(default_factory=set)  # names of the classes that are sequences
     selected: list[tuple[Dim, Dim]] = field(default_factory=list)  # (dim of a result, dim whose positions it selects)
-    lost: dict[int, str] = field(default_factory=dict)  # why a class with evidence is no sequence
+    reasons: dict[int, str] = field(default_factory=dict)  # why a class with evidence is a sequence, or is none
     folds: int = 1  # of the frames of sequences, see `RowOrder`
     products: Mapping[tuple[Node, int, int], Product] = field(default_factory=dict)  # by (node, result index, dim)
     fused: dict[Dim, Atom] = field(default_factory=dict)  # the atom of each product, by its factors

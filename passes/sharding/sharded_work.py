@@ -421,15 +421,17 @@ class SequenceCandidate(NamedTuple):
     ops: int  # number of ops that are evidence
     is_input: bool  # True if an input has the dim
     is_chosen: bool  # False if another candidate has stronger evidence, or is in the same values
-    is_split: bool = True  # True if a value is sharded along the dim; known after placement
+    # True if a value is sharded along the dim, as a sequence or as a side region; known after placement
+    is_split: bool = True
     share: float = 1.0  # of the FLOPs of the graph, that shards of the dim divide
-    why: str = ""  # the reason for which it is not chosen
+    why: str = ""  # the reason for which it is or is not chosen; "" for the only candidate
     inputs: tuple[str, ...] = ()  # the inputs that have the dim, such as "ids dim 1"
 
     def __str__(self) -> str:
         ops = "op" if self.ops == 1 else "ops"
-        prefix = "" if self.is_chosen else "not chosen: "
-        reason = f": {self.why}" if self.why else ""
+        is_apart = self.is_split and not self.is_chosen
+        prefix = "split apart from the sequences: " if is_apart else "" if self.is_chosen else "not chosen: "
+        reason = f": {self.why}" if self.why and not is_apart else ""
         others = len(self.inputs) - MAX_LINES
         names = ", ".join([*self.inputs[:MAX_LINES], *([f"{others} others"] if others > 0 else [])])
         where = f" of {names}" if names else ", not an input dim"

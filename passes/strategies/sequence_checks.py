@@ -22,7 +22,7 @@ from sp_compile.passes.context import Note, NoteKind, PassContext, Refusal, Refu
 from sp_compile.passes.cost.group_names import named_groups
 from sp_compile.passes.graph.call import is_tensor
 from sp_compile.passes.graph.node_info import node_info, set_node_info
-from sp_compile.passes.graph.sizes import is_divisor, is_same_size
+from sp_compile.passes.graph.sizes import Size, is_divisor, is_same_size
 from sp_compile.passes.localize.reduce_gradients import differentiable_nodes
 from sp_compile.passes.sharding.axes import Axes
 from sp_compile.passes.sharding.find_sequences import sequence_candidates
@@ -260,12 +260,16 @@ def _guard_divisible(node: Node, have: Shard, n: int) -> bool:
 
 
 def _mark_split(candidates: list[SequenceCandidate], gm: GraphModule, plan: PlacementPlan) -> list[SequenceCandidate]:
-    """Return the candidates with `is_split` set: True if the sequence was chosen, and a value is sharded along it."""
-    frames = [p.frame for node in gm.graph.nodes for p in plan.placements.get(node, ()) if isinstance(p, Shard)]
+    """Return the candidates with `is_split` set: True if a value is sharded along a sequence, or a side region."""
     # Candidates and shards are matched by size: of the full sequence, or of the window that a value has of it. If a
     # sequence was reshaped to (chunks, block), the frame of its first dim counts chunks.
-    sizes = {size * frame.block for frame in frames for size in (frame.size, frame.length)}
-    return [c._replace(is_split=c.is_chosen and c.size in sizes) for c in candidates]
+    sizes: dict[bool, set[Size]] = {True: set(), False: set()}  # by True for side regions
+    for node in gm.graph.nodes:
+        frames = [p.frame for p in plan.placements.get(node, ()) if isinstance(p, Shard)]
+        split = {size * frame.block for frame in frames for size in (frame.size, frame.length)}
+        sizes[node_info(node).side is not None] |= split
+    split_sizes = {True: sizes[True] | sizes[False], False: sizes[True]}  # by `is_chosen`
+    return [c._replace(is_split=c.size in split_sizes[c.is_chosen]) for c in candidates]
 
 
 def _plan_constraints(gm: GraphModule, axes: Axes, plan: PlacementPlan, n: int) -> list[str]:

@@ -374,6 +374,8 @@ def test_the_sequence_has_the_least_work_of_a_rank(
     chosen, other = report.candidates
     assert (chosen.size, chosen.is_chosen, other.size, other.is_chosen) == (29, True, few, False)
     assert re.search(rf"\b{n} ranks .*\b29\b", other.why), other.why
+    assert re.search(r"\bleast\b.*\d\d%", chosen.why), chosen.why
+    assert f"{chosen.why}\n" in str(report)
     assert other.why in str(report)
     assert not report.fallbacks
 
@@ -443,7 +445,46 @@ def test_the_report_names_the_inputs_and_the_reason() -> None:
 
     found = sp_compile.explain(apart, torch.randn(2, 9, WIDTH), torch.randn(2, 30, WIDTH), sp=2)
     assert [c.inputs for c in found.candidates] == [("x dim 1",), ("y dim 1",)]
-    assert found.candidates[1].why.startswith("attention ")
+    assert re.search(r"\b5% .*FLOPs\b", found.candidates[1].why), (
+        "a sum without products is no sequence beside attention"
+    )
+
+
+class TwoStreams(nn.Module):
+    """Attention over a short text, and a recurrence over audio that meets the text in their means only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gates, self.qkv, self.out = (nn.Linear(WIDTH, k * WIDTH) for k in (2, 3, 1))
+
+    def forward(self, text: Tensor, audio: Tensor) -> Tensor:
+        gate, x = self.gates(audio).chunk(2, -1)
+        h = self.out(sp_compile.linear_scan(gate.sigmoid(), x, 1))
+        q, k, v = (split_heads(y) for y in self.qkv(text).chunk(3, -1))
+        return (h.mean(1) * F.scaled_dot_product_attention(q, k, v).mean(2).flatten(1)).sum()
+
+
+@pytest.mark.parametrize(("batch", "n"), [(1, 2), (2, 3)])
+def test_both_of_two_sequences_without_a_common_value_are_split(batch: int, n: int) -> None:
+    text, audio = (torch.randn(batch, s, WIDTH, dtype=torch.float64, requires_grad=True) for s in (8, 97))
+    report = check(TwoStreams().double(), text, audio, sp=n)
+    assert [(c.size, c.is_chosen, c.is_split) for c in report.candidates] == [(97, True, True), (8, True, True)]
+    assert not report.find_notes(NoteKind.REWRITTEN, subject="shard_side_regions")
+    assert "the sequence is audio dim 1, text dim 1" in str(report).splitlines()[1], (
+        "the one with the most FLOPs is first"
+    )
+
+
+def test_a_dim_that_is_split_is_not_called_unsplit() -> None:
+    """The names of the user are the only sequence; the audio is a side region."""
+    report = sp_compile.explain(
+        TwoStreams(), torch.randn(1, 8, WIDTH), torch.randn(1, 97, WIDTH), sp=2, seq_dims={"text": 1}
+    )
+    text, audio = report.candidates
+    assert (text.is_chosen, audio.is_chosen, audio.is_split) == (True, False, True)
+    assert "{'text': 1}" in text.why
+    assert "not chosen" not in str(report)
 
 
 def test_a_warning_names_embeddings_of_every_rank() -> None:
