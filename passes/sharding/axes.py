@@ -202,7 +202,7 @@ class Axes:
         sizes = [atom.size for atom in dims[d]]
         if is_same_size(sizes[i], 1):
             return None
-        return Shard(d, self._frame(dims[d][i]), outer=size_product(sizes[:i]), inner=size_product(sizes[i + 1 :]))
+        return Shard(d, self.frame(dims[d][i]), outer=size_product(sizes[:i]), inner=size_product(sizes[i + 1 :]))
 
     def with_chunks(self, node: Node, index: int, placement: Placement) -> Placement:
         """Return the placement of a result, with `granule` and `block` of its frame set if its sequence has chunks.
@@ -226,7 +226,7 @@ class Axes:
                 return replace(placement, frame=replace(frame, granule=granule, block=block))
         return placement
 
-    def _frame(self, atom: Atom) -> Frame:
+    def frame(self, atom: Atom) -> Frame:
         """Return the frame in which a sequence with the rows of an atom is sharded.
 
         By default, it has the size of the sequence. One that convolutions with strides read is padded to complete

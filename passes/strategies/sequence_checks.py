@@ -294,6 +294,6 @@ def _plan_constraints(gm: GraphModule, axes: Axes, plan: PlacementPlan, n: int) 
 
 
 def _has_windows(axes: Axes, node: Node, dim: int) -> bool:
-    """Return True if a dim counts windows of a sequence (`choose_rows`), whose rows are another constraint."""
+    """Return True if a dim counts windows or chunks of a sequence, whose rows are another constraint."""
     atoms = axes.dims[node, 0][dim]  # of result 0, the factors of the dim
-    return bool(axes.windowed) and any(axes.find(atom.name) in axes.blocks for atom in atoms)
+    return any(axes.find(atom.name) in axes.blocks for atom in atoms)

@@ -295,6 +295,35 @@ class NeighborChunks(Chunks):
         return F.scaled_dot_product_attention(q, k, v, is_token)
 
 
+class InputWindows(NeighborChunks):
+    """Attention in windows of 4 tokens, into which the input is split before any other op."""
+
+    def __init__(self, folds_batch: bool) -> None:
+        super().__init__()
+        self.folds_batch = folds_batch
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        y = F.pad(x, (0, 0, 0, -length % 4)).unflatten(1, (-1, 4))
+        y = y.flatten(0, 1) if self.folds_batch else y
+        q, k, v = (z.unflatten(-1, (HEADS, -1)).transpose(-3, -2) for z in self.qkv(y).chunk(3, -1))
+        y = self.out(F.scaled_dot_product_attention(q, k, v).transpose(-3, -2).flatten(-2))
+        x = x + y.reshape(len(x), -1, WIDTH)[:, :length]
+        return x + self.mlp(x)
+
+
+@pytest.mark.parametrize(("folds_batch", "n"), [(True, 2), (False, 3)])
+def test_an_input_is_split_into_windows_before_other_ops(folds_batch: bool, n: int) -> None:
+    """A rank has complete windows, 13 of 25 on 2 ranks, although 2 of the 4 rows of each would be less."""
+    x = torch.randn(2, 97, WIDTH, dtype=torch.float64, requires_grad=True)
+    report = check(InputWindows(folds_batch).double(), x, sp=n)
+    assert report.work.flops_share == 1.0
+    assert not report.fallbacks
+    assert {e.op for e in report.exchanges} == {"shard", "reduce_grad", "unshard"}, report
+    assert report.count("unshard") == 1, "only the result of the model is gathered"
+
+
 @pytest.mark.parametrize("n", [2, 3])
 def test_chunks_read_their_neighbors(n: int) -> None:
     """The sequence is the dim that is split into chunks, not the keys or the queries of a chunk."""
@@ -485,6 +514,21 @@ def test_a_dim_that_is_split_is_not_called_unsplit() -> None:
     assert (text.is_chosen, audio.is_chosen, audio.is_split) == (True, False, True)
     assert "{'text': 1}" in text.why
     assert "not chosen" not in str(report)
+
+
+def test_windows_of_a_region_are_complete() -> None:
+    """Beside the named text, the audio is no sequence: of about equal work, a rank has windows and not their rows."""
+
+    class Windows(InputWindows):
+        def forward(self, audio: Tensor, text: Tensor) -> Tensor:
+            q, k, v = (split_heads(y) for y in self.qkv(text).chunk(3, -1))
+            y = F.scaled_dot_product_attention(q, k, v).mean(2).flatten(1)
+            return (super().forward(audio).mean(1) * y).sum()
+
+    audio, text = (torch.randn(1, s, WIDTH, dtype=torch.float64, requires_grad=True) for s in (403, 11))
+    report = check(Windows(True).double(), audio, text, sp=2, seq_dims={"text": 1})
+    assert not any(c.startswith("4 rows") for c in report.constraints), report.constraints
+    assert "101 rows of a region without a sequence: 51 rows a rank" in report.constraints
 
 
 def test_a_warning_names_embeddings_of_every_rank() -> None:
