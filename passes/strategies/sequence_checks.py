@@ -10,7 +10,7 @@ collectives have the same rows of the sequence on all their ranks.
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, islice
 
 import torch
 from torch.fx import GraphModule, Node
@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from sp_compile.lowering.base.errors import SpError, describe_node, node_line
 from sp_compile.lowering.torch_compat import argument_name, is_known_process_group, size_hint
 from sp_compile.passes.base import Pass
+from sp_compile.passes.canonical.loops.reroll import RerollLoops
 from sp_compile.passes.context import Note, NoteKind, PassContext, Refusal, RefusalKind
 from sp_compile.passes.cost.group_names import named_groups
 from sp_compile.passes.graph.call import is_tensor
@@ -110,7 +111,8 @@ class FindSequences(Pass):
         names = [argument_name(node) for node in inputs if is_tensor(node)]
         fix = f"Name the sequence: options={{'seq_dims': {{'<input>': <dim>}}}} with an input out of {names}."
         if not context.fragment and (not context.has_sharded_peer or context.options.fallback == "error"):
-            text = f"the model has no attention or scan whose dim could be traced to an input{_describe_loops(gm)}"
+            loops = _describe_loops(gm, context)
+            text = f"the model has no attention or scan whose dim could be traced to an input{loops}"
             context.refusal = Refusal(RefusalKind.NO_SEQUENCE, "SP301", "no sequence found", text, fix)
             return
         if context.fragment:
@@ -165,10 +167,10 @@ def _check_local_inputs(sequence_dims: dict[Node, list[int]], context: PassConte
         )
 
 
-def _describe_loops(gm: GraphModule) -> str:
+def _describe_loops(gm: GraphModule, context: PassContext) -> str:
     """Return the part of the text of SP301 on loops and scans that do not show which dim is the sequence.
 
-    Return "" if the graph has no such loop or scan.
+    Return "" if the graph has no such loop or scan. The first Python loop that `RerollLoops` has refused is included.
 
     An example is " (there is while_loop at <the user's line>, whose effect on its values is not known)".
     """
@@ -179,6 +181,8 @@ def _describe_loops(gm: GraphModule) -> str:
         if name in NO_SEQUENCE_REASONS or node_info(node).scanned is not None:
             why = NO_SEQUENCE_REASONS.get(name, "whose dim is created inside the model")
             reasons.setdefault(f"{name} at {node_line(node)}", why)
+    declined = (x for x in context.notes if x.kind is NoteKind.DECLINED and x.subject == RerollLoops.name)
+    reasons.update((f"a loop at {note.where}", f"whose {note.text}") for note in islice(declined, 1))
     loops = "; ".join(f"{op}, {why}" for op, why in reasons.items())
     return f" (there is {loops})" if loops else ""
 
