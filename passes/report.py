@@ -20,9 +20,9 @@ from sp_compile.passes.sharding.sharded_work import SequenceCandidate, ShardedWo
 from .context import FALLBACKS, Note, NoteKind, PassRun, TiledRegion, runs_by_pass
 
 NO_INPUT_WARNING = (
-    "the sequence of {} positions is not an input dim: every rank loads the full inputs and computes all that precedes "
-    "the tokens, and inputs='local' does not apply to them. If an input has the tokens, name its dim: options={{"
-    "'seq_dims': {{'<input>': <dim>}}}}; or compute the tokens before the compiled function, and pass them."
+    "the sequence of {} positions is not an input dim: every rank loads the full inputs, and inputs='local' does not "
+    "apply to them. If an input has the tokens, name its dim: options={{'seq_dims': {{'<input>': <dim>}}}}; or compute "
+    "the tokens before the compiled function, and pass them."
 )
 NAME_ATTENDED = "To split it, name it: options={'seq_dims': {'<input>': <dim>}}."
 
