@@ -234,7 +234,8 @@ class Report:
         text = f"{self.n} ranks; {sequence}"
         if self.parallel:
             text += f"; {groups}"
-        work = [self.work.describe()] if self.n > 1 and self.work.flops else []
+        saved = self.step.saved_share(self.n) if self.step is not None else None
+        work = [self.work.describe(saved)] if self.n > 1 and self.work.flops else []
         return "\n".join([*work, text, *(f"Warning: {warning}" for warning in self.warnings)])
 
     def _describe_sequence(self) -> str:

@@ -97,13 +97,17 @@ class ShardedWork:
         if nbytes:
             self.replicated_activations.update({line: nbytes})
 
-    def describe(self) -> str:
-        """Return text for the report, such as "98% of the FLOPs and 95% of the activations ... are on shards; ..."."""
-        activations = (
-            f" and {self.activations_share:.0%} of the activations (results that need a gradient)"
-            if self.activations
-            else ""
-        )
+    def describe(self, saved: float | None = None) -> str:
+        """Return text for the report, such as "98% of the FLOPs and 95% of the activations ... are on shards; ...".
+
+        Args:
+            saved: The share of the bytes that the backward reads, if known, which replaces that of the activations.
+        """
+        activations = ""
+        if saved is not None:
+            activations = f" and {saved:.0%} of the bytes saved for the backward"
+        elif self.activations:
+            activations = f" and {self.activations_share:.0%} of the activations (results that need a gradient)"
         on_shards = f"{self.flops_share:.0%} of the FLOPs{activations} are on shards"
         return f"{on_shards}; a rank computes {self.rank_share:.0%} of the FLOPs"
 

@@ -460,6 +460,28 @@ def test_a_frozen_model_has_no_activations() -> None:
     assert "activations" not in first
 
 
+def test_the_first_line_has_the_saved_bytes_on_shards() -> None:
+    """A gate that no sequence reaches is saved on every rank: its 4 x 64 numbers, and the shards of all others."""
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.gate = nn.Linear(WIDTH, 3 * WIDTH), nn.Parameter(torch.randn(4, 64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (split_heads(y) for y in self.qkv(x).chunk(3, -1))
+            return F.scaled_dot_product_attention(q, k, v).mean() * self.gate.sigmoid().cumsum(1).exp().mean()
+
+    report = sp_compile.explain(Gated(), torch.randn(2, 30, WIDTH), sp=2, memory=True)
+    assert report.step is not None
+    (graph,) = report.step.graphs
+    full = graph.saved - graph.sharded
+    assert 2 * 4 * 64 * 4 <= full < 2.2 * 4 * 64 * 4, "the results of sigmoid and exp"
+    share = report.step.saved_share(2)
+    assert share == pytest.approx(2 * graph.sharded / (2 * graph.sharded + full))
+    assert f" and {share:.0%} of the bytes saved for the backward are on shards" in str(report).splitlines()[0]
+
+
 def test_the_report_names_the_inputs_and_the_reason() -> None:
     named = sp_compile.explain(Axial(), torch.randn(2, 3, 29, WIDTH), sp=2, seq_dims={"x": 1})
     first, second = named.candidates
