@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from functools import cached_property
 from typing import NamedTuple
 
@@ -123,50 +123,28 @@ def _find_granules(gm: GraphModule, axes: Axes) -> None:
     for split in splits:
         name, rows = axes.find(split.source.name), size_product(a.size for a in split.factors[1:])
         chunks = axes.find(split.factors[0].name)
-        if name in axes.sequences and chunks in multiplied and isinstance(rows, int):
+        is_apart = bool(axes.windowed) and chunks in axes.sequences  # as tokens of windows that are joined with a text
+        if name in axes.sequences and chunks in multiplied and isinstance(rows, int) and not is_apart:
             axes.granules[name] = math.lcm(rows, axes.granules.get(name, 1))
             axes.blocks[chunks] = rows
     for name in axes.windowed:
-        _find_nested_granules(axes, name, multiplied)
+        _find_nested_granules(axes, name)
 
 
-def _find_nested_granules(axes: Axes, name: int, multiplied: Collection[int]) -> None:
+def _find_nested_granules(axes: Axes, name: int) -> None:
     """Set the granules of a sequence whose chunks are split into chunks again, and those of its dims of chunks.
 
     An example is an image of which 2 rows are merged to one, and windows of 4 of these: each rank has complete windows
     of 8 rows of the image.
 
     Args:
-        axes: The axes, updated.
+        axes: The axes with `chunk_blocks`, updated.
         name: The class of the sequence.
-        multiplied: The classes of dims of products.
     """
-    blocks = chunk_blocks(axes, name, multiplied)
-    granule = math.lcm(*blocks.values(), axes.granules.get(name, 1))
-    axes.granules[name], axes.chunk_blocks[name] = granule, blocks
+    blocks = axes.chunk_blocks[name]
+    axes.granules[name] = granule = math.lcm(*blocks.values(), axes.granules.get(name, 1))
     for chunks, block in blocks.items():
         axes.granules[chunks], axes.blocks[chunks] = granule // block, block  # chunks of a granule, rows of a chunk
-
-
-def chunk_blocks(axes: Axes, name: int, multiplied: Collection[int]) -> dict[int, int]:
-    """Return the number of positions in a chunk, for each dim of chunks into which rows are split, by its class.
-
-    Chunks that are split into chunks again count, too. Those of symbolic sizes are omitted.
-
-    Args:
-        axes: The axes.
-        name: The class of the rows.
-        multiplied: The classes of dims of products; others are omitted.
-    """
-    blocks, queue = dict[int, int](), [(name, 1)]  # queue: classes to search, and the positions in one entry of each
-    for source, rows in queue:  # the queue grows in the loop
-        for split in axes.all_splits():
-            chunks, chunk = axes.find(split.factors[0].name), size_product(a.size for a in split.factors[1:])
-            is_new = axes.find(split.source.name) == source and chunks not in (name, *blocks)
-            if is_new and chunks in multiplied and isinstance(chunk, int):
-                blocks[chunks] = rows * chunk
-                queue.append((chunks, rows * chunk))
-    return blocks
 
 
 def _add_parts(gm: GraphModule, axes: Axes) -> None:

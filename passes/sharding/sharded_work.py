@@ -11,7 +11,7 @@ with their padding.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -278,6 +278,18 @@ class RowWork:
             elif product.rule is not None:  # a convolution, for example
                 other_flops.update(dict.fromkeys(classes, product.flops))
         return multiplied | {name for name, flops in other_flops.items() if flops >= LARGE_SHARE * self.total}
+
+    def rank_flops(self, shares: Mapping[int, float]) -> float:
+        """Return the FLOPs of a rank that has a share of the rows of some classes, and all of the other work.
+
+        Args:
+            shares: The share of each class, at most 1.
+        """
+        total = self.total
+        for product in self.products:
+            atoms = product.results | product.operands if product.is_contraction else product.results
+            total -= (1 - min((shares.get(a.name, 1.0) for a in atoms), default=1.0)) * product.flops
+        return total
 
     def flops_of_rows(self, names: Set[int]) -> float:
         """Return the FLOPs that ranks divide if a dim is sharded: those of products that have the dim.

@@ -324,6 +324,44 @@ def test_an_input_is_split_into_windows_before_other_ops(folds_batch: bool, n: i
     assert report.count("unshard") == 1, "only the result of the model is gathered"
 
 
+class WindowsBesideText(InputWindows):
+    """Attention in windows of audio, and over a text that reads the audio, its mean, or a token of each window."""
+
+    def __init__(self, reads: str) -> None:
+        super().__init__(True)
+        self.reads = reads
+
+    def attention(self, x: Tensor) -> Tensor:
+        q, k, v = (split_heads(y) for y in self.qkv(x).chunk(3, -1))
+        return x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+    def forward(self, audio: Tensor, text: Tensor) -> Tensor:
+        audio, text = super().forward(audio), self.attention(text)
+        if self.reads == "mean":
+            return (audio.mean(1) * text.mean(1)).sum()
+        if self.reads == "keys":
+            return F.scaled_dot_product_attention(text, audio, audio).square().mean()
+        tokens = audio[:, : audio.shape[1] // 4 * 4].unflatten(1, (-1, 4)).mean(2)
+        return self.attention(torch.cat([tokens, text], 1)).square().mean()
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("reads", ["mean", "keys"])
+@pytest.mark.sampled(every=1)
+def test_windows_beside_another_sequence_are_complete(reads: str, n: int) -> None:
+    audio, text = (torch.randn(2, s, WIDTH, dtype=torch.float64, requires_grad=True) for s in (97, 60))
+    report = check(WindowsBesideText(reads).double(), audio, text, sp=n)
+    assert [(c.size, c.is_chosen) for c in report.candidates] == [(100, True), (60, True), (4, False)]
+    assert not report.fallbacks
+
+
+def test_tokens_of_windows_that_are_joined_with_a_text() -> None:
+    """The joined tokens are longer than the audio has windows, so that they are no windows of it."""
+    audio, text = (torch.randn(1, s, WIDTH, dtype=torch.float64, requires_grad=True) for s in (97, 120))
+    report = check(WindowsBesideText("tokens").double(), audio, text, sp=2)
+    assert report.work.flops_share == 1.0
+
+
 @pytest.mark.parametrize("n", [2, 3])
 def test_chunks_read_their_neighbors(n: int) -> None:
     """The sequence is the dim that is split into chunks, not the keys or the queries of a chunk."""
