@@ -517,7 +517,8 @@ def test_the_first_line_has_the_saved_bytes_on_shards() -> None:
     assert 2 * 4 * 64 * 4 <= full < 2.2 * 4 * 64 * 4, "the results of sigmoid and exp"
     share = report.step.saved_share(2)
     assert share == pytest.approx(2 * graph.sharded / (2 * graph.sharded + full))
-    assert f" and {share:.0%} of the bytes saved for the backward are on shards" in str(report).splitlines()[0]
+    assert report.work.describe(share) == str(report).splitlines()[0]
+    assert report.work.describe(share) != report.work.describe()
 
 
 def test_the_report_names_the_inputs_and_the_reason() -> None:
@@ -560,9 +561,8 @@ def test_both_of_two_sequences_without_a_common_value_are_split(batch: int, n: i
     report = check(TwoStreams().double(), text, audio, sp=n)
     assert [(c.size, c.is_chosen, c.is_split) for c in report.candidates] == [(97, True, True), (8, True, True)]
     assert not report.find_notes(NoteKind.REWRITTEN, subject="shard_side_regions")
-    assert "the sequence is audio dim 1, text dim 1" in str(report).splitlines()[1], (
-        "the one with the most FLOPs is first"
-    )
+    line = str(report).splitlines()[1]
+    assert 0 < line.find("audio dim") < line.find("text dim"), "the one with the most FLOPs is first"
 
 
 def test_a_dim_that_is_split_is_not_called_unsplit() -> None:
@@ -588,7 +588,7 @@ def test_windows_of_a_region_are_complete() -> None:
     audio, text = (torch.randn(1, s, WIDTH, dtype=torch.float64, requires_grad=True) for s in (403, 11))
     report = check(Windows(True).double(), audio, text, sp=2, seq_dims={"text": 1})
     assert not any(c.startswith("4 rows") for c in report.constraints), report.constraints
-    assert "101 rows of a region without a sequence: 51 rows a rank" in report.constraints
+    assert any(re.match(r"101 .*\b51\b", c) for c in report.constraints), report.constraints
 
 
 def test_a_warning_names_embeddings_of_every_rank() -> None:

@@ -237,7 +237,7 @@ def test_other_bodies_are_refused(step: Step) -> None:
 
 def test_an_error_names_the_op_of_a_refused_loop() -> None:
     """The loop is the only candidate for a sequence."""
-    with pytest.raises(sp_compile.SpError, match=r"SP301.*a loop at .*test_loop_forms\.py:\d+.*not affine.*aten\.to"):
+    with pytest.raises(sp_compile.SpError, match=r"SP301.*test_loop_forms\.py:\d+.*aten\.to\b"):
         sp_compile.explain(Loop(of_a_rounded_state, seeded=True), tokens(5), sp=2)
 
 
