@@ -650,20 +650,22 @@ def test_the_report_names_work_of_every_rank() -> None:
 
 
 class Loss(nn.Module):
-    """The mean square of the result of a joint or a chunked model."""
+    """The mean square of the result of a model with joint, chunked, windowed or separate sequences."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self.model = (Joint(True) if name == "joint" else Chunks()).double()
+        models = {"joint": lambda: Joint(True), "windows": lambda: WindowsBesideText("mean"), "streams": TwoStreams}
+        self.model = models.get(name, Chunks)().double()
 
     def forward(self, *args: Tensor) -> Tensor:
         return self.model(*args).pow(2).mean()
 
 
 def tokens(name: str, length: int) -> list[Tensor]:
-    """Return the inputs of the model: the rows, and the text of the joint one."""
+    """Return the inputs of the model: the rows, and a text in most of them."""
     rows = torch.randn(2, length, 6 if name == "joint" else WIDTH, dtype=torch.float64)
-    return [rows, torch.randn(2, 5, 5, dtype=torch.float64)] if name == "joint" else [rows]
+    text = torch.randn(2, 5, 5 if name == "joint" else WIDTH, dtype=torch.float64)
+    return {"chunks": [rows], "streams": [text, rows]}.get(name, [rows, text])
 
 
 def _train(name: str) -> object:
@@ -676,7 +678,7 @@ def _train(name: str) -> object:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("name", ["video", "joint", "chunks"])
+@pytest.mark.parametrize("name", ["video", "joint", "chunks", "windows", "streams"])
 @pytest.mark.sampled(every=5)
 def test_on_real_ranks(ranks: Ranks, name: str, n: int) -> None:
     check_ranks(ranks.run(n, _train, name))
@@ -693,7 +695,7 @@ def _train_lengths(name: str) -> list[object]:
     return outcomes
 
 
-@pytest.mark.parametrize("name", ["joint", "chunks"])
+@pytest.mark.parametrize("name", ["joint", "chunks", "windows", "streams"])
 @pytest.mark.slow
 def test_other_lengths(ranks: Ranks, name: str) -> None:
     """A symbolic length is gathered where a number of rows must be known, and never an error."""
