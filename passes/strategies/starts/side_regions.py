@@ -86,15 +86,15 @@ class ShardSideRegions(Pass):
             return False
         idle = [node for node in gm.graph.nodes if _is_idle(node, plan)]
         unmarked = Trial({}, plan, work.rank_flops, _gathered_bytes(plan), 0.0, 0.0)
-        best = unmarked
+        best, best_class = unmarked, -1
         for classes in _rank_classes(idle, axes, context):
             for name in classes[:MAX_TRIALS] if not best.marks else ():
                 trial = _try_marks(gm, unmarked, _find_marks(axes, name, idle, gm), context)
                 is_clear = work.rank_flops - trial.rank_flops >= LARGE_SHARE / 2 * work.flops
-                is_faster = (
-                    trial.seconds < best.seconds - LARGE_SHARE * best.saved_seconds
-                )  # else the first one remains
-                best = trial if is_clear and is_faster else best
+                # Of about equal times, chunks remain.
+                margin = LARGE_SHARE * best.saved_seconds if best_class in _classes_of_chunks(axes) else 0.0
+                if is_clear and trial.seconds < best.seconds - margin:
+                    best, best_class = trial, name
         if not best.marks:
             return False
         _set_marks(best.marks, context)
@@ -168,7 +168,7 @@ def _rank_classes(idle: Sequence[Node], axes: Axes, context: PassContext) -> tup
     """
     saved: dict[tuple[bool, int], float] = {}  # FLOPs of a rank, by (True for about the smallest share, class)
     sizes: dict[int, int] = {}
-    chunks = {axes.find(split.factors[0].name) for split in axes.all_splits()}
+    chunks = _classes_of_chunks(axes)
     for node in idle:
         flops = contraction_flops(node) * context.times(node) if node.op == "call_function" else 0.0
         atoms = _divided_atoms(node, axes) if flops else []
@@ -181,6 +181,11 @@ def _rank_classes(idle: Sequence[Node], axes: Axes, context: PassContext) -> tup
     ranked = sorted((key for key in saved if saved[key]), key=lambda key: (-saved[key], -sizes[key[1]], key[1]))
     best, others = ([name for is_best, name in ranked if is_best == wanted] for wanted in (True, False))
     return best, others
+
+
+def _classes_of_chunks(axes: Axes) -> set[int]:
+    """Return the classes of dims of chunks, into which other dims are split."""
+    return {axes.find(split.factors[0].name) for split in axes.all_splits()}
 
 
 def _divided_atoms(node: Node, axes: Axes) -> list[Atom]:
