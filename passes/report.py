@@ -20,9 +20,9 @@ from sp_compile.passes.sharding.sharded_work import SequenceCandidate, ShardedWo
 from .context import FALLBACKS, Note, NoteKind, PassRun, TiledRegion, runs_by_pass
 
 NO_INPUT_WARNING = (
-    "the sequence of {} positions is not an input dim: every rank loads the full inputs and computes all that precedes "
-    "the tokens, and inputs='local' does not apply to them. If an input has the tokens, name its dim: options={{"
-    "'seq_dims': {{'<input>': <dim>}}}}; or compute the tokens before the compiled function, and pass them."
+    "the sequence of {} positions is not an input dim: every rank loads the full inputs, and inputs='local' does not "
+    "apply to them. If an input has the tokens, name its dim: options={{'seq_dims': {{'<input>': <dim>}}}}; or compute "
+    "the tokens before the compiled function, and pass them."
 )
 NAME_ATTENDED = "To split it, name it: options={'seq_dims': {'<input>': <dim>}}."
 
@@ -234,12 +234,14 @@ class Report:
         text = f"{self.n} ranks; {sequence}"
         if self.parallel:
             text += f"; {groups}"
-        work = [self.work.describe()] if self.n > 1 and self.work.flops else []
+        saved = self.step.saved_share(self.n) if self.step is not None else None
+        work = [self.work.describe(saved)] if self.n > 1 and self.work.flops else []
         return "\n".join([*work, text, *(f"Warning: {warning}" for warning in self.warnings)])
 
     def _describe_sequence(self) -> str:
-        """Return the dims that are sequences: first the one with the most FLOPs, if it is not an input dim."""
-        named = ", ".join(f"{name} dim {'/'.join(map(str, dims))}" for name, dims in self.inputs.items())
+        """Return the dims that are sequences, those with the most FLOPs first."""
+        inputs = sorted(self.inputs.items(), key=lambda item: -self._share_of(*item))  # equal ones in order
+        named = ", ".join(f"{name} dim {'/'.join(map(str, dims))}" for name, dims in inputs)
         main = self.main_sequence
         if main is not None and not main.is_input:
             text = f"a dim of {main.size} positions, not an input dim"
@@ -247,6 +249,11 @@ class Report:
         others = [c.size for c in self.candidates if c.is_chosen and not c.is_input]
         hidden = f", and {'a dim' if len(others) == 1 else 'dims'} of {' and '.join(map(str, others))} positions"
         return f"{named or 'not an input dim'}{hidden + ', not of an input' if others else ''}"
+
+    def _share_of(self, name: str, dims: list[int]) -> float:
+        """Return the largest share of the FLOPs of the sequences of an input."""
+        labels = {f"{name} dim {dim}" for dim in dims}
+        return max((c.share for c in self.candidates if c.is_chosen and not labels.isdisjoint(c.inputs)), default=0.0)
 
 
 def _group_rows(rows: Iterable[tuple[str, ...]]) -> list[tuple[Any, ...]]:

@@ -32,6 +32,7 @@ from sp_compile.lowering.base.layers import node_layer
 from sp_compile.passes.cost.walk.live_values import LiveValue, WalkMoment, is_on_host, storage_bytes
 from sp_compile.passes.cost.walk.liveness import LivenessWalk, walk
 from sp_compile.passes.graph.call import graph_tangents, node_tensors
+from sp_compile.passes.graph.node_info import is_on_shards
 from sp_compile.passes.graph.sizes import as_sizes, is_same_size, size_product
 
 from .attention_memory import GIB
@@ -69,6 +70,7 @@ class GraphStep:
     copied: int = 0  # part of `tangents` that is copied to row-major strides
     offloaded: HostValues | None = None  # values on the host; None if offloading is off
     hosted: GraphStep | None = None  # same graph with all permitted values on the host, if requested
+    sharded: int = 0  # part of `saved` in values that are shards
     saved_bytes: Sequence[tuple[str, LiveValue]] = ()  # (layer that reads it last in the backward or "", saved value)
 
     @staticmethod
@@ -101,8 +103,12 @@ class GraphStep:
         # it is the input of this layer (the embedding), and belongs to it.
         layers = {n.name: node_layer(n) for n in forward.nodes}
         first_layer = next(filter(None, layers.values()), "")
+        shards = {n.name for n in forward.nodes if is_on_shards(n)}
         saved_bytes = [
-            (layer if layers.get(value.name) or layer == first_layer else "", value)
+            (
+                layer if layers.get(value.name) or layer == first_layer else "",
+                replace(value, is_shard=value.name in shards),
+            )
             for layer, value in backward_walk.by_last_layer(saved)
         ]
         return GraphStep(
@@ -113,6 +119,7 @@ class GraphStep:
             saved=saved_sum,
             tangents=tangents_sum,
             copied=copied_sum,
+            sharded=sum(value.nbytes for _, value in saved_bytes if value.is_shard),
             saved_bytes=saved_bytes,
         )
 
@@ -170,6 +177,15 @@ class StepMemory:
     def saved(self) -> int:
         """Return the bytes that all graphs save on the device for the backward."""
         return sum(graph.saved for graph in self.graphs)
+
+    def saved_share(self, n: int) -> float | None:
+        """Return the share of the saved bytes of a model that n ranks have in shards; None if nothing is saved.
+
+        Each rank has an n-th of the bytes of values in shards, and all bytes of others.
+        """
+        sharded = n * sum(graph.sharded for graph in self.graphs)
+        full = self.saved - sharded // n
+        return sharded / (sharded + full) if self.saved else None
 
     @property
     def offloaded(self) -> HostValues | None:

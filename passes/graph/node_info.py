@@ -20,6 +20,7 @@ from sp_compile.lowering.torch_compat import is_module_state
 
 META_KEY = "sp"
 IN_CHUNKS = "sp_in_chunks"  # key of meta["custom"], which tracers propagate: the original code runs in chunks of rows
+ON_SHARDS = "sp_on_shards"  # key of meta["custom"]: the value is a rank's shard
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class NodeInfo:
     local: Any = None  # shard that is passed under inputs='local'
     scale: int | None = None  # ratio of the global to the local length of such an input
     origin: Node | None = None  # global-view node of a local node
+    is_shard: bool = False  # True for a local node of a sharded value
     result: Any = None  # Placement of the result of a user's collective, which overrides its rule
     no_rule: str | None = None  # reason why the node requires gathered operands
     replicated: bool = False  # True if propagation starts no sequence at this gathered value
@@ -94,6 +96,24 @@ def can_require_grad(x: Node) -> bool:
     """Return True if a value may need a gradient: a float or complex one that is not known to require none."""
     value = x.meta["val"]
     return node_info(x).requires_grad is not False and has_gradient_dtype(value)
+
+
+def mark_shards(graph: Graph) -> None:
+    """Set meta["custom"][ON_SHARDS] at the values of a rank's graph that are shards, for traces of the graph.
+
+    Nodes that localization adds, such as slices and fills of padding, are shards if one of their operands is.
+    """
+    for node in graph.nodes:
+        info = node_info(node)
+        is_added = node.op == "call_function" and info.origin is None
+        is_slice = node.target is torch.ops.sp.shard.default
+        if info.is_shard or is_slice or (is_added and any(is_on_shards(x) for x in node.all_input_nodes)):
+            node.meta["custom"] = {**node.meta.get("custom", {}), ON_SHARDS: True}
+
+
+def is_on_shards(node: Node) -> bool:
+    """Return True if `mark_shards` has marked the node, or that of whose op it is a part."""
+    return bool(node.meta.get("custom", {}).get(ON_SHARDS))
 
 
 def is_in_chunks(node: Node) -> bool:

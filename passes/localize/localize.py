@@ -132,7 +132,8 @@ class _Localizer(GraphEditor):
     def _record(self, old: Node, new: Node) -> None:
         """Record `new` as the local value of the global node `old`, for the users that are emitted later."""
         new.meta.update(old.meta)
-        set_node_info(new, origin=old, requires_grad=old in self.differentiable)
+        is_shard = any(isinstance(placement, Shard) for placement in self.plan.placements.get(old, ()))
+        set_node_info(new, origin=old, requires_grad=old in self.differentiable, is_shard=is_shard)
         self.env[old] = self._restore_padding(old, new)
 
     def _restore_padding(self, old: Node, local: Node) -> Node:

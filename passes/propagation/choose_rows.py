@@ -7,20 +7,21 @@ Attention then reads the w * w positions of a window, which are no large part of
 
 `find_sequences` finds the dims that attention reads. A dim is an alternative if it is split into windows, so that
 attention reads their positions but does not relate the windows. It is chosen if a rank then has clearly less work.
+Sequences that no value has beside the dim or its windows remain, such as the text beside windows of audio.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import NamedTuple
 
 from torch.fx import GraphModule, Node
 
-from sp_compile.passes.graph.sizes import assume_large, ceil_div, is_same_size
+from sp_compile.passes.graph.sizes import Size, assume_large, ceil_div, is_same_size, size_product
 from sp_compile.passes.sharding.attention_axes import softmax_attended_dims
 from sp_compile.passes.sharding.axes import Atom, Axes, attended_dims, name_factors
-from sp_compile.passes.sharding.find_sequences import chunk_blocks, complete_sequences
+from sp_compile.passes.sharding.find_sequences import complete_sequences
 from sp_compile.passes.sharding.sharded_work import LARGE_SHARE, RowWork, largest_share
 
 
@@ -58,25 +59,62 @@ def choose_rows(gm: GraphModule, axes: Axes) -> Axes:
     found = {x: nodes for x, nodes in found.items() if work.flops_of_rows({x})}
     if not found:
         return axes
-    candidates = _describe_rows(rows_axes, found, work.multiplied_classes())
+    candidates = _describe_rows(rows_axes, found, work.multiplied_classes() - _joined_classes(rows_axes, attentions))
     # FLOPs of a rank that has a share of the rows of each candidate, and of the dims of its windows.
-    flops = [
-        _rank_flops(work, {rows_axes.find(c.rows.name), *c.blocks}, _windowed_share(c, axes.n)) for c in candidates
-    ]
+    kept = [_kept_sequences(rows_axes, axes, c, columns) for c in candidates]
+    flops = []
+    for candidate, others in zip(candidates, kept):
+        rows = {rows_axes.find(candidate.rows.name), *candidate.blocks}
+        shares = dict.fromkeys(rows, _windowed_share(candidate, axes.n))
+        shares |= {x: largest_share(size, axes.n) for x, size in others.items()}
+        flops.append(work.rank_flops(shares))
+    others = kept[flops.index(min(flops))]
     chosen = candidates[flops.index(min(flops))]
     if min(flops) > _tolerated_flops(gm, axes, chosen):
         return axes
     name = rows_axes.find(chosen.rows.name)
-    # The rows are the only sequence. `flat`: products that attention reads, with the rows as the slowest factor.
-    # `windowed`: the ops that attend within windows. `lost`: for the report, why attended dims are no sequences.
-    rows_axes.folds, rows_axes.n, rows_axes.sequences = axes.folds, axes.n, {name}
+    # `flat`: products that attention reads, with the rows as the slowest factor.
+    # `windowed`: the ops that attend within windows. `reasons`: for the report, why dims are sequences or not.
+    rows_axes.folds, rows_axes.n, rows_axes.sequences = axes.folds, axes.n, {name, *others}
     rows_axes.flat = {product for product in products if product[0] == name}
-    rows_axes.windowed = {name: chosen.attentions}
-    rows_axes.lost = dict.fromkeys(
+    rows_axes.windowed, rows_axes.chunk_blocks = {name: chosen.attentions}, {name: chosen.blocks}
+    rows_axes.reasons = dict.fromkeys(
         attentions, f"each rank has less work with complete windows of the {chosen.rows.size}"
     )
+    rows_axes.reasons |= dict.fromkeys(others, "no value has it beside the windows")
+    rows_axes.reasons[name] = f"a rank has complete windows, and {min(flops) / work.total:.0%} of the FLOPs"
     complete_sequences(gm, rows_axes, picks=True)  # adds the dims that result from slices or splits of the rows
     return rows_axes
+
+
+def _joined_classes(axes: Axes, attentions: Mapping[int, Set[Node]]) -> set[int]:
+    """Return the attended classes of parts of concatenations: one token of each window, to which a text is joined."""
+    return {axes.find(part.name) for part, _ in axes.joined} & attentions.keys()
+
+
+def _kept_sequences(rows_axes: Axes, axes: Axes, windowed: WindowedRows, columns: Set[int]) -> dict[int, Size]:
+    """Return the sequences of `axes` that remain beside rows of windows, by class in `rows_axes`, with their sizes.
+
+    No value has a dim of these and one of the rows, of their windows or of the positions of a window.
+
+    Args:
+        rows_axes: The axes without products.
+        axes: The axes after `find_sequences`.
+        windowed: The rows.
+        columns: Classes that are factors of products, which are no sequences by themselves.
+    """
+    kept: dict[int, Size] = {}
+    for (node, index), dims in rows_axes.dims.items():
+        for dim, known in zip(dims, axes.dims.get((node, index), ())):
+            if len(dim) == len(known) == 1 and axes.is_sequence(known[0]) and not is_same_size(dim[0].size, 1):
+                name = rows_axes.find(dim[0].name)
+                kept[name] = max(dim[0].size, kept.get(name, 1), key=assume_large)
+    rows = {rows_axes.find(windowed.rows.name), *windowed.blocks}
+    excluded = {*rows, *columns}
+    for dims in rows_axes.dims.values():
+        classes = {rows_axes.find(a.name) for dim in dims for a in dim}
+        excluded |= classes if classes & rows else set()
+    return {x: size for x, size in kept.items() if x not in excluded}
 
 
 def _may_have_windows(gm: GraphModule, axes: Axes) -> bool:
@@ -139,7 +177,28 @@ def _describe_rows(axes: Axes, found: dict[int, set[Node]], multiplied: Set[int]
         name = axes.find(atom.name)
         if name in found and (name not in longest or assume_large(atom.size) > assume_large(longest[name].size)):
             longest[name] = atom
-    return [WindowedRows(longest[x], chunk_blocks(axes, x, multiplied), reads) for x, reads in found.items()]
+    return [WindowedRows(longest[x], _chunk_blocks(axes, x, multiplied), reads) for x, reads in found.items()]
+
+
+def _chunk_blocks(axes: Axes, name: int, multiplied: Set[int]) -> dict[int, int]:
+    """Return the number of positions in a chunk, for each dim of chunks into which rows are split, by its class.
+
+    Chunks that are split into chunks again count, too. Those of symbolic sizes are omitted.
+
+    Args:
+        axes: The axes.
+        name: The class of the rows.
+        multiplied: The classes of dims of products; others are omitted.
+    """
+    blocks, queue = dict[int, int](), [(name, 1)]  # queue: classes to search, and the positions in one entry of each
+    for source, rows in queue:  # the queue grows in the loop
+        for split in axes.all_splits():
+            chunks, chunk = axes.find(split.factors[0].name), size_product(a.size for a in split.factors[1:])
+            is_new = axes.find(split.source.name) == source and chunks not in (name, *blocks)
+            if is_new and chunks in multiplied and isinstance(chunk, int):
+                blocks[chunks] = rows * chunk
+                queue.append((chunks, rows * chunk))
+    return blocks
 
 
 def _windowed_share(candidate: WindowedRows, n: int) -> float:
@@ -150,11 +209,6 @@ def _windowed_share(candidate: WindowedRows, n: int) -> float:
     rows = assume_large(candidate.rows.size)
     window = math.lcm(*candidate.blocks.values())  # complete windows of each size that splits these rows
     return min(1.0, window * ceil_div(rows, window * n) / rows)
-
-
-def _rank_flops(work: RowWork, classes: Set[int], share: float) -> float:
-    """Return the FLOPs of a rank that has a share of the rows of some classes, and all of the other work."""
-    return work.total - (1 - share) * work.flops_of_rows(classes)
 
 
 def _tolerated_flops(gm: GraphModule, axes: Axes, windowed: WindowedRows) -> float:
@@ -168,7 +222,7 @@ def _tolerated_flops(gm: GraphModule, axes: Axes, windowed: WindowedRows) -> flo
     share = min((largest_share(size, axes.n) for size in sizes if not is_same_size(size, 1)), default=1.0)
     # The first factor of a split sequence, chunks of (chunks, positions), is sharded with the sequence.
     chunks = {axes.find(s.factors[0].name) for s in axes.all_splits() if axes.is_sequence(s.source)}
-    flops = _rank_flops(RowWork(gm, axes), axes.sequences | chunks, share)
+    flops = RowWork(gm, axes).rank_flops(dict.fromkeys(axes.sequences | chunks, share))
     attentions = _attentions_by_class(gm, axes)
     exchanges_positions = any(not windowed.attentions.isdisjoint(attentions.get(x, ())) for x in axes.sequences)
     reads_parts = any(not axes.sequences.isdisjoint(product) for product in _attended_products(gm, axes))

@@ -22,6 +22,8 @@ from sp_compile.passes.sharding.factors import BoundRule, Dims, dim_factors, fla
 from sp_compile.passes.sharding.placement import REPLICATE, Demand, Frame, Partial, Placement, Replicate, Shard
 from sp_compile.passes.sharding.window_rules import place_window
 
+from .row_units import chunk_shard
+
 
 def shard_of_factor(
     rule: BoundRule, base: Shard, dims: Dims, shape: Sequence[Size], factor: str, n: int
@@ -145,6 +147,8 @@ def start_sharding(axes: Axes, call: OpCall, rule: BoundRule, n: int, window: Fr
     is_float = has_gradient_dtype(value)
     starts = is_float or is_draw or rule.starts_sequence or _is_large_broadcast(call)
     shard = _starting_shard(axes, node) if starts else None
+    chunks = chunk_shard(axes, call) if starts and shard is None else None
+    shard = shard or chunks
     if shard is None:
         return None
     if window is not None and is_same_size(window.length, shard.frame.length):
@@ -160,7 +164,7 @@ def start_sharding(axes: Axes, call: OpCall, rule: BoundRule, n: int, window: Fr
     factor, shard = rule.local_part(rule.results[0], shard)
     # No op runs on shards of a "replicate" factor. Attention on a slice of its queries would count positions (a causal
     # mask) from the first query of the slice.
-    if not factor or rule.kind(factor) in ("replicate", "attend"):
+    if not factor or rule.kind(factor) in ("replicate", "attend") or (chunks and rule.kind(factor) != "pass"):
         return None
     if rule.kind(factor) == "halo":  # windows: the sequence starts with the rows of the operand
         operand_shard = _starting_shard(axes, call.operands[0])

@@ -13,9 +13,11 @@ from dataclasses import replace
 
 from torch.fx import Node
 
+from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.sizes import Size, exact_quotient, is_divisor, is_same_size, size_product
 from sp_compile.passes.sharding.axes import Atom, Axes, Dim
 from sp_compile.passes.sharding.placement import Frame, Placement, Shard
+from sp_compile.passes.sharding.rule import lookup_rule
 
 
 def express_in_rows(axes: Axes, node: Node, index: int, placement: Placement) -> Placement:
@@ -48,6 +50,43 @@ def express_in_rows(axes: Axes, node: Node, index: int, placement: Placement) ->
             converted = replace(converted, frame=replace(converted.frame, granule=granule, block=block))
             return _flatten_product(axes, converted, dim[i:])
     return placement
+
+
+def chunk_shard(axes: Axes, call: OpCall) -> Shard | None:
+    """Return the placement of the result of an op on chunks of a sequence that starts there, or None.
+
+    An example is linear(x.view(B, chunks, rows, D)) of an input x: it has a dim of chunks, but not the sequence.
+
+    Args:
+        axes: The axes.
+        call: The call of the op.
+    """
+    dims = axes.dims.get((call.node, 0), ())
+    # (dim, index of the factor in the dim) of each dim of chunks
+    positions = [(d, i) for d, dim in enumerate(dims) for i, a in enumerate(dim) if axes.find(a.name) in axes.blocks]
+    if len(positions) != 1 or not any(_is_moved_sequence(axes, x) for x in call.operands):
+        return None
+    ((d, i),) = positions
+    chunks, outer, inner = dims[d][i], _size_of(dims[d][:i]), _size_of(dims[d][i + 1 :])
+    name = axes.find(chunks.name)
+    sources = [x for x, blocks in axes.chunk_blocks.items() if name in blocks]
+    sources += [s.source.name for s in axes.all_splits() if axes.find(s.factors[0].name) == name]
+    sequence = next((x for x in map(axes.find, sources) if x in axes.sequences), None)
+    if sequence is None or is_same_size(chunks.size, 1):
+        return None
+    frame = axes.frame(Atom(sequence, chunks.size * axes.blocks[name])).split(axes.blocks[name])
+    return Shard(d, frame, outer, inner) if frame is not None else None
+
+
+def _is_moved_sequence(axes: Axes, x: Node) -> bool:
+    """Return True if a value without a dim of the sequence is one with it whose elements are only moved (`lazy`)."""
+    call, rule = lookup_rule(x) or (None, None)
+    while call is not None and rule is not None and rule.lazy and axes.shard(x) is None:
+        x = call.operands[0]
+        call, rule = lookup_rule(x) or (None, None)
+        if axes.shard(x) is not None:
+            return True
+    return False
 
 
 def _convert_units(shard: Shard, atom: Atom, inner: Size, n: int) -> Shard | None:

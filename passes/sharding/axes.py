@@ -77,7 +77,7 @@ class Axes:
     parent: list[int] = field(default_factory=list)  # union-find forest over class names
     sequences: set[int] = field(default_factory=set)  # names of the classes that are sequences
     selected: list[tuple[Dim, Dim]] = field(default_factory=list)  # (dim of a result, dim whose positions it selects)
-    lost: dict[int, str] = field(default_factory=dict)  # why a class with evidence is no sequence
+    reasons: dict[int, str] = field(default_factory=dict)  # why a class with evidence is a sequence, or is none
     folds: int = 1  # of the frames of sequences, see `RowOrder`
     products: Mapping[tuple[Node, int, int], Product] = field(default_factory=dict)  # by (node, result index, dim)
     fused: dict[Dim, Atom] = field(default_factory=dict)  # the atom of each product, by its factors
@@ -202,7 +202,7 @@ class Axes:
         sizes = [atom.size for atom in dims[d]]
         if is_same_size(sizes[i], 1):
             return None
-        return Shard(d, self._frame(dims[d][i]), outer=size_product(sizes[:i]), inner=size_product(sizes[i + 1 :]))
+        return Shard(d, self.frame(dims[d][i]), outer=size_product(sizes[:i]), inner=size_product(sizes[i + 1 :]))
 
     def with_chunks(self, node: Node, index: int, placement: Placement) -> Placement:
         """Return the placement of a result, with `granule` and `block` of its frame set if its sequence has chunks.
@@ -226,7 +226,7 @@ class Axes:
                 return replace(placement, frame=replace(frame, granule=granule, block=block))
         return placement
 
-    def _frame(self, atom: Atom) -> Frame:
+    def frame(self, atom: Atom) -> Frame:
         """Return the frame in which a sequence with the rows of an atom is sharded.
 
         By default, it has the size of the sequence. One that convolutions with strides read is padded to complete

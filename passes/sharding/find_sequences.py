@@ -4,8 +4,9 @@ Evidence is an op, such as attention, and the dim that is a sequence because of 
 classes are rivals if one value has both: only one of its dims can be sharded. The one with which a rank has the least
 work is chosen: the FLOPs that its shards do not divide, and a rank's share of the others. Classes that are equal
 within `LARGE_SHARE` are decided by the kind of their evidence and by the values that have them. Weaker evidence, such
-as a scan beside attention, is considered only for rivals. A program that splits a dim into chunks and relates these, as
-linear attention does, has evidence on a factor of the dim; the sequence is the dim, in complete chunks on each rank.
+as a scan beside attention, is considered for rivals, and for classes with a large part of the FLOPs that no value has
+beside a sequence: values of both are sharded. A program that splits a dim into chunks and relates these, as linear
+attention does, has evidence on a factor of the dim; the sequence is the dim, in complete chunks on each rank.
 
 A `Dim` is the tuple of its factors (`Atom`), the slowest first, as (batch, sequence) of a flattened dim; () if its size
 is 1. `Axes` has the dims of all values of the graph, and the classes of their factors.
@@ -15,7 +16,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from functools import cached_property
 from typing import NamedTuple
 
 from torch.fx import GraphModule, Node
@@ -33,8 +35,6 @@ from .rule import lookup_rule
 from .sharded_work import ATTENTION_EVIDENCE, LARGE_SHARE, RowWork, SequenceCandidate, largest_share
 
 WINDOWED_EVIDENCE = "attention in windows of its positions"  # the rows of windows, which `choose_rows` may choose
-
-
 CHUNK_RELATIONS = ("scan", "halo", "replicate", "window", "attend")  # kinds of factors whose positions an op relates
 
 
@@ -53,14 +53,14 @@ def find_sequences(
         gm: Graph.
         axes: Axes from `name_axes`; updated.
         seq_dims: Sequence dims by input node.
-        picks: True if rows that an op selects from a sequence are a sequence, too, unless a value has both. Pass False
-            for load-balanced layouts, which distribute only one sequence.
+        picks: True if rows that an op selects from a sequence, and dims with weaker evidence, are sequences, too,
+            unless a value has both. Pass False for load-balanced layouts, which distribute only one sequence.
         sharded: The sharded dims of inputs, which are chosen over other dims of the same values.
 
     Raises:
         SpError: If an input does not have its dim in seq_dims.
     """
-    _find_evidence(gm, axes, seq_dims, sharded or {})
+    _find_evidence(gm, axes, seq_dims, picks, sharded or {})
     complete_sequences(gm, axes, picks)
 
 
@@ -77,7 +77,7 @@ def complete_sequences(gm: GraphModule, axes: Axes, picks: bool) -> None:
     _find_strides(gm, axes)
     for dim, source in axes.selected if picks else ():  # (dim of the result, dim of the operand) of a slice or index
         names = {axes.find(a.name) for a in dim if not is_same_size(a.size, 1)} - axes.sequences
-        if len(names) == 1 and any(axes.is_sequence(a) for a in source) and not _has_rivals(axes, *names):
+        if len(names) == 1 and any(map(axes.is_sequence, source)) and not _share_values(axes, names, axes.sequences):
             axes.sequences |= names
 
 
@@ -123,50 +123,28 @@ def _find_granules(gm: GraphModule, axes: Axes) -> None:
     for split in splits:
         name, rows = axes.find(split.source.name), size_product(a.size for a in split.factors[1:])
         chunks = axes.find(split.factors[0].name)
-        if name in axes.sequences and chunks in multiplied and isinstance(rows, int):
+        is_apart = bool(axes.windowed) and chunks in axes.sequences  # as tokens of windows that are joined with a text
+        if name in axes.sequences and chunks in multiplied and isinstance(rows, int) and not is_apart:
             axes.granules[name] = math.lcm(rows, axes.granules.get(name, 1))
             axes.blocks[chunks] = rows
     for name in axes.windowed:
-        _find_nested_granules(axes, name, multiplied)
+        _find_nested_granules(axes, name)
 
 
-def _find_nested_granules(axes: Axes, name: int, multiplied: Collection[int]) -> None:
+def _find_nested_granules(axes: Axes, name: int) -> None:
     """Set the granules of a sequence whose chunks are split into chunks again, and those of its dims of chunks.
 
     An example is an image of which 2 rows are merged to one, and windows of 4 of these: each rank has complete windows
     of 8 rows of the image.
 
     Args:
-        axes: The axes, updated.
+        axes: The axes with `chunk_blocks`, updated.
         name: The class of the sequence.
-        multiplied: The classes of dims of products.
     """
-    blocks = chunk_blocks(axes, name, multiplied)
-    granule = math.lcm(*blocks.values(), axes.granules.get(name, 1))
-    axes.granules[name], axes.chunk_blocks[name] = granule, blocks
+    blocks = axes.chunk_blocks[name]
+    axes.granules[name] = granule = math.lcm(*blocks.values(), axes.granules.get(name, 1))
     for chunks, block in blocks.items():
         axes.granules[chunks], axes.blocks[chunks] = granule // block, block  # chunks of a granule, rows of a chunk
-
-
-def chunk_blocks(axes: Axes, name: int, multiplied: Collection[int]) -> dict[int, int]:
-    """Return the number of positions in a chunk, for each dim of chunks into which rows are split, by its class.
-
-    Chunks that are split into chunks again count, too. Those of symbolic sizes are omitted.
-
-    Args:
-        axes: The axes.
-        name: The class of the rows.
-        multiplied: The classes of dims of products; others are omitted.
-    """
-    blocks, queue = dict[int, int](), [(name, 1)]  # queue: classes to search, and the positions in one entry of each
-    for source, rows in queue:  # the queue grows in the loop
-        for split in axes.all_splits():
-            chunks, chunk = axes.find(split.factors[0].name), size_product(a.size for a in split.factors[1:])
-            is_new = axes.find(split.source.name) == source and chunks not in (name, *blocks)
-            if is_new and chunks in multiplied and isinstance(chunk, int):
-                blocks[chunks] = rows * chunk
-                queue.append((chunks, rows * chunk))
-    return blocks
 
 
 def _add_parts(gm: GraphModule, axes: Axes) -> None:
@@ -188,7 +166,7 @@ def _add_parts(gm: GraphModule, axes: Axes) -> None:
                 # A flattened dim has several classes.
                 candidates |= {name for classes in (result, operand) if len(classes) == 1 for name in classes}
         # A value with two sequences can be sharded along one only, so that the earlier sequence remains.
-        new = {name for name in candidates - axes.sequences if not _has_rivals(axes, name)}
+        new = {name for name in candidates - axes.sequences if not _share_values(axes, {name}, axes.sequences)}
         if not new:
             break
         axes.sequences |= new
@@ -221,21 +199,24 @@ def _find_strides(gm: GraphModule, axes: Axes) -> None:
                     axes.strides[read_key] = math.lcm(stride, axes.strides.get(read_key, 1))
 
 
-def _has_rivals(axes: Axes, name: int) -> bool:
-    """Return True if some value has a dim of this class and a dim of a sequence: it can be sharded along only one."""
+def _share_values(axes: Axes, names: Set[int], others: Set[int]) -> bool:
+    """Return True if some value has dims of classes of both sets: it can be sharded along only one of them."""
     classes_of_values = ({axes.find(a.name) for dim in dims for a in dim} for dims in axes.dims.values())
-    return any(name in classes and not axes.sequences.isdisjoint(classes) for classes in classes_of_values)
+    return any(classes & names and classes & others for classes in classes_of_values)
 
 
-def _find_evidence(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None, sharded: Mapping[Node, int]) -> None:
+def _find_evidence(
+    gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None, picks: bool, sharded: Mapping[Node, int]
+) -> None:
     """Set `axes.sequences` to the user's dims, or else to the dims for which ops are evidence, such as attention.
 
-    Only the strongest kind of evidence in the graph counts, unless a value has several of the dims (`_RivalChoice`).
+    The strongest kind of evidence in the graph counts. Weaker kinds are considered by `_RivalChoice`.
 
     Args:
         gm: Graph.
         axes: Axes, updated.
         seq_dims: The user's dims by input; None to find them.
+        picks: True if there may be sequences of several lengths.
         sharded: The sharded dims of inputs, which are chosen over other dims of the same values.
 
     Raises:
@@ -260,7 +241,10 @@ def _find_evidence(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None
     long_strongest = [x for x in long if x.kind == found[0].kind]
     axes.sequences = {axes.find(x.atom.name) for x in long_strongest or strongest}
     preferred = {axes.find(a.name) for node, index in sharded.items() for a in axes.dims[node, 0][index]}
-    _RivalChoice(gm, axes, long, chunk_sources, preferred).apply()  # keeps one of several dims of the same value
+    choice = _RivalChoice(gm, axes, long, chunk_sources, preferred)
+    choice.apply()  # keeps one of several dims of the same value
+    if picks:
+        choice.add_apart()
 
 
 class FoundDim(NamedTuple):
@@ -275,7 +259,7 @@ class _RivalChoice:
     """Choice of one sequence for values that have several, because a value can be sharded along only one dim.
 
     A value has several candidates if attention or scans run along several of its dims (axial attention). Candidates are
-    classes of dims with the same rows, named by `axes.find`. `axes.lost` gets the reasons against those not chosen.
+    classes of dims with the same rows, named by `axes.find`. `axes.reasons` gets the reasons for or against each.
 
     Args:
         gm: Graph.
@@ -303,10 +287,15 @@ class _RivalChoice:
             rows |= _chunk_classes(axes, chunk_sources, name)
         self.counts: Counter[int] = Counter()  # number of values that have a dim of a class
 
+    @cached_property
+    def work(self) -> RowWork:
+        """Return the FLOPs of the graph by the dims that they run over."""
+        return RowWork(self.gm, self.axes)
+
     def apply(self) -> None:
         """Set `axes.sequences` so that no value of the evidence has dims of two sequences.
 
-        A candidate with weaker evidence is considered only beside one with the strongest evidence in the same value.
+        A candidate with weaker evidence is considered here beside one with the strongest evidence in the same value.
         """
         strongest = set(self.axes.sequences)
         values = dict.fromkeys(value for evidence in self.found for value in _rival_values(evidence))
@@ -317,13 +306,29 @@ class _RivalChoice:
             return
         for dims in self.axes.dims.values():
             self.counts.update({self.axes.find(a.name) for dim in dims for a in dim})
-        self.work = RowWork(self.gm, self.axes)
         chosen = strongest.union(*with_strongest)
         for names in rival_sets:
             remaining = names & chosen  # an earlier value may have excluded some
             if len(remaining) > 1:
                 chosen -= remaining - {self._choose(remaining)}
         self.axes.sequences = chosen
+
+    def add_apart(self) -> None:
+        """Add candidates with weaker evidence to `axes.sequences` that no value has beside a dim of a sequence.
+
+        Each has at least `LARGE_SHARE` of the FLOPs, as scans of audio beside attention over a text. Others, such as
+        sums of lengths, are not worth their exchanges.
+        """
+        sequences = self.axes.sequences
+        for name in [x for x in self.rows if x not in sequences and x not in self.axes.reasons]:
+            chosen = set().union(*(self.rows.get(x, {x}) for x in sequences))
+            if _share_values(self.axes, self.rows[name], chosen):
+                continue
+            if self.work.total and self.work.flops_of_rows(self.rows[name]) >= LARGE_SHARE * self.work.total:
+                sequences.add(name)
+                self.axes.reasons[name] = "no value has it beside another sequence"
+            else:
+                self.axes.reasons[name] = f"it has less than {LARGE_SHARE:.0%} of the FLOPs, and weaker evidence"
 
     def _candidates(self, node: Node) -> set[int]:
         """Return the candidates of which a value has a dim, or a dim of their chunks."""
@@ -345,15 +350,19 @@ class _RivalChoice:
         eligible = [x for x in rivals if x in self.preferred] or about_least
         kinds = list(EVIDENCE)  # the strongest first; `counts` are numbers of values, -x only makes the choice definite
         best = max(eligible, key=lambda x: (-kinds.index(self.kinds[x]), self.counts[x], -x))
-        for x in rivals - {best}:
+        losers = rivals - {best}
+        self.axes.reasons[best] = f"a rank computes the least with it, {flops[best] / max(total, 1.0):.0%} of them"
+        for x in losers:
             if best in self.preferred and x not in self.preferred:
                 why = f"an input is split into the {self.sizes[best]}"
+                self.axes.reasons[best] = "an input is split along it"
             elif x in eligible or not total:  # not total: there are no FLOPs to compare
                 why = self._explain_tie(x, best)
+                self.axes.reasons[best] = f"a rank has about as much work with the {self.sizes[x]}; {why}"
             else:
                 shares = f"{flops[x] / total:.0%} of them instead of {flops[best] / total:.0%}"
                 why = f"each of {self.axes.n} ranks would compute {shares} with the {self.sizes[best]}"
-            self.axes.lost[x] = why
+            self.axes.reasons[x] = why
         return best
 
     def _explain_tie(self, lost: int, best: int) -> str:
@@ -362,7 +371,7 @@ class _RivalChoice:
             return f"{self.kinds[best]} along the {self.sizes[best]} is stronger evidence"
         if self.counts[lost] != self.counts[best]:
             return f"more values have the {self.sizes[best]}"
-        return f"it is equal to the {self.sizes[best]}, which comes first"
+        return "of equal ones, the first is chosen"
 
 
 def _chunk_classes(axes: Axes, chunk_sources: Mapping[int, Atom], name: int) -> set[int]:
@@ -402,8 +411,7 @@ def sequence_candidates(gm: GraphModule, axes: Axes, user_dims: Mapping[str, int
             _, _, ops = evidence.setdefault(axes.find(atom.name), (atom.size, kind, set()))
             ops.add(node)
     for name, nodes in axes.windowed.items():
-        sizes = (a.size for dims in axes.dims.values() for dim in dims for a in dim if axes.find(a.name) == name)
-        size = max(sizes, key=assume_large)
+        size = max((a.size for a in axes.atoms() if axes.find(a.name) == name), key=assume_large)
         evidence[name] = (size, WINDOWED_EVIDENCE, nodes)
     input_dims: dict[int, dict[str, None]] = {}  # by class: the inputs with their dims, such as "ids dim 1"
     for node in gm.graph.find_nodes(op="placeholder"):
@@ -413,17 +421,16 @@ def sequence_candidates(gm: GraphModule, axes: Axes, user_dims: Mapping[str, int
     kinds = [kind for name, (_, kind, _) in evidence.items() if name in axes.sequences]
     strongest = min(kinds, key=[*EVIDENCE, WINDOWED_EVIDENCE].index, default="an input on shards")
     reason = f"{strongest} is stronger evidence" if not user_dims else f"seq_dims={dict(user_dims)} names another one"
-    work = RowWork(gm, axes)
-    candidates = []
+    chosen_reason = f"seq_dims={dict(user_dims)} names it" if user_dims else f"{strongest} is the strongest evidence"
+    work, candidates = RowWork(gm, axes), list[SequenceCandidate]()
     for name, (size, kind, nodes) in evidence.items():
         classes = {name, *_chunk_classes(axes, chunk_sources, name), *axes.chunk_blocks.get(name, {})}
         share = work.flops_of_rows(classes) / work.total if work.total else 1.0
         is_chosen = name in axes.sequences
-        why = "" if is_chosen else axes.lost.get(name, reason)
+        why = axes.reasons.get(name, chosen_reason if is_chosen else reason) if len(evidence) > 1 else ""
         inputs = tuple(input_dims.get(name, ()))
-        is_split = is_chosen  # until the placements are known
-        candidate = SequenceCandidate(size, kind, len(nodes), bool(inputs), is_chosen, is_split, share, why, inputs)
-        candidates.append(candidate)
+        args = size, kind, len(nodes), bool(inputs), is_chosen, is_chosen, share, why, inputs  # split if chosen, so far
+        candidates.append(SequenceCandidate(*args))
     return sorted(candidates, key=lambda c: (not c.is_chosen, -assume_large(c.size)))
 
 

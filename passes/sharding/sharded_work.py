@@ -11,7 +11,7 @@ with their padding.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -97,13 +97,17 @@ class ShardedWork:
         if nbytes:
             self.replicated_activations.update({line: nbytes})
 
-    def describe(self) -> str:
-        """Return text for the report, such as "98% of the FLOPs and 95% of the activations ... are on shards; ..."."""
-        activations = (
-            f" and {self.activations_share:.0%} of the activations (results that need a gradient)"
-            if self.activations
-            else ""
-        )
+    def describe(self, saved: float | None = None) -> str:
+        """Return text for the report, such as "98% of the FLOPs and 95% of the activations ... are on shards; ...".
+
+        Args:
+            saved: The share of the bytes that the backward reads, if known, which replaces that of the activations.
+        """
+        activations = ""
+        if saved is not None:
+            activations = f" and {saved:.0%} of the bytes saved for the backward"
+        elif self.activations:
+            activations = f" and {self.activations_share:.0%} of the activations (results that need a gradient)"
         on_shards = f"{self.flops_share:.0%} of the FLOPs{activations} are on shards"
         return f"{on_shards}; a rank computes {self.rank_share:.0%} of the FLOPs"
 
@@ -275,6 +279,18 @@ class RowWork:
                 other_flops.update(dict.fromkeys(classes, product.flops))
         return multiplied | {name for name, flops in other_flops.items() if flops >= LARGE_SHARE * self.total}
 
+    def rank_flops(self, shares: Mapping[int, float]) -> float:
+        """Return the FLOPs of a rank that has a share of the rows of some classes, and all of the other work.
+
+        Args:
+            shares: The share of each class, at most 1.
+        """
+        total = self.total
+        for product in self.products:
+            atoms = product.results | product.operands if product.is_contraction else product.results
+            total -= (1 - min((shares.get(a.name, 1.0) for a in atoms), default=1.0)) * product.flops
+        return total
+
     def flops_of_rows(self, names: Set[int]) -> float:
         """Return the FLOPs that ranks divide if a dim is sharded: those of products that have the dim.
 
@@ -421,15 +437,17 @@ class SequenceCandidate(NamedTuple):
     ops: int  # number of ops that are evidence
     is_input: bool  # True if an input has the dim
     is_chosen: bool  # False if another candidate has stronger evidence, or is in the same values
-    is_split: bool = True  # True if a value is sharded along the dim; known after placement
+    # True if a value is sharded along the dim, as a sequence or as a side region; known after placement
+    is_split: bool = True
     share: float = 1.0  # of the FLOPs of the graph, that shards of the dim divide
-    why: str = ""  # the reason for which it is not chosen
+    why: str = ""  # the reason for which it is or is not chosen; "" for the only candidate
     inputs: tuple[str, ...] = ()  # the inputs that have the dim, such as "ids dim 1"
 
     def __str__(self) -> str:
         ops = "op" if self.ops == 1 else "ops"
-        prefix = "" if self.is_chosen else "not chosen: "
-        reason = f": {self.why}" if self.why else ""
+        is_apart = self.is_split and not self.is_chosen
+        prefix = "split apart from the sequences: " if is_apart else "" if self.is_chosen else "not chosen: "
+        reason = f": {self.why}" if self.why and not is_apart else ""
         others = len(self.inputs) - MAX_LINES
         names = ", ".join([*self.inputs[:MAX_LINES], *([f"{others} others"] if others > 0 else [])])
         where = f" of {names}" if names else ", not an input dim"

@@ -10,7 +10,7 @@ collectives have the same rows of the sequence on all their ranks.
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, islice
 
 import torch
 from torch.fx import GraphModule, Node
@@ -18,11 +18,12 @@ from torch.fx import GraphModule, Node
 from sp_compile.lowering.base.errors import SpError, describe_node, node_line
 from sp_compile.lowering.torch_compat import argument_name, is_known_process_group, size_hint
 from sp_compile.passes.base import Pass
+from sp_compile.passes.canonical.loops.reroll import RerollLoops
 from sp_compile.passes.context import Note, NoteKind, PassContext, Refusal, RefusalKind
 from sp_compile.passes.cost.group_names import named_groups
 from sp_compile.passes.graph.call import is_tensor
 from sp_compile.passes.graph.node_info import node_info, set_node_info
-from sp_compile.passes.graph.sizes import is_divisor, is_same_size
+from sp_compile.passes.graph.sizes import Size, is_divisor, is_same_size
 from sp_compile.passes.localize.reduce_gradients import differentiable_nodes
 from sp_compile.passes.sharding.axes import Axes
 from sp_compile.passes.sharding.find_sequences import sequence_candidates
@@ -110,7 +111,8 @@ class FindSequences(Pass):
         names = [argument_name(node) for node in inputs if is_tensor(node)]
         fix = f"Name the sequence: options={{'seq_dims': {{'<input>': <dim>}}}} with an input out of {names}."
         if not context.fragment and (not context.has_sharded_peer or context.options.fallback == "error"):
-            text = f"the model has no attention or scan whose dim could be traced to an input{_describe_loops(gm)}"
+            loops = _describe_loops(gm, context)
+            text = f"the model has no attention or scan whose dim could be traced to an input{loops}"
             context.refusal = Refusal(RefusalKind.NO_SEQUENCE, "SP301", "no sequence found", text, fix)
             return
         if context.fragment:
@@ -165,10 +167,10 @@ def _check_local_inputs(sequence_dims: dict[Node, list[int]], context: PassConte
         )
 
 
-def _describe_loops(gm: GraphModule) -> str:
+def _describe_loops(gm: GraphModule, context: PassContext) -> str:
     """Return the part of the text of SP301 on loops and scans that do not show which dim is the sequence.
 
-    Return "" if the graph has no such loop or scan.
+    Return "" if the graph has no such loop or scan. The first Python loop that `RerollLoops` has refused is included.
 
     An example is " (there is while_loop at <the user's line>, whose effect on its values is not known)".
     """
@@ -179,6 +181,8 @@ def _describe_loops(gm: GraphModule) -> str:
         if name in NO_SEQUENCE_REASONS or node_info(node).scanned is not None:
             why = NO_SEQUENCE_REASONS.get(name, "whose dim is created inside the model")
             reasons.setdefault(f"{name} at {node_line(node)}", why)
+    declined = (x for x in context.notes if x.kind is NoteKind.DECLINED and x.subject == RerollLoops.name)
+    reasons.update((f"a loop at {note.where}", f"whose {note.text}") for note in islice(declined, 1))
     loops = "; ".join(f"{op}, {why}" for op, why in reasons.items())
     return f" (there is {loops})" if loops else ""
 
@@ -260,12 +264,16 @@ def _guard_divisible(node: Node, have: Shard, n: int) -> bool:
 
 
 def _mark_split(candidates: list[SequenceCandidate], gm: GraphModule, plan: PlacementPlan) -> list[SequenceCandidate]:
-    """Return the candidates with `is_split` set: True if the sequence was chosen, and a value is sharded along it."""
-    frames = [p.frame for node in gm.graph.nodes for p in plan.placements.get(node, ()) if isinstance(p, Shard)]
+    """Return the candidates with `is_split` set: True if a value is sharded along a sequence, or a side region."""
     # Candidates and shards are matched by size: of the full sequence, or of the window that a value has of it. If a
     # sequence was reshaped to (chunks, block), the frame of its first dim counts chunks.
-    sizes = {size * frame.block for frame in frames for size in (frame.size, frame.length)}
-    return [c._replace(is_split=c.is_chosen and c.size in sizes) for c in candidates]
+    sizes: dict[bool, set[Size]] = {True: set(), False: set()}  # by True for side regions
+    for node in gm.graph.nodes:
+        frames = [p.frame for p in plan.placements.get(node, ()) if isinstance(p, Shard)]
+        split = {size * frame.block for frame in frames for size in (frame.size, frame.length)}
+        sizes[node_info(node).side is not None] |= split
+    split_sizes = {True: sizes[True] | sizes[False], False: sizes[True]}  # by `is_chosen`
+    return [c._replace(is_split=c.size in split_sizes[c.is_chosen]) for c in candidates]
 
 
 def _plan_constraints(gm: GraphModule, axes: Axes, plan: PlacementPlan, n: int) -> list[str]:
@@ -290,6 +298,6 @@ def _plan_constraints(gm: GraphModule, axes: Axes, plan: PlacementPlan, n: int) 
 
 
 def _has_windows(axes: Axes, node: Node, dim: int) -> bool:
-    """Return True if a dim counts windows of a sequence (`choose_rows`), whose rows are another constraint."""
+    """Return True if a dim counts windows or chunks of a sequence, whose rows are another constraint."""
     atoms = axes.dims[node, 0][dim]  # of result 0, the factors of the dim
-    return bool(axes.windowed) and any(axes.find(atom.name) in axes.blocks for atom in atoms)
+    return any(axes.find(atom.name) in axes.blocks for atom in atoms)

@@ -15,6 +15,7 @@ from sp_compile.passes.cost.few_layers import FewLayers
 from sp_compile.passes.cost.step_memory import GraphStep, StepMemory
 from sp_compile.passes.cost.weight_memory import ADAMW_STATE
 from sp_compile.passes.graph.edit import copy_graph
+from sp_compile.passes.graph.node_info import mark_shards
 from sp_compile.passes.joint.offload_values import OffloadValues
 from sp_compile.passes.joint.partitioned import PartitionedPasses
 from sp_compile.passes.joint.save_attention import apply_checkpoint_policies
@@ -49,6 +50,7 @@ def graph_step(lowered: RankProgram, options: SPConfig, with_hosted: bool) -> Gr
         requested = passes = lowered.partitioned_passes(options)
     # Partition a copy into forward and backward, as the compiler of the program does.
     local = copy_graph(lowered.graph)
+    mark_shards(local.graph)
     fuse_on_meta(local)  # attention as the kernels that a GPU runs
     joint = lowered.joint if lowered.options.has_joint_passes else None
     with memory_budget(lowered.options.activation_memory_budget), apply_checkpoint_policies(local):

@@ -169,6 +169,8 @@ class Unroll:
         """
         graph, counts = self.graph, OffloadCounts() if counts is None else counts
         saved = self.outside_layers + sum(map(_total_bytes, self._remaining_per_layer(counts)))  # bytes on the device
+        sharded = graph.sharded - sum(_sharded_bytes(layer.saved) for layer in self.layers)  # outside of layers
+        sharded += sum(map(_sharded_bytes, self._remaining_per_layer(counts)))
         nbytes = self.saved_bytes - saved  # bytes on the host
         offloaded = None
         all_values = None if graph.hosted is None else graph.hosted.offloaded
@@ -178,7 +180,8 @@ class Unroll:
             offloaded = HostValues(counts.total(), nbytes, kept=saved, seconds=seconds, waits=waits)
         forward = self._walk(graph.forward, counts, is_backward=False)
         backward = None if graph.backward is None else self._walk(graph.backward, counts, is_backward=True)
-        return replace(graph, forward=forward, backward=backward, saved=saved, offloaded=offloaded, hosted=None)
+        graph = replace(graph, saved=saved, sharded=sharded)
+        return replace(graph, forward=forward, backward=backward, offloaded=offloaded, hosted=None)
 
     def _remaining_per_layer(self, counts: OffloadCounts) -> Iterator[list[LiveValue]]:
         """Yield for each layer of the model the saved values that remain on the device, if `counts` are offloaded."""
@@ -254,6 +257,11 @@ class Unroll:
 def _total_bytes(values: Sequence[LiveValue]) -> int:
     """Return the total bytes of values."""
     return sum(value.nbytes for value in values)
+
+
+def _sharded_bytes(values: Sequence[LiveValue]) -> int:
+    """Return the total bytes of the values that are shards."""
+    return sum(value.nbytes for value in values if value.is_shard)
 
 
 def _suffix_sums(numbers: Sequence[int]) -> list[int]:

@@ -26,6 +26,7 @@ class LiveValue:
     where: str  # user's line
     nbytes: int  # bytes of its storage
     origin: str = "value"  # or "saved", "result" ("gradient" in a backward), "workspace" or "reuse" (retained buffer)
+    is_shard: bool = False  # True for a saved value that is a rank's shard
 
 
 @dataclass(frozen=True)

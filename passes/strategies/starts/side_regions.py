@@ -85,13 +85,16 @@ class ShardSideRegions(Pass):
         if not is_large or not work.sharded_flops:  # nothing is on shards with a sequence of one token
             return False
         idle = [node for node in gm.graph.nodes if _is_idle(node, plan)]
-        unmarked = Trial({}, plan, work.rank_flops, _gathered_bytes(plan), 0.0)
-        best = unmarked
+        unmarked = Trial({}, plan, work.rank_flops, _gathered_bytes(plan), 0.0, 0.0)
+        best, best_class = unmarked, -1
         for classes in _rank_classes(idle, axes, context):
             for name in classes[:MAX_TRIALS] if not best.marks else ():
                 trial = _try_marks(gm, unmarked, _find_marks(axes, name, idle, gm), context)
                 is_clear = work.rank_flops - trial.rank_flops >= LARGE_SHARE / 2 * work.flops
-                best = trial if is_clear and trial.seconds < best.seconds else best
+                # Of about equal times, chunks remain.
+                margin = LARGE_SHARE * best.saved_seconds if best_class in _classes_of_chunks(axes) else 0.0
+                if is_clear and trial.seconds < best.seconds - margin:
+                    best, best_class = trial, name
         if not best.marks:
             return False
         _set_marks(best.marks, context)
@@ -110,6 +113,7 @@ class Trial(NamedTuple):
     rank_flops: float  # FLOPs of a rank, of the forward
     gathered: float  # bytes of the operands that are gathered
     seconds: float  # of a step with the marks over one without them; negative if they save time
+    saved_seconds: float  # of the FLOPs of a rank that the marks save, in a step
 
 
 def _try_marks(gm: GraphModule, unmarked: Trial, marks: dict[Node, Shard], context: PassContext) -> Trial:
@@ -131,7 +135,7 @@ def _try_marks(gm: GraphModule, unmarked: Trial, marks: dict[Node, Shard], conte
     nbytes = (gathered - unmarked.gathered) * (n - 1) / n
     saved_seconds = GRADIENT_WORK * (unmarked.rank_flops - flops) / (PEAK_SHARE * machine.flops)
     seconds = GRADIENT_BYTES * nbytes / machine.all_gather_bandwidth - saved_seconds
-    return Trial(marks, plan, flops, gathered, seconds)
+    return Trial(marks, plan, flops, gathered, seconds, saved_seconds)
 
 
 def _set_marks(marks: Mapping[Node, Shard | None], context: PassContext) -> None:
@@ -158,22 +162,30 @@ def _rank_classes(idle: Sequence[Node], axes: Axes, context: PassContext) -> tup
     """Return the classes of dims along which most of the work of every rank could be divided, the best first.
 
     A product divides the dims that its first operand and its result share: positions, batches and heads, but no
-    features. It counts for the classes of which a rank has the smallest share, which are returned first, and for
-    others, such as the batch, which are considered if no rows of the former can stay on their ranks.
+    features. It counts for the classes of which a rank has about the smallest share, which are returned first, and for
+    others, such as the batch, which are considered if no rows of the former can stay on their ranks. Of about equal
+    classes, those of chunks are first, as ops on each chunk exchange nothing.
     """
-    saved: dict[tuple[bool, int], float] = {}  # FLOPs of a rank, by (True for the smallest share, class)
+    saved: dict[tuple[bool, int], float] = {}  # FLOPs of a rank, by (True for about the smallest share, class)
     sizes: dict[int, int] = {}
+    chunks = _classes_of_chunks(axes)
     for node in idle:
         flops = contraction_flops(node) * context.times(node) if node.op == "call_function" else 0.0
         atoms = _divided_atoms(node, axes) if flops else []
         shares = {atom: largest_share(atom.size, context.ranks.n) for atom in atoms}
         for atom, share in shares.items():
-            key = share == min(shares.values()), atom.name
-            saved[key] = saved.get(key, 0.0) + flops * (1 - share)
+            key = share <= (1 + LARGE_SHARE) * min(shares.values()), atom.name
+            preference = 1 + LARGE_SHARE if atom.name in chunks else 1.0
+            saved[key] = saved.get(key, 0.0) + flops * (1 - share) * preference
             sizes[atom.name] = max(atom.size, sizes.get(atom.name, 0))
     ranked = sorted((key for key in saved if saved[key]), key=lambda key: (-saved[key], -sizes[key[1]], key[1]))
     best, others = ([name for is_best, name in ranked if is_best == wanted] for wanted in (True, False))
     return best, others
+
+
+def _classes_of_chunks(axes: Axes) -> set[int]:
+    """Return the classes of dims of chunks, into which other dims are split."""
+    return {axes.find(split.factors[0].name) for split in axes.all_splits()}
 
 
 def _divided_atoms(node: Node, axes: Axes) -> list[Atom]:

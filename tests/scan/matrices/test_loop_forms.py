@@ -253,6 +253,12 @@ def test_other_bodies_are_refused(step: Step) -> None:
     assert max(error for _, error in report.errors) < 1e-12
 
 
+def test_an_error_names_the_op_of_a_refused_loop() -> None:
+    """The loop is the only candidate for a sequence."""
+    with pytest.raises(sp_compile.SpError, match=r"SP301.*test_loop_forms\.py:\d+.*aten\.to\b"):
+        sp_compile.explain(Loop(of_a_rounded_state, seeded=True), tokens(5), sp=2)
+
+
 RESHAPED: dict[str, tuple[tuple[int, ...], Callable[[Tensor, Tensor], Tensor]]] = {
     "rows of -1": ((8, 4), lambda w, h: (w @ h.reshape(-1, 2, h.shape[-1])).reshape(h.shape[0], -1)),
     "a batch of -1": ((1, 8, 4), lambda w, h: (w @ h.reshape(-1, 4, 2, h.shape[-1])).reshape(1, h.shape[1], -1)),
