@@ -391,8 +391,12 @@ def _rival_values(evidence: FoundDim) -> list[Node]:
 
 def _found_dims(gm: GraphModule, axes: Axes, chunk_sources: Mapping[int, Atom]) -> Iterator[FoundDim]:
     """Yield a `FoundDim` per factor, the strongest kind first; factors of chunks become the dim that was split."""
+    is_found = False
     for kind, find_evidence in EVIDENCE.items():
+        if kind == LAST_EVIDENCE and is_found:  # a contrastive loss relates the samples of a batch
+            return
         for node, dim in find_evidence(gm, axes):
+            is_found = True
             yield from (FoundDim(node, chunk_sources.get(axes.find(a.name), a), kind) for a in dim)
 
 
@@ -455,11 +459,22 @@ def _combined_dims(gm: GraphModule, axes: Axes) -> Evidence:
 
 # The functions that find dims of sequences, the strongest evidence first, by its name in reports. Each yields (op, dim)
 # for ops along whose dim the rows are combined.
+def _related_dims(gm: GraphModule, axes: Axes) -> Evidence:
+    """Yield (product, dim) for products of positions with positions in a batch, such as q @ k.mT without a softmax."""
+    for call, rule in _ruled_calls(gm):
+        dims = axes.dims.get((call.node, 0), ())
+        if rule.is_contraction and len(dims) > 2:
+            classes = [{axes.find(a.name) for a in dim} for dim in dims]
+            yield from ((call.node, dim) for i, dim in enumerate(dims) if dim and classes[i] in classes[:i])
+
+
+LAST_EVIDENCE = "products of positions with positions"  # considered if there is no other evidence
 EVIDENCE: dict[str, Callable[[GraphModule, Axes], Evidence]] = {
     ATTENTION_EVIDENCE[0]: attended_dims,
     ATTENTION_EVIDENCE[1]: softmax_attended_dims,
     "scans": _scanned_dims,
     "scans with a function": _combined_dims,
+    LAST_EVIDENCE: _related_dims,
 }
 
 

@@ -47,14 +47,16 @@ NOT_BUILT = "Not built"
 INTRODUCTION = """# Families of models
 
 What `explain(model, sp=2)` finds in small models with nothing annotated. They have two layers, or one of each type, four
-heads, a batch of two, and odd numbers of tokens. They use float32, no dropout, and the library's choice of the attention function.
+heads, a batch of two, and mostly odd numbers of tokens. They use float32, no dropout, and the library's choice of the attention function.
 Language models return a loss and logits, other models their hidden states. `python -m support.docs.families` writes this page. The
 models are in `tests/support/docs/family_models.py`, the generic sizes in `family_sizes.py`.
 
 - *sequence*: the inputs with their sequence dims; "not an input" first if the sequence with the most FLOPs is none.
-- *attention*: the chosen strategies with their number of attentions; "-" if no attention runs on shards. "gather"
-  gathers keys and values, and keeps queries on shards.
-- *gathered inside*: the number of fallbacks, with the most frequent reasons and their source lines; then graph breaks.
+- *attention*: the chosen strategies with their number of attentions. "gather" gathers keys and values, and keeps queries
+  on shards. "-" if there is none, or only products with gathered keys that are not recognized as attention (GPT-Neo).
+- *gathered inside*: the number of fallbacks, also of those after the last layer, with the most frequent reasons and their
+  source lines; then graph breaks. Exchanges are none: Flux and Qwen-Image gather the rows of a long text in each layer,
+  CogVideoX sends them.
 - *refused*: the code and the first words of the error. An exception that is not an `SpError` is shown with its type.
 
 Why families have less than 95% on shards:
