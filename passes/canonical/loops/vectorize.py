@@ -34,11 +34,11 @@ from sp_compile.passes.graph.sizes import Size, as_sizes, exact_quotient, is_sam
 from sp_compile.passes.sharding.matchers import constant_value, is_copy
 from sp_compile.passes.sharding.rule import lookup_rule
 
+from .lists import SCATTERS
 from .steps import NotALoop
 
 aten = torch.ops.aten
 MATMULS = (aten.matmul.default, aten.mm.default, aten.bmm.default)
-WRITES = (aten.select_scatter.default, aten.slice_scatter.default)
 DIM_ARGUMENTS = {"dim", "dim0", "dim1", "dim2"}
 
 
@@ -415,7 +415,7 @@ def _batch_write(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Batche
 
     torch.func.vmap would write each row of a select_scatter several times, which multiplies its gradient.
     """
-    if node.target not in WRITES:
+    if node.target not in SCATTERS:
         return None
     call, (base, source) = OpCall(node), leaves[:2]
     steps = next(node_shape(x.node)[x.time] for x in (base, source) if isinstance(x, BatchedValue))
