@@ -165,7 +165,7 @@ def _match_states(steps: list[list[Node]]) -> list[StateChain]:
 def _find_bounds(steps: list[list[Node]]) -> tuple[Node, Node]:
     """Return a node before those of the last two steps, and one after those of the last step.
 
-    These limit the search. All steps have as many nodes, and begin with a reader of an index or before it.
+    These limit the search. The number of nodes is equal in all steps, so the last step ends before the second one.
     """
     third_last, second_last, last = (min(min(read.users) for read in step) for step in steps[-3:])
     node = end = last
