@@ -218,3 +218,15 @@ def test_an_op_that_checks_its_operands() -> None:
         return h
 
     check(loop, floats(BATCH, 5, WIDTH).requires_grad_(), floats(BATCH, WIDTH), sp=2, seq_dims={"x": 1})
+
+
+def test_a_state_that_all_steps_multiply_by_one_matrix() -> None:
+    def loop(x: Tensor, y: Tensor) -> Tensor:
+        h, total = y, torch.zeros_like(y)
+        for t in range(x.shape[1]):
+            h = h @ y.mT @ y
+            total = total + x[:, t] * h
+        return total
+
+    args = floats(BATCH, 5, WIDTH), floats(BATCH, WIDTH, seed=3)
+    check(loop, args[0].requires_grad_(), args[1], sp=2, seq_dims={"x": 1})
