@@ -326,6 +326,8 @@ class CoupledStates:
         leaves: list[Any] = [x for op in self.body for x in op.leaves]
         # The values of the body that are not states, by identity, as one value may be read in several places.
         operands = {id(x): x for x in leaves if isinstance(x, BatchedValue) or is_tensor(x)}
+        if not any(isinstance(x, BatchedValue) for x in operands.values()):
+            raise NotALoop("a body that is equal at all steps")
         nodes = [self.editor.move_steps(x, 0).node if isinstance(x, BatchedValue) else x for x in operands.values()]
         dims = tuple(0 if isinstance(x, BatchedValue) else None for x in operands.values())
         shape = [1 if d in linear_sizes else size for d, size in enumerate(self.shape)]

@@ -104,12 +104,36 @@ def find_state_chains(nodes: Iterable[Node]) -> list[list[StateChain]]:
         read = match_piece_read(node) if node.target in READS and node.users else None
         if read is not None:
             reads.setdefault((read.source, read.dim, read.rows), []).append(node)
-    found = []
+    found, seen = [], set[Node]()  # seen: last values, as a loop reads several tensors
     for group in reads.values():
-        if len(group) >= MIN_ROWS:
-            group.sort(key=lambda n: min(n.users))  # in the order of the steps
-            found.append(_match_states(group))
+        for steps in _split_loops(sorted(group, key=lambda n: min(n.users))):
+            chains = [chain for chain in _match_states(steps) if chain.values[-1] not in seen]
+            seen.update(chain.values[-1] for chain in chains)
+            found += [chains] if chains else []
     return found
+
+
+def _split_loops(reads: list[Node]) -> Iterator[list[list[Node]]]:
+    """Yield the reads of each loop over one tensor, by step; a step may read its index or piece several times.
+
+    Args:
+        reads: The reads in the order of the steps.
+    """
+    steps: list[list[Node]] = []  # of the loop in progress
+    stride = 0  # of its indices
+    for read in reads:
+        difference = _read_index(read) - _read_index(steps[-1][0]) if steps else 0
+        if steps and not difference:
+            steps[-1].append(read)
+        elif steps and abs(difference) == 1 and stride in (0, difference):
+            steps.append([read])
+            stride = difference
+        else:
+            if len(steps) >= MIN_ROWS:
+                yield steps
+            steps, stride = [[read]], 0
+    if len(steps) >= MIN_ROWS:
+        yield steps
 
 
 def _read_index(read: Node) -> int:
@@ -119,44 +143,56 @@ def _read_index(read: Node) -> int:
     return piece.position
 
 
-def _match_states(reads: list[Node]) -> list[StateChain]:
-    """Return possible states of the loop with these reads, the last one in the graph first."""
-    is_reverse = _read_index(reads[0]) > _read_index(reads[-1])
-    chains: dict[tuple[Node, ...], StateChain] = {}
-    for node in _reach_readers(reads[-1]):
-        for path in _find_paths(node):
-            values = _follow_path(node, path)
-            if len(values) < max(MIN_ROWS, len(reads) - 1) or any(u.target in LISTS for v in values for u in v.users):
+def _match_states(steps: list[list[Node]]) -> list[StateChain]:
+    """Return possible states of the loop whose steps have these reads, the last one in the graph first."""
+    is_reverse = _read_index(steps[0][0]) > _read_index(steps[-1][0])
+    chains: dict[Node, StateChain] = {}  # by last value
+    start, end = _find_bounds(steps)
+    for node in _reach_readers(steps[-1], end):
+        for path in _find_paths(node, start):
+            values = _follow_path(node, path, len(steps))
+            if len(values) < max(MIN_ROWS, len(steps) - 1) or any(u.target in LISTS for v in values for u in v.users):
                 continue
-            # A last step that reads fewer rows is no step of the loop.
-            values = values[-len(reads) :] if is_reverse else values[: len(reads)]
+            # A value after the last one of a known state is of a loop after it, or of a last step with fewer rows.
             is_sum = all(move.target is aten.add.Tensor for move in path)
             is_sum = is_sum and all(len(value.users) == 1 for value in values[:-1])
             chain = StateChain(values, is_sum, is_reverse)
-            if not is_sum or (len(path) == 1 and chain.is_exact()):
-                chains[tuple(values)] = chain
+            if not chains.keys() & values and (not is_sum or (len(path) == 1 and chain.is_exact())):
+                chains[node] = chain
     return sorted(chains.values(), key=lambda chain: chain.values[-1], reverse=True)[:MAX_CHAINS]
 
 
-def _reach_readers(start: Node) -> Iterator[Node]:
-    """Yield up to MAX_NODES nodes that depend on a node, the nearest ones first."""
-    waiting, seen = deque([start]), {start}
+def _find_bounds(steps: list[list[Node]]) -> tuple[Node, Node]:
+    """Return a node before those of the last two steps, and one after those of the last step.
+
+    These limit the search. The number of nodes is equal in all steps, so the last step ends before the second one.
+    """
+    third_last, second_last, last = (min(min(read.users) for read in step) for step in steps[-3:])
+    node = end = last
+    while node is not second_last and end.op != "output":
+        node, end = node.prev, end.next
+    return third_last, end
+
+
+def _reach_readers(starts: list[Node], end: Node) -> Iterator[Node]:
+    """Yield up to MAX_NODES nodes up to `end` that depend on some nodes, the nearest ones first."""
+    waiting, seen = deque(starts), {*starts}
     while waiting and len(seen) <= MAX_NODES:
         for node in waiting.popleft().users:
-            if node not in seen and node.op == "call_function":
+            if node not in seen and node.op == "call_function" and node <= end:
                 seen.add(node)
                 waiting.append(node)
                 yield node
 
 
-def _find_paths(node: Node) -> Iterator[tuple[_Move, ...]]:
-    """Yield the paths from a node to the nearest nodes before it that may be its value of the previous step."""
+def _find_paths(node: Node, start: Node) -> Iterator[tuple[_Move, ...]]:
+    """Yield the paths from a node to the nearest nodes from `start` on that may be its value of the previous step."""
     paths: dict[Node, tuple[_Move, ...]] = {node: ()}
     waiting = deque([node])
     while waiting and len(paths) <= MAX_NODES:
         reader = waiting.popleft()
         for i, operand in enumerate(reader.all_input_nodes):
-            if operand in paths or operand.op != "call_function":
+            if operand in paths or operand.op != "call_function" or operand < start:
                 continue
             paths[operand] = (*paths[reader], _Move(reader.target, i))
             waiting.append(operand)
@@ -164,10 +200,10 @@ def _find_paths(node: Node) -> Iterator[tuple[_Move, ...]]:
                 yield paths[operand]
 
 
-def _follow_path(node: Node, path: tuple[_Move, ...]) -> list[Node]:
-    """Return the nodes that a path passes from step to step, first step first."""
+def _follow_path(node: Node, path: tuple[_Move, ...], length: int) -> list[Node]:
+    """Return the nodes that a path passes from step to step, first step first, `length` nodes at most."""
     values = [node]
-    while True:
+    while len(values) < length:
         value = values[-1]
         for move in path:
             operands = value.all_input_nodes
@@ -175,8 +211,9 @@ def _follow_path(node: Node, path: tuple[_Move, ...]) -> list[Node]:
                 return values[::-1]
             value = operands[move.operand]
         if not _is_same_kind(value, node):
-            return values[::-1]
+            break
         values.append(value)
+    return values[::-1]
 
 
 def _is_same_kind(a: Node, b: Node) -> bool:

@@ -306,7 +306,7 @@ class RerollLoops(CanonicalPass, ScanBuilder):
         replaced = sum(bool(n.users) and self._replace_loop(n) for n in lists)
         self.budget = 4 * len(gm.graph.nodes)
         for chains in find_state_chains(self.graph.nodes):
-            replaced += any(self._replace_chain(chain, note=chain is chains[0]) for chain in chains)
+            replaced += sum(self._replace_chain(chain, note=chain is chains[0]) for chain in chains)
         return replaced
 
     def _separate_constants(self) -> None:

@@ -2,7 +2,7 @@
 
     pointwise ops, matmul            the op itself, operands aligned
     linear, layer_norm, rms_norm     the op itself
-    ops along dims, einsum           the op itself, with shifted dims
+    ops along dims, writes, einsum   the op itself, with shifted dims
     everything else                  the ops that torch.func.vmap creates
 
 A node of shape (B, D) at each of S steps becomes one node of shape (B, S, D), a `BatchedValue` whose `time`, the dim of
@@ -34,6 +34,7 @@ from sp_compile.passes.graph.sizes import Size, as_sizes, exact_quotient, is_sam
 from sp_compile.passes.sharding.matchers import constant_value, is_copy
 from sp_compile.passes.sharding.rule import lookup_rule
 
+from .lists import SCATTERS
 from .steps import NotALoop
 
 aten = torch.ops.aten
@@ -188,8 +189,7 @@ class BatchedOps(GraphEditor):
         """
         if node.target is operator.getitem:  # of an op with several results, whose value is a list
             return leaves[0][leaves[1]]
-        batchers = (_batch_pointwise, _batch_view, _batch_matmul, _batch_trailing, _batch_dim_op, _batch_einsum)
-        for batch_op in batchers:
+        for batch_op in BATCHERS:
             try:
                 result = batch_op(self, node, leaves)
             except (RuntimeError, ValueError, IndexError) as error:
@@ -269,6 +269,9 @@ class BatchedOps(GraphEditor):
             raise NotALoop(f"{node.target} cannot be batched") from error
         if any(n.op not in ("placeholder", "call_function", "output") for n in body.graph.nodes):
             raise NotALoop(f"{node.target} contains constants")
+        # An op without a result raises an error for singular matrices in torch.linalg.solve and others.
+        if any(n.op == "call_function" and "val" not in n.meta for n in body.graph.nodes):
+            raise NotALoop(f"{node.target} contains an op without a result")
         out = self.inline(body, [operands[i] for i in tensors], node)
         if not all(is_tensor(x) for x in pytree.tree_leaves(out)):
             raise NotALoop(f"{node.target} does not return tensors")
@@ -407,6 +410,26 @@ def _batch_dim_op(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Value
     return list(map(BatchedValue, results, times))
 
 
+def _batch_write(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> BatchedValue | None:
+    """Emit a write into a part of a tensor, select_scatter or slice_scatter, for all steps; None for other ops.
+
+    torch.func.vmap would write each row of a select_scatter several times, which multiplies its gradient.
+    """
+    if node.target not in SCATTERS:
+        return None
+    call, (base, source) = OpCall(node), leaves[:2]
+    steps = next(node_shape(x.node)[x.time] for x in (base, source) if isinstance(x, BatchedValue))
+
+    def lead_steps(x: Value) -> Node:
+        """Return an operand with the steps as the first dim; one that all steps share is repeated."""
+        if isinstance(x, BatchedValue):
+            return ops.move_steps(x, 0).node
+        return ops.expand(ops.unsqueeze(x, 0), (steps, *node_shape(x)), x)
+
+    args, kwargs = call.with_operands([lead_steps(base), lead_steps(source)], dim=call.dim() + 1)
+    return BatchedValue(ops.compute(node.target, args, node, kwargs), 0)
+
+
 def _shift_dim(dim: Any, time: int, ndim: int) -> int | None:
     """Return a dim argument for one step as the argument for all steps; None if it is not an int.
 
@@ -457,3 +480,6 @@ def _batch_einsum(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Batch
     equation = f"{','.join(terms)}->{output[:time]}{letter}{output[time:]}"
     nodes = [x.node if isinstance(x, BatchedValue) else x for x in operands]
     return BatchedValue(ops.compute(node.target, (equation, nodes), node), time)
+
+
+BATCHERS = (_batch_pointwise, _batch_view, _batch_matmul, _batch_trailing, _batch_dim_op, _batch_write, _batch_einsum)

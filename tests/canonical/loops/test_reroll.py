@@ -189,3 +189,44 @@ def test_a_write_before_the_first_row_is_to_the_first_row() -> None:
 
     args = floats(BATCH, 5, WIDTH), floats(BATCH, WIDTH, seed=3)
     torch.testing.assert_close(rolled(loop, args)(*args), loop(*args))
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+def test_gradients_of_writes_of_a_step(dim: int) -> None:
+    """Each row that a step writes is written once, although torch.func.vmap writes it several times."""
+
+    def loop(x: Tensor, y: Tensor) -> Tensor:
+        h = y
+        for t in range(x.shape[1]):
+            written = torch.zeros_like(y).select_scatter(x[:, t].select(dim, 1), dim, 0)
+            written = written.slice_scatter(x[:, t, :1], -1, 1, 2)
+            h = h * x[:, t] + torch.select_scatter(written, y.select(dim, 0), dim, 1)
+        return h
+
+    args = floats(BATCH, 5, WIDTH), floats(BATCH, WIDTH, seed=3)
+    expected = values_and_gradients(loop, args)
+    torch.testing.assert_close(values_and_gradients(rolled(loop, args), args), expected)
+
+
+def test_an_op_that_checks_its_operands() -> None:
+    """torch.linalg.inv calls an op without a result; the loop stays."""
+
+    def loop(x: Tensor, y: Tensor) -> Tensor:
+        h = y
+        for t in range(x.shape[1]):
+            h = h * x[:, t] + torch.linalg.inv(x[:, t, None] * x[:, t, :, None] + torch.eye(WIDTH))[:, 0]
+        return h
+
+    check(loop, floats(BATCH, 5, WIDTH).requires_grad_(), floats(BATCH, WIDTH), sp=2, seq_dims={"x": 1})
+
+
+def test_a_state_that_all_steps_multiply_by_one_matrix() -> None:
+    def loop(x: Tensor, y: Tensor) -> Tensor:
+        h, total = y, torch.zeros_like(y)
+        for t in range(x.shape[1]):
+            h = h @ y.mT @ y
+            total = total + x[:, t] * h
+        return total
+
+    args = floats(BATCH, 5, WIDTH), floats(BATCH, WIDTH, seed=3)
+    check(loop, args[0].requires_grad_(), args[1], sp=2, seq_dims={"x": 1})

@@ -122,3 +122,30 @@ def test_sums_without_a_state_are_kept() -> None:
     report = sp_compile.explain(Codes(), torch.randint(8, (2, 9, LENGTH)), sp=2, seq_dims={"codes": 2})
     assert report.count("linear_scan") == 0
     assert not report.fallbacks
+
+
+def loops_that_share_reads(x: Tensor) -> Tensor:
+    """Each step reads its token twice, both loops read all tokens, and the second loop continues the first one."""
+    h = torch.zeros_like(x[:, 0])
+    for _ in range(2):
+        for t in range(x.shape[1]):
+            h = x[:, t].sigmoid() * h + x[:, t]
+    return h
+
+
+def final_states_of_layers(x: Tensor) -> Tensor:
+    for _ in range(3):
+        h = x.mean(1)
+        for t in reversed(range(x.shape[1])):
+            h = x[:, t].sigmoid() * h + x[:, t]
+        x = x + h.unsqueeze(1)
+    return x
+
+
+@pytest.mark.parametrize(("loop", "scans"), [(loops_that_share_reads, 2), (final_states_of_layers, 3)])
+def test_loops_over_one_tensor(loop: Callable[[Tensor], Tensor], scans: int) -> None:
+    x = torch.randn(2, 7, WIDTH, dtype=torch.float64, requires_grad=True)
+    report = sp_compile.verify(loop, x, sp=2)
+    assert report.count("linear_scan") == scans
+    assert max(error for _, error in report.errors) < 1e-12
+    assert not report.fallbacks
