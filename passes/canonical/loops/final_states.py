@@ -10,7 +10,8 @@ same operands of the same ops, its *path*. From a node after the read of the las
 leads back through all steps. A path of one addition belongs to a sum. Takes time linear in the number of nodes. Bytes
 moved: none.
 
-Unchanged: states that the program puts into a list, and sums of several summands a step.
+Unchanged: states that the program puts into a list, sums of several summands a step, and loops that read only weights,
+as those over layers do.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch.fx import Node
 
 from sp_compile.passes.graph.call import is_tensor, node_shape
 from sp_compile.passes.graph.edit import GraphEditor
+from sp_compile.passes.graph.node_info import node_info
 from sp_compile.passes.graph.sizes import as_sizes, is_same_shape
 
 from .lists import MIN_ROWS
@@ -102,7 +104,8 @@ def find_state_chains(nodes: Iterable[Node]) -> list[list[StateChain]]:
     reads: dict[tuple[Any, ...], list[Node]] = {}  # of one dim of one tensor, one index or piece each
     for node in nodes:
         read = match_piece_read(node) if node.target in READS and node.users else None
-        if read is not None:
+        is_weight = read is not None and (read.source.op == "get_attr" or node_info(read.source).parameter)
+        if read is not None and not is_weight:
             reads.setdefault((read.source, read.dim, read.rows), []).append(node)
     found, seen = [], set[Node]()  # seen: last values, as a loop reads several tensors
     for group in reads.values():

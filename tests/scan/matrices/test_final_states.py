@@ -103,6 +103,25 @@ def test_a_loop_without_a_list(loop: Loop, n: int) -> None:
     assert report.work.flops_share > 0.95
 
 
+class Layers(nn.Module):
+    """Layers with stacked weights: each is affine in the result of the previous one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.bias = (nn.Parameter(torch.randn(6, WIDTH)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in range(6):
+            x = x * self.scale[i] + self.bias[i]
+        return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+def test_loops_over_weights_are_kept() -> None:
+    program = torch.export.export(Layers(), (torch.randn(2, LENGTH, WIDTH),))
+    graph = sp_compile.parallelize(program, sp=2).graph
+    assert not [n for n in graph.nodes if "scan" in str(n.target)]
+
+
 class Codes(nn.Module):
     """A sum of embeddings, one of each codebook, and attention over the tokens."""
 
