@@ -81,7 +81,7 @@ def chunk_shard(axes: Axes, call: OpCall) -> Shard | None:
 def _is_moved_sequence(axes: Axes, x: Node) -> bool:
     """Return True if a value without a dim of the sequence is one with it whose elements are only moved (`lazy`)."""
     call, rule = lookup_rule(x) or (None, None)
-    while call is not None and rule is not None and rule.lazy and axes.shard(x) is None:
+    while call is not None and call.operands and rule is not None and rule.lazy and axes.shard(x) is None:
         x = call.operands[0]
         call, rule = lookup_rule(x) or (None, None)
         if axes.shard(x) is not None:

@@ -103,6 +103,38 @@ def test_a_loop_without_a_list(loop: Loop, n: int) -> None:
     assert report.work.flops_share > 0.95
 
 
+class Stream(nn.Module):
+    """Linear attention with a state that is passed in and returned, resets between chunks, and a loss summed by chunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.project, self.gate, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor, labels: Tensor, h: Tensor, resets: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = self.project(x).chunk(3, -1)
+        decay, loss = -self.gate(x).exp(), x.new_zeros(())
+        for i in range(0, x.shape[1], CHUNK):
+            rows = slice(i, i + CHUNK)
+            log = decay[:, rows].cumsum(1)
+            h = torch.where(resets[:, i // CHUNK, None, None], torch.zeros_like(h), h)
+            within = (q[:, rows] @ k[:, rows].mT * (log - log.mT).tril().exp()).tril()
+            y = self.out(q[:, rows] * log.exp() @ h + within @ v[:, rows])
+            loss = loss + nn.functional.cross_entropy(y.mT, labels[:, rows], reduction="sum")
+            h = h * log[:, -1:].exp() + (k[:, rows] * (log[:, -1:] - log).exp()).mT @ v[:, rows]
+        return loss / labels.numel(), h
+
+
+@pytest.mark.parametrize("length", [24, 30])
+def test_a_stream_with_resets(length: int) -> None:
+    x = torch.randn(2, length, WIDTH, dtype=torch.float64, requires_grad=True)
+    h = torch.randn(2, WIDTH, WIDTH, dtype=torch.float64, requires_grad=True)
+    labels, resets = torch.randint(5, (2, length)), torch.rand(2, -(-length // CHUNK)) < 0.3
+    report = sp_compile.verify(Stream().double(), x, labels, h, resets, sp=3)
+    assert report.worst < 1e-12
+    assert report.work.flops_share > 0.8  # a short last chunk is computed on every rank
+
+
 class Layers(nn.Module):
     """Layers with stacked weights: each is affine in the result of the previous one."""
 
