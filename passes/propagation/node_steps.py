@@ -170,6 +170,8 @@ def start_sharding(axes: Axes, call: OpCall, rule: BoundRule, n: int, window: Fr
         operand_shard = _starting_shard(axes, call.operands[0])
         if operand_shard is None or node_info(node).replicated:  # no sequence starts at a gathered value
             return None
+        if rule.operands[0][operand_shard.dim] not in rule.slides:  # a region along another dim, as the batch
+            return None
         step = _window_step(call, rule, replicated, operand_shard, n)
         return step if step.wants is not None else None
     demands: Demands = ()

@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.torch_compat import argument_name
-from sp_compile.passes.graph.call import OpCall, collect_nodes, is_tensor, node_shape
+from sp_compile.passes.graph.call import OpCall, collect_nodes, is_tensor, node_shape, parse_overloads
 from sp_compile.passes.graph.node_info import node_info
 from sp_compile.passes.graph.sizes import Size, assume_large, is_same_size, size_product
 
@@ -35,6 +35,7 @@ from .rule import lookup_rule
 from .sharded_work import ATTENTION_EVIDENCE, LARGE_SHARE, RowWork, SequenceCandidate, largest_share
 
 WINDOWED_EVIDENCE = "attention in windows of its positions"  # the rows of windows, which `choose_rows` may choose
+SELECTIONS = parse_overloads("gather index_select index.Tensor")  # of keys and values
 CHUNK_RELATIONS = ("scan", "halo", "replicate", "window", "attend")  # kinds of factors whose positions an op relates
 
 
@@ -460,15 +461,25 @@ def _combined_dims(gm: GraphModule, axes: Axes) -> Evidence:
 # The functions that find dims of sequences, the strongest evidence first, by its name in reports. Each yields (op, dim)
 # for ops along whose dim the rows are combined.
 def _related_dims(gm: GraphModule, axes: Axes) -> Evidence:
-    """Yield (product, dim) for products of positions with positions in a batch, such as q @ k.mT without a softmax."""
+    """Yield (product, dim) for products of positions with positions in a batch, such as q @ k.mT without a softmax.
+
+    The values of the positions are then read: by a product that sums over the dim, or by indices.
+    """
+    related: dict[frozenset[int], tuple[Node, Dim]] = {}  # by the classes of a dim
     for call, rule in _ruled_calls(gm):
         dims = axes.dims.get((call.node, 0), ())
+        classes = [frozenset(axes.find(a.name) for a in dim) for dim in dims]
         if rule.is_contraction and len(dims) > 2:
-            classes = [{axes.find(a.name) for a in dim} for dim in dims]
-            yield from ((call.node, dim) for i, dim in enumerate(dims) if dim and classes[i] in classes[:i])
+            related |= {x: (call.node, dim) for i, (x, dim) in enumerate(zip(classes, dims)) if x and x in classes[:i]}
+        if not related or not (rule.is_contraction or call.node.target in SELECTIONS):
+            continue
+        for dim, kind in _classify_factors(axes, call, rule):
+            found = related.get(frozenset(axes.find(a.name) for a in dim))
+            if found is not None and found[0] is not call.node and kind in ("sum", "replicate"):
+                yield found
 
 
-LAST_EVIDENCE = "products of positions with positions"  # considered if there is no other evidence
+LAST_EVIDENCE = "products of positions with positions"  # only if there is no other evidence
 EVIDENCE: dict[str, Callable[[GraphModule, Axes], Evidence]] = {
     ATTENTION_EVIDENCE[0]: attended_dims,
     ATTENTION_EVIDENCE[1]: softmax_attended_dims,

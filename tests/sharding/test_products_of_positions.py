@@ -62,5 +62,11 @@ def test_samples_of_a_contrastive_loss_are_no_sequence() -> None:
         x = x @ w
         return (x @ x.mT).square().mean()
 
+    def of_channels(x: Tensor, w: Tensor) -> Tensor:
+        x = (x @ w).unflatten(0, (2, 4))
+        return (x @ x.mT).square().mean()
+
+    with pytest.raises(SpError, match="SP301"):
+        sp_compile.explain(of_channels, torch.randn(8, WIDTH), torch.randn(WIDTH, WIDTH), sp=2)
     with pytest.raises(SpError, match="SP301"):
         sp_compile.explain(loss, torch.randn(8, WIDTH), torch.randn(WIDTH, WIDTH), sp=2)

@@ -362,6 +362,27 @@ def test_tokens_of_windows_that_are_joined_with_a_text() -> None:
     assert report.work.flops_share == 1.0
 
 
+class StridedWindows(nn.Module):
+    """A convolution with a stride before attention in windows of 16, as in encoders of audio."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.block, self.out = nn.Conv1d(WIDTH, WIDTH, 3, 2, 1), Block(), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("angles", torch.randn(16, WIDTH // HEADS // 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x.mT).mT
+        x = F.pad(x, (0, 0, 0, -x.shape[1] % 16))
+        return self.out(x + self.block(x.reshape(-1, 16, WIDTH), self.angles).reshape(x.shape))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_region_of_the_batch_starts_no_window(n: int) -> None:
+    report = check(StridedWindows().double(), torch.randn(2, 333, WIDTH, dtype=torch.float64, requires_grad=True), sp=n)
+    assert report.work.flops_share > 0.6
+
+
 @pytest.mark.parametrize("n", [2, 3])
 def test_chunks_read_their_neighbors(n: int) -> None:
     """The sequence is the dim that is split into chunks, not the keys or the queries of a chunk."""

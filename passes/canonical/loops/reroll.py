@@ -306,7 +306,12 @@ class RerollLoops(CanonicalPass, ScanBuilder):
         replaced = sum(bool(n.users) and self._replace_loop(n) for n in lists)
         self.budget = 4 * len(gm.graph.nodes)
         for chains in find_state_chains(self.graph.nodes):
-            replaced += sum(self._replace_chain(chain, note=chain is chains[0]) for chain in chains)
+            refusals: dict[Node, str] = {}  # by the last value of a possible state
+            count = sum(self._replace_chain(chain, refusals) for chain in chains)
+            replaced += count
+            if refusals and not count:  # the values between states have states only as they are read
+                node = max(refusals, key=lambda x: "affine" in refusals[x])
+                self.note_refusal(node, refusals[node])
         return replaced
 
     def _separate_constants(self) -> None:
@@ -327,8 +332,13 @@ class RerollLoops(CanonicalPass, ScanBuilder):
         self.emitted.append(super().emit(*args, **kwargs))
         return self.emitted[-1]
 
-    def _replace_loop(self, stack: Node, note: bool = True) -> bool:
-        """Replace the loop that computes the operands of a stack or cat; return False if no loop does."""
+    def _replace_loop(self, stack: Node, refusals: dict[Node, str] | None = None) -> bool:
+        """Replace the loop that computes the operands of a stack or cat; return False if no loop does.
+
+        Args:
+            stack: The stack or cat.
+            refusals: Receives the reason for a refusal; None to note it.
+        """
         values, short = stacked_values(stack)
         reasons: dict[bool, str] = {}  # why each attempt fails, by `reverse`
         splits: list[Node] = []  # of states
@@ -346,20 +356,24 @@ class RerollLoops(CanonicalPass, ScanBuilder):
                 self.budget = loop.budget
         selected = [self._select_pieces(split) for split in splits]  # an op with several results is not linear
         if any(selected):
-            return self._replace_loop(stack, note)
-        if note and is_loop_like(values):
+            return self._replace_loop(stack, refusals)
+        if is_loop_like(values):
             is_reverse = values[0] > values[-1]  # the order in which the program computes them
-            self.note_refusal(stack, f"{len(values)} steps are not a scan: {reasons[is_reverse]}")
+            text = f"{len(values)} steps are not a scan: {reasons[is_reverse]}"
+            if refusals is None:
+                self.note_refusal(stack, text)
+            else:
+                refusals[max(values)] = text
         return False
 
-    def _replace_chain(self, chain: StateChain, note: bool) -> bool:
+    def _replace_chain(self, chain: StateChain, refusals: dict[Node, str]) -> bool:
         """Replace a loop without a list; return False if its states or summands are no loop."""
         last = chain.values[-1]
         if not all(value.users for value in chain.values):  # erased with another state of the loop
             return False
         stack, final = chain.add_list(self)
         last.replace_all_uses_with(final, delete_user_cb=lambda user: user is not stack and user is not final)
-        if not self._replace_loop(stack, note):
+        if not self._replace_loop(stack, refusals):
             self.replace(final, last)
             return False
         if chain.is_sum:  # no step of the loop reads it

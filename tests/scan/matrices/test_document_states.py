@@ -72,6 +72,10 @@ def test_states_of_documents_are_on_shards(ranks: Ranks, kernel: str, documents:
     assert all(calls == [kernel] for _, calls in answers), "only the eager model calls the package"
 
 
+def test_documents_of_one_token_and_of_all_ranks(ranks: Ranks) -> None:
+    check_ranks([answer for answer, _ in ranks.run(4, _train, "chunk_gla", "long")])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.sampled(every=6)
