@@ -214,7 +214,7 @@ def _shares_of_rank(node: Node, plan: PlacementPlan, n: int) -> tuple[float, flo
     local_rows, size = assume_large(frame.local_length(n)), assume_large(frame.size)
     share = max(local_rows / max(frame.length, 1), 1 / n)
     # Fewer rows than a chunk on each rank complete the sequence to chunks, or are those that x[:, :-1] omits.
-    is_part = size - frame.length >= frame.granule * n
+    is_part = size - frame.length >= frame.granule * n * frame.order.chunks
     return share, share - local_rows / size if is_part else 0.0
 
 

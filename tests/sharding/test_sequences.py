@@ -362,6 +362,29 @@ def test_tokens_of_windows_that_are_joined_with_a_text() -> None:
     assert report.work.flops_share == 1.0
 
 
+class ChunksAfterAttention(nn.Module):
+    """Causal attention, then a recurrence over chunks of 8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + F.scaled_dot_product_attention(*self.qkv(x).chunk(3, -1), is_causal=True)
+        chunks, h, results = self.out(x).unflatten(1, (-1, 8)), x.new_zeros(len(x), WIDTH, WIDTH), []
+        for i in range(chunks.shape[1]):
+            results.append(chunks[:, i] @ h)
+            h = h / 2 + chunks[:, i].mT @ chunks[:, i]
+        return torch.cat(results, 1)
+
+
+def test_rows_that_complete_chunks_are_no_rows_of_other_parts() -> None:
+    x = torch.randn(2, 40, WIDTH)
+    report = sp_compile.explain(ChunksAfterAttention(), x, sp=2, attention="ring", layout="zigzag")
+    padding = next(text for text in report.work.describe_excess(2) if "for padding" in text)
+    assert "lengths that 2 ranks divide" in padding
+
+
 class StridedWindows(nn.Module):
     """A convolution with a stride before attention in windows of 16, as in encoders of audio."""
 
