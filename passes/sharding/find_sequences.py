@@ -458,13 +458,8 @@ def _combined_dims(gm: GraphModule, axes: Axes) -> Evidence:
                 yield x, axes.dims[x, 0][dim]
 
 
-# The functions that find dims of sequences, the strongest evidence first, by its name in reports. Each yields (op, dim)
-# for ops along whose dim the rows are combined.
 def _related_dims(gm: GraphModule, axes: Axes) -> Evidence:
-    """Yield (product, dim) for products of positions with positions in a batch, such as q @ k.mT without a softmax.
-
-    The values of the positions are then read: by a product that sums over the dim, or by indices.
-    """
+    """Yield (product, dim) for products of positions with positions, such as q @ k.mT, whose values are then read."""
     related: dict[frozenset[int], tuple[Node, Dim]] = {}  # by the classes of a dim
     for call, rule in _ruled_calls(gm):
         dims = axes.dims.get((call.node, 0), ())
@@ -480,6 +475,7 @@ def _related_dims(gm: GraphModule, axes: Axes) -> Evidence:
 
 
 LAST_EVIDENCE = "products of positions with positions"  # only if there is no other evidence
+# Functions that yield (op, dim) for ops along whose dim rows are combined, by evidence, the strongest first.
 EVIDENCE: dict[str, Callable[[GraphModule, Axes], Evidence]] = {
     ATTENTION_EVIDENCE[0]: attended_dims,
     ATTENTION_EVIDENCE[1]: softmax_attended_dims,

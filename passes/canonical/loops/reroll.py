@@ -39,7 +39,7 @@ from .coupled import CoupledStates, find_cycle, reference_of
 from .final_states import StateChain, find_state_chains
 from .lists import MIN_ROWS, is_loop_like, stacked_values
 from .recurrence import AffineValue, ScanBuilder
-from .steps import ColumnRef, IndexRead, LoopMatcher, NotALoop, Operand, SeededList, StepColumn
+from .steps import ColumnRef, IndexRead, LoopMatcher, NotALoop, Operand, SeededList, StepColumn, is_same_seed
 from .vectorize import BatchedValue, Value
 
 aten = torch.ops.aten
@@ -183,7 +183,7 @@ class LoopBuilder:
             if not isinstance(x, SeededList):
                 raise NotALoop("a state without an initial value")
             seed = seeds.setdefault(ColumnRef(reference.column, lag), x.seed)
-            if not _is_same_value(seed, x.seed):
+            if not is_same_seed(seed, x.seed):
                 raise NotALoop("a state with several initial values")
             x = x.later
         if x is not reference:  # more initial values than the lag has
@@ -209,7 +209,7 @@ class LoopBuilder:
             # The first step reads an initial value, the seed, and later steps the source. It is a state if the seed is
             # in place of the value before the first step of the source, and all readers have the same seed.
             seed = self.seeds.setdefault(source, x.seed)
-            is_state = column.first - lag == source.first - 1 and _is_same_value(seed, x.seed)
+            is_state = column.first - lag == source.first - 1 and is_same_seed(seed, x.seed)
             return AffineValue(source, 1, 0, lag=lag) if is_state else PENDING
         # Another column, which depends on a state: its form at the steps that this column reads.
         form, first, end = self.forms.get(source), column.first - lag, column.end - lag
@@ -272,11 +272,6 @@ class LoopBuilder:
             pieces = self.editor.split_rows(pieces, rows) if x.rows else pieces
         is_opposite_order = (x.stride > 0) == self.reverse  # to that of the loop's other values
         return self.editor.flip(pieces) if is_opposite_order else pieces
-
-
-def _is_same_value(a: Any, b: Any) -> bool:
-    """Return True if two seeds of a state are the same node or equal constants."""
-    return a is b or (not isinstance(a, Node) and not isinstance(b, Node) and bool(a == b))
 
 
 CONSTANTS_LIKE = parse_overloads("zeros_like ones_like full_like new_zeros new_ones new_full")

@@ -333,6 +333,16 @@ def _are_similar(values: Sequence[Any]) -> bool:
     return all(_value_kind(v) == kind for v in values)
 
 
+def is_same_seed(a: Any, b: Any) -> bool:
+    """Return True if two seeds of a state are the same node or equal constants, also of two types.
+
+    Args:
+        a: A node or a constant.
+        b: Another one.
+    """
+    return a is b or (not isinstance(a, Node) and not isinstance(b, Node) and bool(a == b))
+
+
 def _has_other_constants(a: Node, b: Node) -> bool:
     """Return True if two calls differ in an argument that is a constant in both."""
     leaves = zip(*(pytree.tree_leaves((node.args, node.kwargs)) for node in (a, b)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -62,18 +64,21 @@ def _train(kernel: str, documents: str) -> tuple[Any, list[str]]:
     return against_eager(Mixer(kernel, documents), x, bounds, mesh=mesh(), seq_dims={"x": 1}), CALLS[:]
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-@pytest.mark.parametrize("documents", DOCUMENTS)
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.sampled(every=97)
+# Documents that end at a cut; documents of one token and of all ranks. Other cases are slow.
+FAST = [("chunk_gated_delta_rule", "cut", 2), ("chunk_gla", "long", 4)]
+
+
+def _cases() -> Iterator[Any]:
+    """Yield every kernel with all documents on every number of ranks."""
+    for case in product(KERNELS, DOCUMENTS, (1, 2, 3, 4)):
+        yield pytest.param(*case, marks=() if case in FAST else pytest.mark.slow, id="-".join(map(str, case)))
+
+
+@pytest.mark.parametrize(("kernel", "documents", "n"), [*_cases()])
 def test_states_of_documents_are_on_shards(ranks: Ranks, kernel: str, documents: str, n: int) -> None:
     answers = ranks.run(n, _train, kernel, documents)
     check_ranks([answer for answer, _ in answers])
     assert all(calls == [kernel] for _, calls in answers), "only the eager model calls the package"
-
-
-def test_documents_of_one_token_and_of_all_ranks(ranks: Ranks) -> None:
-    check_ranks([answer for answer, _ in ranks.run(4, _train, "chunk_gla", "long")])
 
 
 @pytest.mark.slow
