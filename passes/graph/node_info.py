@@ -98,6 +98,15 @@ def can_require_grad(x: Node) -> bool:
     return node_info(x).requires_grad is not False and has_gradient_dtype(value)
 
 
+def is_weight(node: Node) -> bool:
+    """Return True for a parameter, buffer or constant of the module: an attribute of the graph or one of its inputs.
+
+    Args:
+        node: A node.
+    """
+    return node.op == "get_attr" or bool(node_info(node).parameter)
+
+
 def mark_shards(graph: Graph) -> None:
     """Set meta["custom"][ON_SHARDS] at the values of a rank's graph that are shards, for traces of the graph.
 

@@ -24,19 +24,18 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
-from sp_compile.passes.graph.call import is_tensor, node_shape
+from sp_compile.passes.graph.call import is_tensor
 from sp_compile.passes.graph.edit import GraphEditor
-from sp_compile.passes.graph.node_info import node_info
-from sp_compile.passes.graph.sizes import as_sizes, is_same_shape
+from sp_compile.passes.graph.node_info import is_weight
+from sp_compile.passes.graph.sizes import as_sizes
 
-from .lists import MIN_ROWS
-from .steps import match_piece_read
+from .lists import LISTS, MIN_ROWS
+from .steps import are_similar, match_piece_read
 
 aten = torch.ops.aten
 MAX_NODES = 96  # nodes of one step that are examined
 MAX_CHAINS = 3  # of one loop
 READS = (aten.select.int, aten.slice.Tensor, operator.getitem)
-LISTS = (aten.stack.default, aten.cat.default)
 
 
 class _Move(NamedTuple):
@@ -101,54 +100,48 @@ def find_state_chains(nodes: Iterable[Node]) -> list[list[StateChain]]:
     Args:
         nodes: The nodes of the graph, in order.
     """
-    reads: dict[tuple[Any, ...], list[Node]] = {}  # of one dim of one tensor, one index or piece each
+    reads: dict[tuple[Any, ...], list[tuple[int, Node]]] = {}  # of one dim of one tensor: (index of the piece, node)
     for node in nodes:
         read = match_piece_read(node) if node.target in READS and node.users else None
-        is_weight = read is not None and (read.source.op == "get_attr" or node_info(read.source).parameter)
-        if read is not None and not is_weight:
-            reads.setdefault((read.source, read.dim, read.rows), []).append(node)
+        if read is not None and not is_weight(read.source):
+            reads.setdefault((read.source, read.dim, read.rows), []).append((read.position, node))
     found, seen = [], set[Node]()  # seen: last values, as a loop reads several tensors
     for group in reads.values():
-        for steps in _split_loops(sorted(group, key=lambda n: min(n.users))):
-            chains = [chain for chain in _match_states(steps) if chain.values[-1] not in seen]
+        for steps, stride in _split_loops(sorted(group, key=lambda read: min(read[1].users))):
+            chains = [chain for chain in _match_states(steps, is_reverse=stride < 0) if chain.values[-1] not in seen]
             seen.update(chain.values[-1] for chain in chains)
             found += [chains] if chains else []
     return found
 
 
-def _split_loops(reads: list[Node]) -> Iterator[list[list[Node]]]:
-    """Yield the reads of each loop over one tensor, by step; a step may read its index or piece several times.
+def _split_loops(reads: list[tuple[int, Node]]) -> Iterator[tuple[list[list[Node]], int]]:
+    """Yield the reads of each loop over one tensor, by step, and the stride of their indices, 1 or -1.
+
+    A step may read its index or piece several times.
 
     Args:
-        reads: The reads in the order of the steps.
+        reads: The index and the node of each read, in the order of the steps.
     """
     steps: list[list[Node]] = []  # of the loop in progress
-    stride = 0  # of its indices
-    for read in reads:
-        difference = _read_index(read) - _read_index(steps[-1][0]) if steps else 0
+    stride = last_index = 0
+    for index, node in reads:
+        difference = index - last_index
         if steps and not difference:
-            steps[-1].append(read)
+            steps[-1].append(node)
         elif steps and abs(difference) == 1 and stride in (0, difference):
-            steps.append([read])
+            steps.append([node])
             stride = difference
         else:
             if len(steps) >= MIN_ROWS:
-                yield steps
-            steps, stride = [[read]], 0
+                yield steps, stride
+            steps, stride = [[node]], 0
+        last_index = index
     if len(steps) >= MIN_ROWS:
-        yield steps
+        yield steps, stride
 
 
-def _read_index(read: Node) -> int:
-    """Return the index that a node reads."""
-    piece = match_piece_read(read)
-    assert piece is not None
-    return piece.position
-
-
-def _match_states(steps: list[list[Node]]) -> list[StateChain]:
+def _match_states(steps: list[list[Node]], is_reverse: bool) -> list[StateChain]:
     """Return possible states of the loop whose steps have these reads, the last one in the graph first."""
-    is_reverse = _read_index(steps[0][0]) > _read_index(steps[-1][0])
     chains: dict[Node, StateChain] = {}  # by last value
     start, end = _find_bounds(steps)
     for node in _reach_readers(steps[-1], end):
@@ -220,7 +213,5 @@ def _follow_path(node: Node, path: tuple[_Move, ...], length: int) -> list[Node]
 
 
 def _is_same_kind(a: Node, b: Node) -> bool:
-    """Return True for results of one op that have the same shape and dtype."""
-    if a.target is not b.target or not is_tensor(a) or not is_tensor(b):
-        return False
-    return a.meta["val"].dtype == b.meta["val"].dtype and is_same_shape(node_shape(a), node_shape(b))
+    """Return True for tensors that one column of a loop may have."""
+    return is_tensor(a) and are_similar((a, b))

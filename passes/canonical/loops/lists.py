@@ -29,6 +29,7 @@ from .steps import match_piece_read
 aten = torch.ops.aten
 MIN_ROWS = 5  # written by a loop; fewer are columns of boxes and the like
 MIN_PIECES = 3  # of several rows; fewer are the parts of a joined sequence
+LISTS = (aten.stack.default, aten.cat.default)  # ops that make a list
 SCATTERS = (aten.select_scatter.default, aten.slice_scatter.default)
 
 

@@ -37,7 +37,7 @@ from sp_compile.passes.sharding.matchers import constant_value, match_piece
 
 from .coupled import CoupledStates, find_cycle, reference_of
 from .final_states import StateChain, find_state_chains
-from .lists import MIN_ROWS, is_loop_like, stacked_values
+from .lists import LISTS, MIN_ROWS, is_loop_like, stacked_values
 from .recurrence import AffineValue, ScanBuilder
 from .steps import ColumnRef, IndexRead, LoopMatcher, NotALoop, Operand, SeededList, StepColumn, is_same_seed
 from .vectorize import BatchedValue, Value
@@ -292,7 +292,7 @@ class RerollLoops(CanonicalPass, ScanBuilder):
         self.emitted: list[Node] = []  # nodes of the loop in progress
         self.rolled: set[Node] = set()  # nodes that replaced loops
         self._separate_constants()
-        lists = [n for n in self.graph.nodes if n.target in (aten.stack.default, aten.cat.default)]
+        lists = [n for n in self.graph.nodes if n.target in LISTS]
         # Longer lists first: an outer loop usually has more steps than a list in its body has values. If a recurrence
         # in the body were replaced first, each step would have its own scan, and a state that passes through a scan is
         # not known to be affine in its previous value, so that the outer loop would remain.

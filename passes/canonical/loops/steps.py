@@ -193,7 +193,7 @@ class LoopMatcher:
         # The first value may be the last state of another loop, which is similar to the states of this one, or another
         # element of a tensor, as in `last = x[:, 0]` before a loop with `last = x[:, t + 1]`.
         is_known = self._find_column(later_values, first + 1) is not None
-        if is_known or not _are_similar(values) or _has_other_constants(seed, later_values[0]):
+        if is_known or not are_similar(values) or _has_other_constants(seed, later_values[0]):
             return UNMATCHED
         return ColumnRef(self._add_column(values, first), lag=0)
 
@@ -229,7 +229,7 @@ class LoopMatcher:
         if later is None:
             later = self._find_delayed(later_values, first + 1)  # more than one initial value: h[t] = f(h[t - 2])
         # A single later value is similar to itself only, and would make a column of any two values.
-        if later is None and add and _are_similar(later_values) and len(later_values) > 1:
+        if later is None and add and are_similar(later_values) and len(later_values) > 1:
             later = ColumnRef(self._add_column(later_values, first + 1), lag=0)
         if later is None and not add:
             return UNMATCHED
@@ -322,8 +322,12 @@ def _can_expand_seeds(node: Node, leaf: int, operand: Operand) -> bool:
     return expanded <= passing
 
 
-def _are_similar(values: Sequence[Any]) -> bool:
-    """Return True for calls of one pure op with results of one shape, dtype and device, as a column needs."""
+def are_similar(values: Sequence[Any]) -> bool:
+    """Return True for calls of one pure op with results of one shape, dtype and device, as a column needs.
+
+    Args:
+        values: Nodes, or constants.
+    """
     if any(not isinstance(v, Node) or v.op != "call_function" for v in values):
         return False
     first = values[0]

@@ -29,7 +29,8 @@ NORM_EPSILON = 1e-6  # of the kernels' normalization of queries and keys
 ATTENTION_OPTIONS = frozenset({"scale", "initial_state", "output_final_state", "cu_seqlens"})
 DELTA_OPTIONS = ATTENTION_OPTIONS | {"use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval"}
 V_FIRST = frozenset({"state_v_first"})  # states are (..., V, K); other kernels ignore this argument
-GATED_OPTIONS = DELTA_OPTIONS | V_FIRST | {"transpose_state_layout"}  # the latter is the name before fla 0.6
+GATE = frozenset({"use_gate_in_kernel", "A_log", "dt_bias"})
+GATED_OPTIONS = DELTA_OPTIONS | GATE | V_FIRST | {"transpose_state_layout"}  # the latter is the name before fla 0.6
 PLAIN_TORCH = "is_plain_torch"  # argument of stand-ins: the original is a function in plain torch, not a kernel
 DOCUMENTS = ("cu_seqlens", "seq_idx")  # arguments by which a kernel separates documents
 
@@ -274,28 +275,8 @@ def _open_gate(
     return None if rate is None else -rate * F.softplus(g)
 
 
-def _gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    use_gate_in_kernel: bool = False,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    **options: Any,
-) -> Any:
-    """Compute fla's chunk_gated_delta_rule: one decay per head and token, g, or the result of a gate of g."""
-    decay = _open_gate(g, A_log, dt_bias) if use_gate_in_kernel else g
-    return NotImplemented if decay is None else _attend_delta("chunk_gated_delta_rule", q, k, v, decay, beta, **options)
-
-
-def _delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **options: Any) -> Any:
-    """Compute fla's chunk_delta_rule: no decay."""
-    return _attend_delta("chunk_delta_rule", q, k, v, decay=None, beta=beta, **options)
-
-
-def _kda(
+def _attend_gated(
+    kernel: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -307,9 +288,24 @@ def _kda(
     lower_bound: float | None = None,
     **options: Any,
 ) -> Any:
-    """Compute fla's chunk_kda: a decay for each row of the state, g, or the result of a gate of g."""
+    """Call the delta rule with a decay g, or with the result of a gate of g; arguments as in `_attend_delta`."""
     decay = _open_gate(g, A_log, dt_bias, lower_bound) if use_gate_in_kernel else g
-    return NotImplemented if decay is None else _attend_delta("chunk_kda", q, k, v, decay, beta, **options)
+    return NotImplemented if decay is None else _attend_delta(kernel, q, k, v, decay, beta, **options)
+
+
+def _gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any) -> Any:
+    """Compute fla's chunk_gated_delta_rule: one decay per head and token, g, or the result of a gate of g."""
+    return _attend_gated("chunk_gated_delta_rule", q, k, v, g, beta, **options)
+
+
+def _kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any) -> Any:
+    """Compute fla's chunk_kda: a decay for each row of the state, g, or the result of a gate of g."""
+    return _attend_gated("chunk_kda", q, k, v, g, beta, **options)
+
+
+def _delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **options: Any) -> Any:
+    """Compute fla's chunk_delta_rule: no decay."""
+    return _attend_delta("chunk_delta_rule", q, k, v, decay=None, beta=beta, **options)
 
 
 def _simple_gla(
@@ -396,7 +392,7 @@ def _quantized_linear(x: Tensor, weight: Tensor) -> Any:
 
 STAND_INS["chunk_gated_delta_rule"] = KernelStandIn(_gated_delta_rule, GATED_OPTIONS)
 STAND_INS["chunk_delta_rule"] = KernelStandIn(_delta_rule, DELTA_OPTIONS)
-STAND_INS["chunk_kda"] = KernelStandIn(_kda, GATED_OPTIONS)
+STAND_INS["chunk_kda"] = KernelStandIn(_kda, GATED_OPTIONS | {"lower_bound"})
 STAND_INS["chunk_simple_gla"] = KernelStandIn(_simple_gla, ATTENTION_OPTIONS | V_FIRST)
 STAND_INS["chunk_retention"] = KernelStandIn(_retention, ATTENTION_OPTIONS)
 STAND_INS["chunk_linear_attn"] = KernelStandIn(_attend_without_decay, ATTENTION_OPTIONS)

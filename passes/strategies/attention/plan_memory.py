@@ -26,7 +26,7 @@ from sp_compile.passes.context import PassContext
 from sp_compile.passes.cost.attention_memory import RankMemory
 from sp_compile.passes.cost.weight_memory import ModelBytes
 from sp_compile.passes.graph.call import is_tensor
-from sp_compile.passes.graph.node_info import node_info
+from sp_compile.passes.graph.node_info import is_weight, node_info
 from sp_compile.passes.graph.sizes import current_bytes
 from sp_compile.passes.sharding.attention_axes import ATTENTION
 from sp_compile.passes.sharding.matchers import move_source
@@ -93,9 +93,7 @@ def _weight_bytes(inputs: Iterable[Node], plan: PlacementPlan, n: int) -> ModelB
         plan: The placements.
         n: The number of ranks.
     """
-    weights = {
-        node: _rank_bytes(node, plan, n) for node in inputs if node.op == "get_attr" or node_info(node).parameter
-    }
+    weights = {node: _rank_bytes(node, plan, n) for node in inputs if is_weight(node)}
     parameters = [node for node in weights if node_info(node).parameter and not node_info(node).is_buffer]
     layer_bytes: Counter[str] = Counter()  # by the path of the layer
     for node in parameters:
