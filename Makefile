@@ -58,7 +58,11 @@ recipes: $(VENV)/.test $(VENV)/.recipes
 docs: $(VENV)/.docs
 	$(BIN)/python -m sphinx -q -W --keep-going -E -d build/doctrees docs build/site
 
+# The subjects of the last 100 commits have at most 72 characters, without merges. There are none outside of a clone.
+LONG_SUBJECTS = $(shell git log --no-merges -n 100 --format=%s 2>/dev/null | awk 'length($$0) > 72')
+
 lint: $(VENV)/.dev
+	$(if $(LONG_SUBJECTS),$(error commit messages: expected subjects of at most 72 characters, got: $(LONG_SUBJECTS)))
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy sp_compile
