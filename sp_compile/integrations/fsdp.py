@@ -13,6 +13,7 @@ separately, and so is the code after the last one, with the head and the loss.
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any, Unpack
 
 import torch
@@ -33,6 +34,7 @@ __all__ = ["compile_under_fsdp"]
 # Maximum number of graphs of one function. A decorator of transformers is one function that wraps many: between layers
 # that are units of FSDP, it has a graph for each function that it wraps, in training and in evaluation.
 MAX_GRAPHS = 64
+TRANSFORMERS = "transformers.modeling_utils"  # imported by every model of transformers
 IDS_ARGUMENT = "embedded_ids"  # the argument of the forward in _trace_embedding, by which `seq_dims` names the sequence
 
 
@@ -48,7 +50,8 @@ def compile_under_fsdp(
 
     Gradients stay partial, so that FSDP's mean over all ranks is the mean over the replicas. If `fully_shard` was
     applied to layers, results between graphs stay sharded, from the embedding to the loss. The embedding is the module
-    that `model.get_input_embeddings()` returns, if the model has this method of transformers.
+    that `model.get_input_embeddings()` returns, if the model has this method of transformers. Models of transformers
+    that use sdpa get another attention function, which computes masks in the layers.
 
     Args:
         model: The model, a result of `fully_shard`, not compiled.
@@ -75,6 +78,7 @@ def compile_under_fsdp(
     config = SPConfig.of(merged)  # raises here, not at the first call
     if find_fsdp_submodules(model):  # FSDP's hooks split the model into several graphs
         merged = {"outputs": "lazy", **merged}
+        _compute_masks_in_layers(model)
         # Dynamo does not trace these as a part of the model. `seq_dims` names arguments of the model, not of a layer.
         for layer in _checkpointed_layers(model):
             layer_options = {name: value for name, value in merged.items() if name != "seq_dims"}
@@ -88,6 +92,14 @@ def compile_under_fsdp(
     # The second argument is a check before each call; none is needed here.
     compile_in_place(model, lambda: None, limit, backend=sp, options=merged, fullgraph=fullgraph, dynamic=dynamic)
     return model
+
+
+def _compute_masks_in_layers(model: torch.nn.Module) -> None:
+    """Make a model of transformers compute masks in its layers; other models are not changed."""
+    if TRANSFORMERS in sys.modules:
+        from ._compat.attention_names import compute_masks_in_layers
+
+        compute_masks_in_layers(model)
 
 
 def _checkpointed_layers(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -151,13 +151,14 @@ def _shard_weights(model: nn.Module, names: list[str], arguments: Mapping[str, A
     """Apply `fully_shard` with the arguments to the input embedding, the layers with the names, and the model.
 
     An embedding or a layer that shares a weight with another module, such as an embedding with a tied head, is not
-    sharded separately: its weights are gathered with those of the model.
+    sharded separately: its weights are gathered with those of the model. An embedding in a layer is a part of it.
     """
     from torch.distributed.fsdp import fully_shard
 
     units = [model.get_submodule(name) for name in names]
     embedding = getattr(model, "get_input_embeddings", lambda: None)()  # a method of models of transformers
-    if isinstance(embedding, nn.Embedding) and names:  # without layers, the model is the only unit
+    is_in_layer = any(embedding is module for unit in units for module in unit.modules())
+    if isinstance(embedding, nn.Embedding) and names and not is_in_layer:  # without layers, the model is the only unit
         units.insert(0, embedding)
     shared = find_shared_units(model, units)
     for unit in units:

@@ -1,17 +1,28 @@
-"""Access private parts of transformers that a sharded cache requires: how a model selects its attention function.
+"""Access private parts of transformers: how a model selects its attention function, and how it creates masks.
 
 Tested with transformers 5.24.
 """
 
 from __future__ import annotations
 
+import inspect
+import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from sp_compile.lowering.torch_compat import pytree
+
+SDPA = "sdpa"  # the name that selects scaled_dot_product_attention
+LAYER_MASKS = "sdpa_with_masks_of_layers"  # the same function, whose mask is computed in each layer
+# Code that runs for some names only: `if config._attn_implementation == "sdpa"`; "eager" is neither of the two names.
+COMPARISON = re.compile(r"_attn_implementation\s*(?:(?:==|!=)(?!\s*.eager\b)|in\b|not\s+in\b)")
 
 
 def register_attention(name: str, attention: Callable[..., Any]) -> None:
@@ -67,6 +78,83 @@ def select_attention(model: torch.nn.Module, name: str) -> Iterator[None]:
     finally:
         for config, selected in before:
             config._attn_implementation_internal = selected
+
+
+class MaskArguments:
+    """Arguments of transformers' function for the masks of sdpa, of which a layer computes its mask.
+
+    They have tensors of B x S elements at most, and the mask B x S x S. Code that treats the object as a tensor gets
+    the mask.
+    """
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        """Store the arguments: functions of positions, sizes, and tensors that the functions index."""
+        self.arguments = arguments
+
+    def compute_mask(self) -> Any:
+        """Return the mask, bool of shape [B, 1, S, S], or None if the attention function has a flag for it."""
+        return sdpa_mask(**self.arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compute_tensor(), name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._compute_tensor()[index]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch with masks in place of these objects, which may be in lists."""
+        args, kwargs = pytree.tree_map_only(cls, cls._compute_tensor, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _compute_tensor(self) -> torch.Tensor:
+        """Return the mask as a tensor, without the flags by which it would be None."""
+        flags = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        mask: torch.Tensor = sdpa_mask(**{**self.arguments, **flags})
+        return mask
+
+
+def compute_masks_in_layers(model: torch.nn.Module) -> None:
+    """Make the layers of a model of transformers compute their masks, if they use sdpa.
+
+    Otherwise the model computes a mask of S x S before its layers. If these are compiled separately, the mask is an
+    input of each, on every rank. Models whose code depends on the name of the attention function are not changed.
+
+    Args:
+        model: The model, or a wrapper of one.
+
+    Returns:
+        None.
+    """
+    parts = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+    fixed = {id(m.config) for m in parts if not m._supports_attention_backend or _compares_names(type(m))}
+    for config in (m.config for m in parts):
+        if config._attn_implementation_internal == SDPA and id(config) not in fixed:
+            AttentionInterface.register(LAYER_MASKS, _attend)
+            AttentionMaskInterface.register(LAYER_MASKS, _delay_mask)
+            config._attn_implementation_internal = LAYER_MASKS
+
+
+def _compares_names(model_class: type) -> bool:
+    """Return True if the file of a class compares names of attention functions, or if there is no file."""
+    try:
+        return COMPARISON.search(inspect.getsource(sys.modules[model_class.__module__])) is not None
+    except OSError:
+        return True
+
+
+def _delay_mask(**arguments: Any) -> Any:
+    """Return the arguments of a mask in place of it, in a compiled program; otherwise the mask."""
+    return MaskArguments(arguments) if torch.compiler.is_compiling() else sdpa_mask(**arguments)
+
+
+def _attend(
+    module: torch.nn.Module, query: Any, key: Any, value: Any, attention_mask: Any = None, **kwargs: Any
+) -> Any:
+    """Return the result of sdpa with a mask, or with the mask of arguments."""
+    if isinstance(attention_mask, MaskArguments):
+        attention_mask = attention_mask.compute_mask()
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
 def _with_parts(configs: Iterable[Any]) -> list[Any]:

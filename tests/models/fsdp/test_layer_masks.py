@@ -1,0 +1,119 @@
+"""Masks of transformers with FSDP2 on each layer: they are computed in the layers, and no value has S x S elements."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import Ranks, mesh
+from torch import Tensor, nn
+
+import sp_compile
+
+transformers = pytest.importorskip("transformers")
+
+LENGTH, LOSS, GRADIENT = 93, 2e-6, 2e-9  # transformers computes losses, and norms of Gemma, in float32
+SIZES = {
+    **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "use_cache": False},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2},
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "windows": ("Mistral", {"sliding_window": 8}),
+    "two masks": ("Gemma3", {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}),
+}
+
+
+def build(name: str) -> nn.Module:
+    prefix, changes = MODELS[name]
+    config = getattr(transformers, f"{prefix}TextConfig", None) or getattr(transformers, f"{prefix}Config")
+    model: nn.Module = getattr(transformers, f"{prefix}ForCausalLM")(config(**SIZES, **changes))
+    return model.double()
+
+
+def batch(kind: str) -> dict[str, Tensor]:
+    """Return two sequences: of two documents each, or with padding at their ends."""
+    ids = torch.randint(3, 64, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    if kind == "packed":
+        positions = torch.cat([torch.arange(31), torch.arange(LENGTH - 31)])
+        return {"input_ids": ids, "labels": ids, "position_ids": positions.expand(2, -1)}
+    mask = torch.ones_like(ids)
+    mask[0, -9:] = 0
+    mask[1, :4] = 0
+    return {"input_ids": ids, "labels": ids, "attention_mask": mask}
+
+
+def train(name: str, kind: str, checkpoint: bool) -> tuple[float, float, int]:
+    """Return the errors of the loss and of the worst gradient, and the number of values of S x S in the graphs."""
+    squares: list[str] = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        """Record the values with two dims of the sequence."""
+        for node in graph.graph.nodes:
+            value = node.meta.get("val", node.meta.get("example_value"))
+            if isinstance(value, Tensor) and sum(int(size) >= LENGTH for size in value.shape) > 1:
+                squares.append(f"{node} {tuple(value.shape)}")
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    torch.manual_seed(0)
+    single = build(name)
+    model = sp_compile.fully_shard_and_compile(
+        copy.deepcopy(single), mesh(), compiler=compiler, cost={}, checkpoint=checkpoint
+    )
+    expected = single(**batch(kind)).loss
+    expected.backward()
+    loss = model(**batch(kind)).loss
+    loss.backward()
+    pairs = zip(model.parameters(), single.parameters(), strict=True)
+    worst = max(0.0 if q.grad is None else float((p.grad.full_tensor() - q.grad).abs().max()) for p, q in pairs)
+    return float((loss - expected).detach().abs()), worst, len(squares)
+
+
+def test_code_may_use_the_mask_as_a_tensor() -> None:
+    """As models do that concatenate masks, or read their dtype: in eager code, and in a traced program."""
+    from sp_compile.integrations._compat.attention_names import MaskArguments
+
+    def read(mask: Any) -> Tensor:
+        bias = torch.zeros(2, 1, 5, 5).masked_fill(mask, 1.0)
+        joined = torch.cat([mask, mask[..., :2]], dim=-1)
+        return torch.cat([bias, joined.float()], dim=-1) if mask.dtype == torch.bool else bias
+
+    padding = torch.ones(2, 5, dtype=torch.bool)
+    padding[0, -2:] = False
+    arguments = {"batch_size": 2, "q_length": 5, "kv_length": 5, "attention_mask": padding}
+    mask = MaskArguments(arguments)
+    causal = torch.ones(5, 5, dtype=torch.bool).tril() & padding[:, None, None]
+    for function in (read, torch.compile(read, backend="eager", fullgraph=True)):
+        assert torch.equal(function(mask), read(causal))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"), [("Llama", True), ("GPT2", True), ("Falcon", False), ("DeepseekV32", False)]
+)
+def test_models_whose_masks_are_computed_in_layers(name: str, changes: bool) -> None:
+    """Not those with other code for the names of some attention functions."""
+    from sp_compile.integrations._compat.attention_names import LAYER_MASKS, compute_masks_in_layers
+
+    model = nn.Module()
+    with torch.device("meta"):
+        config = getattr(transformers, f"{name}Config")(num_hidden_layers=1)
+        model.inner = getattr(transformers, f"{name}Model")(config)
+    compute_masks_in_layers(model)
+    assert model.inner.config._attn_implementation == (LAYER_MASKS if changes else "sdpa")
+
+
+CASES = [
+    pytest.param("llama", "packed", False),
+    *[pytest.param(name, kind, False, marks=pytest.mark.slow) for name in MODELS for kind in ("packed", "padded")][1:],
+    pytest.param("two masks", "packed", True, marks=pytest.mark.slow, id="checkpoint"),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "checkpoint"), CASES)
+def test_masks_are_computed_in_layers(ranks: Ranks, name: str, kind: str, checkpoint: bool) -> None:
+    for loss, gradient, squares in ranks.run(2, train, name, kind, checkpoint):
+        assert loss < LOSS
+        assert gradient < GRADIENT
+        assert squares == 0
