@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 
 from sp_compile.generation import must_run_eagerly
 from sp_compile.lowering import torch_compat
-from sp_compile.lowering.base.options import AnyOptions, has_global_inputs
+from sp_compile.lowering.base.options import AnyOptions, can_fold_reads
 from sp_compile.passes.capture import package_kernels  # noqa: F401  (Dynamo traces stand-ins)
 from sp_compile.passes.capture.uncaptured import UnsplitDecision, warn_unsplit
 from sp_compile.passes.capture.user_program import UserProgram
@@ -77,7 +77,7 @@ def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = 
 
 torch_compat.on_eager(sp, must_run_eagerly, warn_eager_fallback, warn_fsdp_submodules)
 torch_compat.trace_tensor_checks()
-torch_compat.fold_small_reads(sp, has_global_inputs)
+torch_compat.fold_small_reads(sp, can_fold_reads)
 
 
 def lower_or_keep(

@@ -368,14 +368,17 @@ class ReportOptions(SPOptions, total=False):
 AnyOptions: TypeAlias = SPConfig | Mapping[str, Any] | None
 
 
-def has_global_inputs(options: AnyOptions) -> bool:
-    """Return True if every rank passes full inputs, whose values are those of the program.
+def can_fold_reads(options: AnyOptions) -> bool:
+    """Return True if values that a program reads from small integer inputs may become constants of its graph.
+
+    Otherwise a read ends the graph. With inputs="local", a rank's values are not those of the program. With
+    outputs="lazy", results between graphs stay sharded, so that a read is cheaper than a program for each value.
 
     Args:
         options: The options.
 
     Returns:
-        False for inputs="local".
+        True if all ranks pass full inputs, and receive full outputs.
     """
-    inputs = options.inputs if isinstance(options, SPConfig) else (options or {}).get("inputs", SPConfig.inputs)
-    return inputs == "global"
+    fields = vars(options) if isinstance(options, SPConfig) else options or {}
+    return fields.get("inputs", SPConfig.inputs) == "global" and fields.get("outputs", SPConfig.outputs) != "lazy"

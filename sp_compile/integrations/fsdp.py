@@ -34,6 +34,7 @@ __all__ = ["compile_under_fsdp"]
 # Maximum number of graphs of one function. A decorator of transformers is one function that wraps many: between layers
 # that are units of FSDP, it has a graph for each function that it wraps, in training and in evaluation.
 MAX_GRAPHS = 64
+CHECKPOINTED = "_checkpoint_wrapped_module"  # the attribute of torch's `checkpoint_wrapper` with the wrapped module
 TRANSFORMERS = "transformers.modeling_utils"  # imported by every model of transformers
 IDS_ARGUMENT = "embedded_ids"  # the argument of the forward in _trace_embedding, by which `seq_dims` names the sequence
 
@@ -78,9 +79,8 @@ def compile_under_fsdp(
     config = SPConfig.of(merged)  # raises here, not at the first call
     if find_fsdp_submodules(model):  # FSDP's hooks split the model into several graphs
         merged = {"outputs": "lazy", **merged}
-        _compute_masks_in_layers(model)
         # Dynamo does not trace these as a part of the model. `seq_dims` names arguments of the model, not of a layer.
-        for layer in _checkpointed_layers(model):
+        for layer in dict.fromkeys([*_checkpointed_layers(model), *_prepare_attention(model)]):
             layer_options = {name: value for name, value in merged.items() if name != "seq_dims"}
             layer.compile(backend=sp, options=layer_options, dynamic=dynamic)
         embedding = getattr(model, "get_input_embeddings", lambda: None)()  # None without the method
@@ -94,17 +94,34 @@ def compile_under_fsdp(
     return model
 
 
-def _compute_masks_in_layers(model: torch.nn.Module) -> None:
-    """Make a model of transformers compute masks in its layers; other models are not changed."""
-    if TRANSFORMERS in sys.modules:
-        from ._compat.attention_names import compute_masks_in_layers
+def _prepare_attention(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Make a model of transformers compute masks in its layers, and run its image encoders for images of any size.
 
-        compute_masks_in_layers(model)
+    The forward of such an encoder computes positions on the host, from the sizes of the images. It runs eagerly, since
+    Dynamo would compile this code for each size.
+
+    Args:
+        model: The model; other models are not changed.
+
+    Returns:
+        The layers of the encoders, which are compiled separately.
+    """
+    if TRANSFORMERS not in sys.modules:
+        return []
+    from ._compat.attention_names import attend_to_packed_images, compute_masks_in_layers, find_image_encoders
+
+    layers: list[torch.nn.Module] = []
+    for encoder, of_encoder in find_image_encoders(model).items():
+        attend_to_packed_images(encoder)
+        encoder.forward = torch.compiler.disable(encoder.forward)
+        layers += [getattr(layer, CHECKPOINTED, layer) for layer in of_encoder]
+    compute_masks_in_layers(model)
+    return [layer for layer in layers if not is_compiled(layer)]
 
 
 def _checkpointed_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the modules to which torch's `checkpoint_wrapper` was applied and that are not compiled yet."""
-    wrapped = (getattr(module, "_checkpoint_wrapped_module", None) for module in model.modules())
+    wrapped = (getattr(module, CHECKPOINTED, None) for module in model.modules())
     return [layer for layer in wrapped if layer is not None and not is_compiled(layer)]
 
 

@@ -21,6 +21,10 @@ from sp_compile.lowering.torch_compat import pytree
 
 SDPA = "sdpa"  # the name that selects scaled_dot_product_attention
 LAYER_MASKS = "sdpa_with_masks_of_layers"  # the same function, whose mask is computed in each layer
+# The same function for the images of a batch, in one call. To names with "flash", vision models pass the cumulated
+# lengths of the images. For other names they read the lengths on the host, and call the function for each image.
+PACKED_IMAGES = "sdpa_of_packed_images_as_flash"
+CUMULATED_LENGTHS = "cu_seq_lens_q"  # the argument with these lengths
 # Code that runs for some names only: `if config._attn_implementation == "sdpa"`; "eager" is neither of the two names.
 COMPARISON = re.compile(r"_attn_implementation\s*(?:(?:==|!=)(?!\s*.eager\b)|in\b|not\s+in\b)")
 
@@ -133,6 +137,77 @@ def compute_masks_in_layers(model: torch.nn.Module) -> None:
             AttentionInterface.register(LAYER_MASKS, _attend)
             AttentionMaskInterface.register(LAYER_MASKS, _delay_mask)
             config._attn_implementation_internal = LAYER_MASKS
+
+
+def find_image_encoders(model: torch.nn.Module) -> dict[Any, list[torch.nn.Module]]:
+    """Return the parts of a model of transformers that encode packed images, and use sdpa.
+
+    Args:
+        model: The model, or a wrapper of one.
+
+    Returns:
+        The innermost models of transformers whose attention accepts cumulated lengths of images, with their layers: the
+        modules in a ModuleList that have such an attention.
+    """
+    found: dict[Any, list[torch.nn.Module]] = {}
+    for part in model.modules():
+        if not isinstance(part, PreTrainedModel) or part.config._attn_implementation_internal != SDPA:
+            continue
+        if any(isinstance(inner, PreTrainedModel) for inner in [*part.modules()][1:]):
+            continue
+        lists = [m for m in part.modules() if isinstance(m, torch.nn.ModuleList)]
+        layers = [layer for one in lists for layer in one if any(map(_packs_images, layer.modules()))]
+        if layers:
+            found[part] = layers
+    return found
+
+
+def attend_to_packed_images(encoder: torch.nn.Module) -> None:
+    """Make an encoder attend to all images of a batch in one call, so that its program fits all sizes of images.
+
+    Args:
+        encoder: A result of `find_image_encoders`.
+
+    Returns:
+        None.
+    """
+    AttentionInterface.register(PACKED_IMAGES, _attend_to_images)
+    AttentionMaskInterface.register(PACKED_IMAGES, sdpa_mask)
+    encoder.config._attn_implementation_internal = PACKED_IMAGES
+
+
+def _packs_images(module: torch.nn.Module) -> bool:
+    """Return True for an attention module that passes cumulated lengths to its attention function."""
+    try:
+        return f"{CUMULATED_LENGTHS}=cu_seqlens" in inspect.getsource(type(module).forward)
+    except (OSError, TypeError):  # no source
+        return False
+
+
+def _attend_to_images(
+    module: torch.nn.Module, query: Any, key: Any, value: Any, attention_mask: Any = None, **kwargs: Any
+) -> Any:
+    """Return the result of sdpa for images that follow each other in the sequence, each of which attends to itself.
+
+    Args:
+        module: The attention module.
+        query: [1, H, S, D], of the patches of all images.
+        key: [1, H, S, D].
+        value: [1, H, S, D].
+        attention_mask: None.
+        **kwargs: Arguments of sdpa, and `cu_seq_lens_q`, the first patch of each image and S, int [images + 1].
+    """
+    starts = kwargs.pop(CUMULATED_LENGTHS, None)
+    if starts is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    if torch.compiler.is_compiling():
+        image = torch.searchsorted(starts[1:], torch.arange(query.shape[2], device=query.device), right=True)
+        mask = image[None, None, :, None] == image[None, None, None, :]
+        return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+    lengths = starts.diff().tolist()
+    parts = zip(*(x.split(lengths, dim=2) for x in (query, key, value)))
+    results = [sdpa_attention_forward(module, *part, attention_mask, **kwargs)[0] for part in parts]
+    return torch.cat(results, dim=1), None
 
 
 def _compares_names(model_class: type) -> bool:
