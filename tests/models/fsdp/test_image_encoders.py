@@ -1,0 +1,108 @@
+"""Image encoders of transformers under FSDP2 by layer: layers are on shards, and one program fits all sizes of images."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.ranks import Ranks, mesh
+from torch import Tensor, nn
+
+import sp_compile
+
+transformers = pytest.importorskip("transformers")
+multimodal = pytest.importorskip("models.hf.test_multimodal")
+
+LOSS, GRADIENT = 2e-6, 1e-9  # transformers computes losses in float32
+SIZES = [
+    [(4, 4), (4, 8)],
+    [(4, 8), (8, 8)],
+    [(8, 8), (4, 12)],
+    [(12, 8), (8, 4)],
+]  # patches of the two images of a batch
+
+
+def batch_of(sizes: list[tuple[int, int]]) -> dict[str, Tensor]:
+    """Return a batch of two rows with an image each, of which four patches are one token."""
+    batch = multimodal.tokens(*(h * w // 4 for h, w in sizes))
+    grid = torch.tensor([(1, h, w) for h, w in sizes])
+    pixels = torch.randn(int(grid.prod(1).sum()), 3 * 2 * 4 * 4, dtype=torch.float64)
+    types = (batch["input_ids"] == multimodal.IMAGE).int()
+    return {**batch, "pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": types}
+
+
+def train(build: Any, checkpoint: bool) -> list[tuple[float, float, list[set[str]]]]:
+    """Return for each size the errors of loss and gradients, and the sp:: ops of the new graphs with weights."""
+    new: list[set[str]] = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        """Record the ops."""
+        if any(isinstance(x, nn.Parameter) for x in inputs):
+            new.append({str(node.target) for node in graph.graph.nodes if str(node.target).startswith("sp.")})
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    torch.manual_seed(0)
+    transformers.logging.set_verbosity_error()
+    single, _ = build(True)
+    single.double()
+    model = sp_compile.fully_shard_and_compile(
+        copy.deepcopy(single), mesh(), compiler=compiler, cost={}, checkpoint=checkpoint
+    )
+    found = []
+    for sizes in SIZES:
+        torch.manual_seed(1)
+        batch = batch_of(sizes)
+        single.zero_grad()
+        model.zero_grad()
+        new.clear()
+        expected = single(**batch).loss
+        expected.backward()
+        loss = model(**batch).loss
+        loss.backward()
+        pairs = zip(model.parameters(), single.parameters(), strict=True)
+        worst = max(0.0 if q.grad is None else float((p.grad.full_tensor() - q.grad).abs().max()) for p, q in pairs)
+        found.append((float((loss - expected).detach().abs()), worst, list(new)))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["plain", "checkpoint"])
+@pytest.mark.parametrize("build", [multimodal.qwen25_vl, multimodal.qwen3_vl])
+@pytest.mark.parametrize("n", [2, 4])
+def test_sizes_of_images(ranks: Ranks, n: int, build: Any, checkpoint: bool) -> None:
+    """The second size compiles the layers with dynamic sizes; later sizes compile no layer."""
+    for found in ranks.run(n, train, build, checkpoint, timeout=300):
+        assert all(loss < LOSS and gradient < GRADIENT for loss, gradient, _ in found)
+        attention = [ops for ops in found[0][2] if any("attention" in op for op in ops)]
+        assert len(attention) >= 2  # a layer of the encoder, and one of the text model
+        assert [bool(graphs) for *_, graphs in found] == [True, True, False, False]
+
+
+def test_encoders_are_found() -> None:
+    """Those that pass cumulated lengths to their attention function, with their layers, and no other model."""
+    from sp_compile.integrations._compat.attention_names import find_image_encoders
+
+    model, _ = multimodal.qwen25_vl(False)
+    other, _ = multimodal.gemma3(False)
+    ((encoder, layers),) = find_image_encoders(model).items()
+    assert encoder is model.model.visual
+    assert layers == [*encoder.blocks]
+    assert not find_image_encoders(other)
+
+
+def test_attention_to_packed_images() -> None:
+    """One call for all images equals a call for each image, eager and compiled; an image may have one patch."""
+    from sp_compile.integrations._compat.attention_names import CUMULATED_LENGTHS, _attend_to_images
+
+    module = nn.Module()
+    module.is_causal = False
+    q, k, v = torch.randn(3, 1, 2, 9, 4, dtype=torch.float64)
+    parts = [F.scaled_dot_product_attention(*(x[:, :, a:b] for x in (q, k, v))) for a, b in ((0, 5), (5, 6), (6, 9))]
+    expected = torch.cat(parts, dim=2).transpose(1, 2)
+    starts = torch.tensor([0, 5, 6, 9], dtype=torch.int32)
+    for function in (_attend_to_images, torch.compile(_attend_to_images, backend="eager", fullgraph=True)):
+        result, _ = function(module, q, k, v, is_causal=False, **{CUMULATED_LENGTHS: starts})
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-14)
