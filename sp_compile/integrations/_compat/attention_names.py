@@ -96,7 +96,11 @@ class MaskArguments:
         self.arguments = arguments
 
     def compute_mask(self) -> Any:
-        """Return the mask, bool of shape [B, 1, S, S], or None if the attention function has a flag for it."""
+        """Compute the mask.
+
+        Returns:
+            Bool of shape [B, 1, S, S], or None if the attention function has a flag for the mask.
+        """
         return sdpa_mask(**self.arguments)
 
     def __getattr__(self, name: str) -> Any:
@@ -134,7 +138,7 @@ def compute_masks_in_layers(model: torch.nn.Module) -> None:
     fixed = {id(m.config) for m in parts if not m._supports_attention_backend or _compares_names(type(m))}
     for config in (m.config for m in parts):
         if config._attn_implementation_internal == SDPA and id(config) not in fixed:
-            AttentionInterface.register(LAYER_MASKS, _attend)
+            AttentionInterface.register(LAYER_MASKS, _attend_in_layer)
             AttentionMaskInterface.register(LAYER_MASKS, _delay_mask)
             config._attn_implementation_internal = LAYER_MASKS
 
@@ -223,7 +227,7 @@ def _delay_mask(**arguments: Any) -> Any:
     return MaskArguments(arguments) if torch.compiler.is_compiling() else sdpa_mask(**arguments)
 
 
-def _attend(
+def _attend_in_layer(
     module: torch.nn.Module, query: Any, key: Any, value: Any, attention_mask: Any = None, **kwargs: Any
 ) -> Any:
     """Return the result of sdpa with a mask, or with the mask of arguments."""
