@@ -32,13 +32,16 @@ class SequenceParallel(SampleSharer, ItemCounter, WeightSaver):
     the Trainer. A batch is counted once, regardless of the number of ranks that share it. The batch size of a step is
     per_device_train_batch_size * gradient_accumulation_steps * the number of replicas.
 
-    Trainers that sample, such as TRL's GRPOTrainer, sample once for the ranks that share a sequence.
+    Trainers that sample, such as TRL's GRPOTrainer, sample once for the ranks that share a sequence. With
+    `shard_generation = True` in the class, these ranks also share the cache of generation, as `sp_compile.shard_cache`
+    documents: prompts run on shards, and each rank stores a part of the keys and values.
 
     `parallelism_config`, `fsdp` and `torch_compile_backend` of the arguments have the meaning that
     `SequenceParallelAccelerator` documents.
     """
 
     sp_options: ClassVar[Mapping[str, Any]] = {}  # fields of `sp_compile.SPConfig`
+    shard_generation: ClassVar[bool] = False  # share the cache of generation; True raises for models that cannot
     accelerator: Any  # the SequenceParallelAccelerator
     gather_function: Any  # the function that the Trainer calls to gather predictions
 
