@@ -1,6 +1,7 @@
-"""Run the command line: `python -m sp_compile explain|verify|plan module:function`, or `selftest`.
+"""Run the command line: `python -m sp_compile explain|verify|plan module:function`, `selftest`, or `run script`.
 
-The function returns (model, args) or (model, args, kwargs): the model and its arguments, with global shapes.
+The function returns (model, args) or (model, args, kwargs): the model and its arguments, with global shapes. `run` runs
+a training script whose Trainers share sequences.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from sp_compile.planner.page import page
 from sp_compile.planner.plan import plan
 from sp_compile.planner.report_json import plan_json, report_json
 
+from .integrations.run_script import run_script
 from .selftest.launch import selftest, selftest_table
 from .verify import verify
 
@@ -42,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if unknown:
             cause = f"{args.command}: unknown argument {' '.join(unknown)!r}."
             raise SpError("SP731", cause, _memory_fix(args.command, unknown[0]))  # a fix for --memory, None for others
+        if args.command == "run":
+            options = dict(map(_parse_option, args.option))
+            run_script(args.target, args.arguments, is_module=args.module, options=options)
+            return 0
         for path in filter(None, (args.json, getattr(args, "html", None))):
             _check_writable(path)
         return _run_selftest(args) if args.command == "selftest" else _run_command(args)
@@ -157,6 +163,14 @@ def _make_parser() -> argparse.ArgumentParser:
     command.add_argument("--device", choices=("cuda", "cpu"), help="by default cuda, if there are two GPUs or more")
     command.add_argument("--compiler", help="the option `compiler`; by default inductor on GPUs, aot_eager on a CPU")
     command.add_argument("--json", type=Path, help="also write the results to this JSON file")
+    text = "run a training script whose Trainers of transformers and TRL, and Accelerators, share sequences"
+    command = commands.add_parser("run", help=text, description=text)
+    command.add_argument("-m", "--module", action="store_true", help="the target is the name of a module")
+    command.add_argument(
+        "--option", action="append", default=[], metavar="NAME=VALUE", help="a backend option; repeatable"
+    )
+    command.add_argument("target", help="the script")
+    command.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     return parser
 
 

@@ -1,0 +1,114 @@
+"""`accelerate launch -m sp_compile run` of scripts that do not mention this library, against one process without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.parity import error_text
+
+from sp_compile.integrations.run_script import run_script
+
+ROOT = Path(__file__).parents[3]
+CONFIG = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+use_cpu: true
+num_processes: 4
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+parallelism_config:
+  parallelism_config_dp_shard_size: 2
+  parallelism_config_cp_size: 2
+"""
+HEAD = """
+import json, sys, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+torch.manual_seed(0)
+sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes))
+rows = [{"input_ids": row, "labels": row} for row in (torch.randint(64, (48, 1)) + torch.arange(41)) % 64]
+replicas, path = int(sys.argv[1]), sys.argv[2]
+"""
+SCRIPTS = {
+    "trainer": """
+from transformers import Trainer, TrainingArguments
+class MyTrainer(Trainer):
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs)
+options = {"max_steps": 10, "learning_rate": 1e-2, "logging_steps": 1, "use_cpu": True, "report_to": "none"}
+arguments = TrainingArguments(path + ".out", per_device_train_batch_size=4 // replicas, save_strategy="no", **options)
+trainer = MyTrainer(model=model, args=arguments, train_dataset=rows)
+trainer.train()
+losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+""",
+    "accelerator": """
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+loader = torch.utils.data.DataLoader(rows, 4 // replicas, shuffle=True, generator=torch.Generator().manual_seed(0))
+model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader)
+losses = []
+for batch in list(loader)[:10]:
+    loss = model(**batch).loss
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(accelerator.gather_for_metrics(loss.detach()).mean().item())
+""",
+}
+TAIL = """
+weights = dict(getattr(model, "_orig_mod", model).named_parameters())
+full = {name: (x.full_tensor() if hasattr(x, "full_tensor") else x).double().sum().item() for name, x in weights.items()}
+stored = sum((x.to_local() if hasattr(x, "to_local") else x).numel() for x in weights.values())
+found = {"losses": losses, "weights": full, "share": stored / sum(x.numel() for x in weights.values())}
+if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+    json.dump(found, open(path, "w"))
+"""
+
+
+def run(command: list[str], folder: Path) -> None:
+    """Run a command in a folder."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def free_port() -> str:
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return str(found.getsockname()[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SCRIPTS)
+def test_scripts_without_changes(tmp_path: Path, kind: str) -> None:
+    """2 replicas of 2 ranks train as one process: losses, sums of all weights; weights are sharded over 4 ranks."""
+    for package in ("transformers", "accelerate"):
+        pytest.importorskip(package)
+    script, config = tmp_path / "train.py", tmp_path / "config.yaml"
+    script.write_text(HEAD + SCRIPTS[kind] + TAIL)
+    config.write_text(CONFIG)
+    run([sys.executable, str(script), "1", "alone.json"], tmp_path)
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    launcher += ["--main_process_port", free_port(), "-m", "sp_compile", "run", "--option", "compiler=aot_eager"]
+    run([*launcher, str(script), "2", "ranks.json"], tmp_path)
+    results: dict[str, Any] = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in ("alone", "ranks")}
+    assert len(results["ranks"]["losses"]) == 10
+    assert results["ranks"]["losses"] == pytest.approx(results["alone"]["losses"], rel=1e-5)
+    assert results["ranks"]["weights"] == pytest.approx(results["alone"]["weights"], rel=1e-4, abs=1e-4)
+    assert (results["alone"]["share"], results["ranks"]["share"]) == (1, 0.25)
+
+
+def test_targets_that_do_not_exist() -> None:
+    assert "SP736" in error_text(lambda: run_script("no_such_script.py"))
+    assert "SP736" in error_text(lambda: run_script("no_such_module", is_module=True))
+    assert "SP102" in error_text(lambda: run_script(__file__, options={"atention": "ring"}))
