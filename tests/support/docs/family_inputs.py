@@ -204,8 +204,9 @@ def _channel(model: torch.nn.Module) -> Inputs:
 
 def _spectrum(model: torch.nn.Module) -> Inputs:
     mels = find_field(model.config, "num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim") or MELS
-    labels = {} if has_parameter(model.forward, "input_ids") else {"labels": _labels(model)}
     mask = torch.ones(BATCH, FRAMES, dtype=torch.int64)
+    has_text = has_parameter(model.forward, "input_ids")
+    labels = {} if has_text else {"labels": _labels(model), "attention_mask": mask}
     return {"input_features": torch.randn(BATCH, mels, FRAMES), "feature_attention_mask": mask, **labels}
 
 
