@@ -2,9 +2,10 @@
 
 The tables other than "named" contain every class of an auto class of transformers, or every transformer of diffusers,
 with the generic sizes of `family_sizes.py`, or those of `diffusion_models.py`. Other classes that need other sizes or
-inputs fail to build.
+inputs fail to build. The tables from "multimodal" on have one class of each family that is in no earlier table.
 """
 
+import re
 from collections.abc import Iterator
 from functools import cache, partial
 from typing import Any
@@ -16,16 +17,28 @@ from transformers.models.auto import modeling_auto
 
 from .diffusion_models import SPECIAL, build_special, inputs_by_name
 from .family_changes import CHANGES, INPUTS
-from .family_models import COLUMNS, DIFFUSION, FRAMES, NAMED, ROWS, Built, Family, latents
+from .family_inputs import build_model
+from .family_models import COLUMNS, DIFFUSION, FRAMES, NAMED, ROWS, TEXT, Built, Family, latents
 from .family_sizes import BATCH, VOCABULARY, build_text_model, shrink_arguments, shrink_config
 from .partial_families import PARTIAL
 
 AUTO_CLASSES = {
-    "causal": "CAUSAL_LM",
-    "masked": "MASKED_LM",
-    "images": "IMAGE_CLASSIFICATION",
-    "translation": "SEQ_TO_SEQ_CAUSAL_LM",
+    "causal": ["CAUSAL_LM"],
+    "masked": ["MASKED_LM"],
+    "images": ["IMAGE_CLASSIFICATION"],
+    "translation": ["SEQ_TO_SEQ_CAUSAL_LM"],
+    "multimodal": ["MULTIMODAL_LM"],
+    "audio": "CTC AUDIO_CLASSIFICATION SPEECH_SEQ_2_SEQ TEXT_TO_SPECTROGRAM TEXT_TO_WAVEFORM RNNT".split(),
+    "vision": """
+        VIDEO_CLASSIFICATION OBJECT_DETECTION SEMANTIC_SEGMENTATION INSTANCE_SEGMENTATION UNIVERSAL_SEGMENTATION
+        DEPTH_ESTIMATION KEYPOINT_DETECTION KEYPOINT_MATCHING MASK_GENERATION POSE_ESTIMATION IMAGE_TO_IMAGE
+        ZERO_SHOT_OBJECT_DETECTION IMAGE_MATTING TEXT_RECOGNITION TABLE_RECOGNITION
+    """.split(),
+    "series": ["TIME_SERIES_PREDICTION", "TIME_SERIES_CLASSIFICATION"],
+    "others": [""],
 }
+ENDING = re.compile(r"For[A-Z]|Model(?=$|With|For)|LMHead|WithLM")
+PARTS = re.compile(r"(Text|Vision|Audio|Encoder|Decoder|Video|VisionTransformer)+$")
 TEXT_TABLES = ("causal", "masked", "translation")
 
 
@@ -43,12 +56,49 @@ def families(table: str) -> list[Family]:
         names = sorted({x for x in dir(diffusers) if "Transformer" in x and x.endswith("Model")} | set(SPECIAL))
         shown = [name for name in names if _short_name(name) not in named]
         return [Family(name, "diffusers", partial(_build_diffusion, name)) for name in shown]
-    names_by_type = getattr(modeling_auto, f"MODEL_FOR_{AUTO_CLASSES[table]}_MAPPING_NAMES")
-    listed = [x for names in names_by_type.values() for x in ([names] if isinstance(names, str) else names)]
+    listed = _list_classes(table)
+    if table not in (*TEXT_TABLES, "images"):
+        return [Family(name, "transformers", partial(_build_any, table, name)) for name in _list_new(table)]
     if table == "images":  # not the variants of a family with another head
         listed = [x for x in listed if x.endswith("ForImageClassification")]
     build = _build_text if table in TEXT_TABLES else _build_images
     return [Family(name, "transformers", partial(build, name)) for name in sorted(set(listed))]
+
+
+def _list_classes(table: str) -> list[str]:
+    """Return the names of the classes of the auto classes of a table, each one once."""
+    mappings = [f"MODEL_FOR_{task}_MAPPING_NAMES" if task else "MODEL_MAPPING_NAMES" for task in AUTO_CLASSES[table]]
+    names = [x for mapping in mappings for x in getattr(modeling_auto, mapping).values()]
+    return list(dict.fromkeys(x for y in names for x in ([y] if isinstance(y, str) else y)))
+
+
+@cache
+def _list_new(table: str) -> list[str]:
+    """Return a class for each family of a table that has none in an earlier table; parts of such a family have none.
+
+    A model with images or recordings beside a text has a row although its language model has one.
+    """
+    earlier = list(AUTO_CLASSES)[: list(AUTO_CLASSES).index(table)]
+    rows = [family.name for other in ("named", *earlier) for family in families(other)]
+    named = [build_class for build_class, _ in TEXT.values()] + ["Whisper"]
+    known, chosen = {_prefix(x) for x in (*rows, *named)}, []
+    for name in _list_classes(table):
+        family = PARTS.sub("", _prefix(name))
+        if name not in rows and (table == "multimodal" or not known & {_prefix(name), family}):
+            chosen.append(name)
+            known.add(_prefix(name))
+    return sorted(chosen)
+
+
+def _prefix(name: str) -> str:
+    """Return the name of a class without the task, as in Hubert of HubertForCTC."""
+    return ENDING.split(name)[0]
+
+
+def _build_any(table: str, name: str) -> Built:
+    """Build a model with inputs that its forward has; of a vision model without a text the backbone."""
+    backbone = getattr(transformers, f"{_prefix(name)}Model", None) if table == "vision" else None
+    return build_model(name, backbone, table == "vision")
 
 
 def _short_name(class_name: str) -> str:
@@ -76,9 +126,7 @@ def _build_images(name: str) -> Built:
     prefix = name.removesuffix("ForImageClassification")
     names = (f"{prefix}VisionModel", f"{prefix}Model", name)
     model_class = next(getattr(transformers, x) for x in names if hasattr(transformers, x))
-    patch = model_class.config_class().to_dict().get("patch_size")
-    changes = {"patch_size": 8} if isinstance(patch, int) and patch > 8 else {}
-    model = model_class(shrink_config(model_class.config_class, **changes | CHANGES.get(name, {})))
+    model = model_class(shrink_config(model_class.config_class, **CHANGES.get(name, {})))
     return model, _inputs(name, {"pixel_values": torch.randn(BATCH, 3, 64, 64)})
 
 

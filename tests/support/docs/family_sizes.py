@@ -50,6 +50,8 @@ NAMES_BY_SIZE: dict[Any, str] = {
         text_embed_dim cap_feat_dim time_embed_dim context_in_dim text_hidden_dim adaln_lora_dim hidden_dim model_dim
         emb_dim text_states_dim encoder_hidden_states_channels attention_hidden_size time_step_emb_dim adaln_embed_dim
         text_in_dim text_feature_dim text_embed_2_dim siglip_feat_dim image_size hidden_size_global
+        out_hidden_size vision_hidden_size adapter_in_dim output_channels fpn_hidden_size
+        adapter_input_size upsample_groups codebook_dim cross_hidden_size
     """,
     96: """
         intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff n_inner ffn_hidden_size mlp_hidden_size
@@ -61,28 +63,44 @@ NAMES_BY_SIZE: dict[Any, str] = {
     """,
 }
 SIZES = {name: size for size, names in NAMES_BY_SIZE.items() for name in names.split()}
+# fields that depend on the number of layers, or are not arguments
+NOT_KEPT = (
+    "layer_types",
+    "mlp_layer_types",
+    "model_type",
+    "transformers_version",
+    "stage_names",
+    "dtype",
+    "_name_or_path",
+)
 SPECIAL_TOKENS = ("eos_token_id", "decoder_start_token_id", "sep_token_id", "cls_token_id", "mask_token_id")
 
 
-def shrink_config(config_class: type, **changes: Any) -> Any:
+def shrink_config(config_class: type, keeps_widths: bool = False, **changes: Any) -> Any:
     """Return a small configuration of a class of transformers.
 
     Args:
         config_class: The class.
+        keeps_widths: True to reduce only the number of layers.
         **changes: Fields with other values than those of `SIZES`; for a nested configuration a dict of its fields.
     """
     default = config_class()
     fields = default.to_dict()
     values = {name: _smaller(name, value) for name, value in fields.items() if _is_reducible(name, value)}
+    values = {name: value for name, value in values.items() if "layers" in name} if keeps_widths else values
     values |= {name: 2 for name in SPECIAL_TOKENS if fields.get(name) is not None}
     values |= _shrink_layers(default, fields)
-    if fields.get("num_key_value_heads") == fields.get("num_attention_heads") is not None:
+    values |= ({} if keeps_widths else _shrink_lists(fields)) | _shrink_outputs(fields)
+    large = [name for name, value in fields.items() if _is_large_id(name, value)]
+    values |= {name: 3 + index for index, name in enumerate(sorted(set(large) - set(SPECIAL_TOKENS)))}
+    if not keeps_widths and fields.get("num_key_value_heads") == fields.get("num_attention_heads") is not None:
         values["num_key_value_heads"] = HEADS
     if fields.get("head_dim") == fields.get("qk_rope_head_dim") is not None:
         values["head_dim"] = values["qk_rope_head_dim"]
     for name in getattr(config_class, "sub_configs", {}):
-        if hasattr(nested := type(getattr(default, name, None)), "sub_configs"):
-            values[name] = shrink_config(nested, **changes.pop(name, {}))
+        if hasattr(nested := getattr(default, name, None), "sub_configs") and isinstance(changes.get(name, {}), dict):
+            own = _own_fields(nested) | _shrink_outputs(nested.to_dict())
+            values[name] = shrink_config(type(nested), keeps_widths, **own | changes.pop(name, {}))
     for name in ("layer_types", "layers_block_type"):
         values |= {"num_hidden_layers": len(changes[name])} if name in changes else {}
     return config_class(**values | changes)
@@ -144,10 +162,48 @@ def _is_reducible(name: str, value: Any) -> bool:
     return name in SIZES and (value is None or isinstance(value, int)) and not isinstance(value, bool)
 
 
+def _is_large_id(name: str, value: Any) -> bool:
+    """Return True if a field is the id of a token that is not in the small vocabulary."""
+    return name.endswith(("_token_id", "_token_index")) and isinstance(value, int) and value >= VOCABULARY
+
+
 def _smaller(name: str, value: int | None) -> int | None:
     """Return the size of a field, which remains None if it is None and derived from others."""
     derived = ("q_lora_rank", "lru_width", "n_inner", "global_head_dim")
     return value if value is None and (name in derived or name in ("pad_token_id", "bos_token_id")) else SIZES[name]
+
+
+def _own_fields(config: Any) -> dict[str, Any]:
+    """Return the fields of a nested configuration without a generic size that differ from the defaults of its class."""
+    usual = type(config)().to_dict()
+    own = {name: value for name, value in config.to_dict().items() if name in usual and value != usual[name]}
+    kept = (str, bool, float, list, tuple)
+    return {name: value for name, value in own.items() if isinstance(value, kept) and name not in NOT_KEPT}
+
+
+def _shrink_lists(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the sections of rotary embeddings, and the sizes of images, that fit the generic sizes."""
+    values: dict[str, Any] = {"in_channels": 3} if fields.get("in_channels") == 3 else {}  # those of an image
+    rope = fields.get("rope_parameters")
+    if rope and "mrope_section" in rope:
+        values["rope_parameters"] = rope | {"mrope_section": [2, 3, 3]}
+    if fields.get("image_grid_pinpoints"):
+        values["image_grid_pinpoints"] = [[WIDTH, 2 * WIDTH], [2 * WIDTH, WIDTH]]
+    if isinstance(patch := fields.get("patch_size"), int) and patch > 8:
+        values["patch_size"] = 8
+    for name, size in (("image_size", WIDTH), ("patch_size", 8)):
+        values |= {name: [size, size]} if isinstance(fields.get(name), (list, tuple)) and len(fields[name]) == 2 else {}
+    return values
+
+
+def _shrink_outputs(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fewest layers with which a backbone has its number of results, one after each of the last layers."""
+    outputs = [x for x in fields.get("out_indices") or () if x > 0]
+    if not outputs or "num_hidden_layers" not in fields:
+        return {}
+    layers = max(2, len(outputs))
+    last = list(range(layers - len(outputs) + 1, layers + 1))
+    return {"num_hidden_layers": layers, "out_indices": last, "out_features": None}
 
 
 def _shrink_layers(default: Any, fields: dict[str, Any]) -> dict[str, Any]:
