@@ -314,7 +314,8 @@ def split_kwargs(
         The options, and the keyword arguments of the model.
 
     Raises:
-        SpError: A name is another name for the number of ranks (SP102), such as `ranks` in a call of `explain`.
+        SpError: A name is another name for the number of ranks, such as `ranks` in a call of `explain`, or an argument
+            of torch.compile, and not a parameter of the model (SP102).
     """
     passed = dict(passed)
     kwargs: dict[str, Any] = dict(passed.pop("kwargs", {}))
@@ -327,6 +328,9 @@ def split_kwargs(
     for name, value in passed.items():
         if name in OTHER_RANKS_NAMES and name not in parameter_names:
             raise SpError("SP102", f"{entry}: unknown option {name!r}.", f"Use {ranks_name}={value!r}.")
+        if name in COMPILE_ARGUMENTS and name not in parameter_names:
+            fix = "Pass fields of `SPConfig` by name, such as attention='ring'."
+            raise SpError("SP102", f"{entry}: unknown option {name!r}, an argument of torch.compile.", fix)
         is_similar = bool(suggest_option(name, [*field_names, *ENTRY_ARGUMENTS]))
         is_parameter = name in parameter_names or (accepts_any and not is_similar)
         if is_parameter and name not in field_names:
@@ -339,6 +343,7 @@ def split_kwargs(
 RANKS_ARGUMENTS = {"explain": "sp", "verify": "sp", "plan": "ranks"}  # the argument with the number of ranks
 # names that users pass for the number of ranks
 OTHER_RANKS_NAMES = "sp ranks world_size num_ranks nproc_per_node sp_size cp_size n_ranks".split()
+COMPILE_ARGUMENTS = ("backend", "mode", "options", "fullgraph", "dynamic")
 ENTRY_ARGUMENTS = ("memory", "optimizer", "passes", "host_memory")  # further arguments, which may be misspelled
 
 

@@ -268,6 +268,8 @@ def test_plan_and_verify_name_their_argument_of_ranks() -> None:
         sp_compile.plan(Base(), data(), sp=8)
     with pytest.raises(SpError, match=r"SP102: verify: .*'ranks'.* sp=8"):
         sp_compile.verify(Base(), data(), ranks=8)
+    with pytest.raises(SpError, match=r"SP102: explain: unknown option 'options'.*by name"):
+        sp_compile.explain(Base(), data(), sp=2, options={"attention": "ring"})
 
 
 NO_DERIVATIVE = "halves has no derivative"

@@ -24,7 +24,7 @@ QUICK = ("LFM2", "DINOv3 ViT", "Flux")  # families with a fast test; the others 
 SETTINGS = ((2, "auto"), (3, "ring"), (4, "ulysses"), (4, "hybrid"), (3, "gather"))  # ranks, attention
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
 # Sums over tokens of these models, in norms, gates or states, are float32 for every dtype of the model.
-FLOAT32_SUMS = "Wan,Qwen3.5 (text),Mamba2,Bamba,Falcon-H1,Zamba2,OlmoHybrid,RecurrentGemma,LFM2,Sana".split(",")
+FLOAT32_SUMS = "Wan,Qwen3.5 (text),Mamba2,Bamba,Falcon-H1,Zamba2,OlmoHybrid,RecurrentGemma,LFM2,Sana,Mochi".split(",")
 FLOAT32_TOLERANCE = 1e-6
 # Models in transformers compute the delta rule in float32 with sums that cancel. The tolerance is twice the distance of
 # the gradients of the model in eager mode from those of a copy of its code with float64 in place of float32.
