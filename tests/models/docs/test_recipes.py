@@ -27,6 +27,7 @@ NEEDS = {
     "sharded": ("accelerate",),
     "fabric": ("lightning",),
     "lightning": ("lightning",),
+    "lightning_sharded": ("lightning",),
     "torchrun": (),
     "fsdp": (),
     "blocks": (),
@@ -68,6 +69,7 @@ def launch(folder: Path, processes: int, script: str, *arguments: str, timeout: 
 
 def run(name: str, folder: Path, processes: int, *changes: str, **launched: Any) -> dict[str, Any]:
     """Run a recipe and return its results. launched: arguments of `launch`."""
+    folder.mkdir(exist_ok=True)
     result = folder / f"{name}{processes}.pt"
     page = (PAGES if name in NEEDS else PAGES.parent) / f"{name}.md"
     launch(folder, processes, "recipe.py", str(page), str(result), *changes, **launched)
@@ -78,7 +80,22 @@ def alone_is(name: str) -> tuple[str, ...]:
     """Return replacements of a page for one process."""
     if name == "sharded":  # which the Trainer refuses on one process
         return "fsdp=True", "fsdp=False"
+    if name == "lightning_sharded":
+        return "replicas, share = 1, 2", "replicas, share = 1, 1", *PLAIN_LIGHTNING
     return ("devices=2", "devices=1") if name in OF_LIGHTNING else on_mesh(1, 1, 1) if name == "titan" else ()
+
+
+SHARD = 'sp_compile.fully_shard_and_compile(self.inner, self.device_mesh, mesh_dim="tensor_parallel")'
+FSDP_STRATEGY = "strategy = ModelParallelStrategy(data_parallel_size=replicas, tensor_parallel_size=share)"
+AS_REPLICAS_ARE = "dataset, sampler=torch.utils.data.DistributedSampler(dataset, 1, 0), "  # which Lightning shuffles
+PLAIN_LIGHTNING = (
+    SHARD,
+    "pass",
+    FSDP_STRATEGY,
+    'strategy = "auto"',
+    "DataLoader(dataset, ",
+    f"DataLoader({AS_REPLICAS_ARE}",
+)
 
 
 def on_mesh(*sizes: int) -> tuple[str, str]:
@@ -112,9 +129,8 @@ def test_recipe_equals_one_device(name: str, tmp_path: Path) -> None:
     for package in NEEDS[name]:
         pytest.importorskip(package)
     casts = WITHOUT_CASTS if name == "blocks" else ()
-    alone = run(name, tmp_path, 1, *alone_is(name), *casts)
-    (tmp_path / "checkpoint").exists() and (tmp_path / "checkpoint").rename(tmp_path / "of one")
-    compare(run(name, tmp_path, 2, *casts), alone)
+    alone = run(name, tmp_path / "alone", 1, *alone_is(name), *casts)
+    compare(run(name, tmp_path / "shared", 2, *casts), alone)
 
 
 ON_FOUR = ("accelerate", "sft", *OF_LIGHTNING)
@@ -233,3 +249,50 @@ def test_a_mesh_of_three_axes_is_resumed_on_others(tmp_path: Path) -> None:
         compare(found, run("titan", tmp_path / "alone", 1, *alone_is("titan")))
         assert found["losses"][0] < before  # training did continue, also on a single device
         before = sum(found["losses"]) / len(found["losses"])
+
+
+TWO_EPOCHS = '"max_epochs": 1', '"max_epochs": 2'
+
+
+@pytest.mark.slow
+def test_lightning_shards_weights_and_resumes_on_fewer_ranks(tmp_path: Path) -> None:
+    """Two replicas of two ranks train the first epoch, two ranks of one sequence the second one."""
+    pytest.importorskip("lightning")
+    alone = run("lightning_sharded", tmp_path / "alone", 1, *alone_is("lightning_sharded"), *TWO_EPOCHS)
+    sizes = "replicas, share = 1, 2", "replicas, share = 2, 2"
+    first = run("lightning_sharded", tmp_path / "shared", 4, *sizes)
+    assert first["bytes"] * 4 == alone["bytes"]
+    assert torch.allclose(*(torch.tensor(one["losses"][:10]) for one in (first, alone)), rtol=0, atol=LOSS)
+    second = run("lightning_sharded", tmp_path / "shared", 2, *TWO_EPOCHS)
+    assert second["bytes"] * 2 == alone["bytes"]
+    compare(second, {**alone, "losses": alone["losses"][10:]})
+
+
+FABRIC_WITH_FSDP = (
+    'strategy="ddp"',
+    "strategy=ModelParallelStrategy(parallelize, 2, 2)",
+    "from sp_compile.integrations.ddp import compile_under_ddp",
+    "from lightning.fabric.strategies import ModelParallelStrategy\nimport sp_compile\n\n"
+    "def parallelize(model, mesh):\n"
+    '    return sp_compile.fully_shard_and_compile(model, mesh, mesh_dim="tensor_parallel")',
+    'compile_under_ddp(model, mesh["sp"])',
+    "",
+    "wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))",
+    "wrapped = fabric.setup_module(model)\n"
+    "optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))",
+    "batch_size=4",
+    "batch_size=2",
+    "(1, fabric.world_size)",
+    "(2, 2)",
+    "devices=2",
+    "devices=4",
+)
+
+
+@pytest.mark.slow
+def test_fabric_shards_weights(tmp_path: Path) -> None:
+    """The lines that the page about Lightning with sharded weights names."""
+    pytest.importorskip("lightning")
+    alone, found = run("fabric", tmp_path, 1, *alone_is("fabric")), run("fabric", tmp_path, 4, *FABRIC_WITH_FSDP)
+    assert found["bytes"] * 4 == alone["bytes"]
+    compare(found, alone)
