@@ -235,18 +235,34 @@ def test_a_checkpoint_is_resumed_on_another_number_of_ranks(tmp_path: Path) -> N
     compare(resumed, {**alone, "losses": alone["losses"][5:]}, steps=5)
 
 
-MESHES = ((2, 1, 2), (2, 2, 2), TWO)
+MESHES = ((1, 2, 2), (2, 2, 2), TWO)  # replicas of the weights, replicas that shard them, ranks of a sequence
+IN_A_CHECKPOINT = (  # the lines of the page about FSDP2
+    "for row in",
+    "import torch.distributed.checkpoint as dcp\n"
+    "from pathlib import Path\n"
+    "from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict\n"
+    "sampler = SequenceSampler(data, mesh)\n"
+    'state = {"model": model, "optimizer": optimizer, "sampler": sampler}\n'
+    'if Path("checkpoint").exists():\n'
+    "    get_optimizer_state_dict(model, optimizer)\n"
+    '    dcp.load(state, checkpoint_id="checkpoint")\n'
+    "for row in",
+    "sampler=SequenceSampler(data, mesh)",
+    "sampler=sampler",
+    '{loss.item():.3f}")\n',
+    '{loss.item():.3f}")\nsampler.set_epoch(sampler.epoch + 1)\ndcp.save(state, checkpoint_id="checkpoint")\n',
+)
 
 
 @pytest.mark.slow
 def test_a_mesh_of_three_axes_is_resumed_on_others(tmp_path: Path) -> None:
-    """Replicas, shards and ranks of a sequence: an epoch of ten steps on four ranks, one on eight, one on two."""
-    for name in ("alone", "shared"):
-        (tmp_path / name).mkdir()
+    """An epoch of ten steps on four ranks, one on eight, one on two; each stores its part of the weights."""
     before = 10.0
     for sizes in MESHES:
-        found = run("titan", tmp_path / "shared", math.prod(sizes), *on_mesh(*sizes))
-        compare(found, run("titan", tmp_path / "alone", 1, *alone_is("titan")))
+        found = run("titan", tmp_path / "shared", math.prod(sizes), *on_mesh(*sizes), *IN_A_CHECKPOINT)
+        alone = run("titan", tmp_path / "alone", 1, *alone_is("titan"), *IN_A_CHECKPOINT)
+        compare(found, alone)
+        assert found["bytes"] * sizes[1] * sizes[2] == alone["bytes"]
         assert found["losses"][0] < before  # training did continue, also on a single device
         before = sum(found["losses"]) / len(found["losses"])
 
