@@ -45,8 +45,11 @@ def code_of(name: str) -> str:
     return code
 
 
-def launch(folder: Path, processes: int, script: str, *arguments: str, timeout: float = 600, **others: str) -> None:
-    """A program of tests/support/programs in a folder; on one process without the compiler. others: of the environment."""
+def launch(folder: Path, processes: int, script: str, *arguments: str, timeout: float = 600, **others: str) -> str:
+    """Run a program of tests/support/programs in a folder, and return its output; on one process without the compiler.
+
+    others: of the environment.
+    """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -65,6 +68,7 @@ def launch(folder: Path, processes: int, script: str, *arguments: str, timeout: 
     command = [sys.executable, *torchrun, str(program), *arguments]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return done.stdout
 
 
 def run(name: str, folder: Path, processes: int, *changes: str, **launched: Any) -> dict[str, Any]:
@@ -72,8 +76,8 @@ def run(name: str, folder: Path, processes: int, *changes: str, **launched: Any)
     folder.mkdir(exist_ok=True)
     result = folder / f"{name}{processes}.pt"
     page = (PAGES if name in NEEDS else PAGES.parent) / f"{name}.md"
-    launch(folder, processes, "recipe.py", str(page), str(result), *changes, **launched)
-    return torch.load(result)
+    printed = launch(folder, processes, "recipe.py", str(page), str(result), *changes, **launched)
+    return {**torch.load(result), "printed": printed}
 
 
 def alone_is(name: str) -> tuple[str, ...]:
@@ -121,6 +125,7 @@ def test_every_page_is_run_and_short() -> None:
         assert len(lines) <= 30, (name, len(lines))
         assert "environ" not in code
         assert "optimize_ddp" not in code
+        assert "print(" in code or re.search(r"logging_steps\W+1\b", code), f"{name} does not print its losses"
 
 
 @pytest.mark.slow
@@ -130,7 +135,11 @@ def test_recipe_equals_one_device(name: str, tmp_path: Path) -> None:
         pytest.importorskip(package)
     casts = WITHOUT_CASTS if name == "blocks" else ()
     alone = run(name, tmp_path / "alone", 1, *alone_is(name), *casts)
-    compare(run(name, tmp_path / "shared", 2, *casts), alone)
+    found = run(name, tmp_path / "shared", 2, *casts)
+    compare(found, alone)
+    if "print(" in code_of(name):  # otherwise a Trainer prints, in a format of its own
+        printed = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", found["printed"])]  # by one rank
+        assert printed == pytest.approx(found["losses"], abs=1e-3)
 
 
 ON_FOUR = ("accelerate", "sft", *OF_LIGHTNING)
