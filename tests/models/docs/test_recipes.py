@@ -279,16 +279,21 @@ def test_a_mesh_of_three_axes_is_resumed_on_others(tmp_path: Path) -> None:
 TWO_EPOCHS = '"max_epochs": 1', '"max_epochs": 2'
 
 
+ONE_FILE = "tensor_parallel_size=share)", "tensor_parallel_size=share, save_distributed_checkpoint=False)"
+
+
 @pytest.mark.slow
-def test_lightning_shards_weights_and_resumes_on_fewer_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("saved", [(), ONE_FILE], ids=["shards", "one file"])
+def test_lightning_shards_weights_and_resumes_on_fewer_ranks(saved: tuple[str, ...], tmp_path: Path) -> None:
     """Two replicas of two ranks train the first epoch, two ranks of one sequence the second one."""
     pytest.importorskip("lightning")
     alone = run("lightning_sharded", tmp_path / "alone", 1, *alone_is("lightning_sharded"), *TWO_EPOCHS)
     sizes = "replicas, share = 1, 2", "replicas, share = 2, 2"
-    first = run("lightning_sharded", tmp_path / "shared", 4, *sizes)
+    first = run("lightning_sharded", tmp_path / "shared", 4, *sizes, *saved)
     assert first["bytes"] * 4 == alone["bytes"]
     assert torch.allclose(*(torch.tensor(one["losses"][:10]) for one in (first, alone)), rtol=0, atol=LOSS)
-    second = run("lightning_sharded", tmp_path / "shared", 2, *TWO_EPOCHS)
+    assert (tmp_path / "shared" / "out" / "last.ckpt").is_dir() is not bool(saved)
+    second = run("lightning_sharded", tmp_path / "shared", 2, *TWO_EPOCHS, *saved)
     assert second["bytes"] * 2 == alone["bytes"]
     compare(second, {**alone, "losses": alone["losses"][10:]})
 
