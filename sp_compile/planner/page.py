@@ -1,6 +1,7 @@
 """Render the JSON of a report or plan (`report_json.py`) as an HTML page without external resources.
 
-The template is `page.html`; this file computes what it shows: rows of tables, and the points of the memory chart.
+The template is `page.html`; this file computes what it shows: rows of tables, the points of the memory chart, and the
+bars of the options that a plan compares.
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ import jinja2
 from sp_compile.passes.cost.step_memory import format_bytes
 
 from .byte_sizes import SizeUnit
-from .plan import COLUMNS
+from .plan import COLUMNS, MAX_PLAN_ROWS
 from .ranges import format_byte_range, format_range
 
 CHART_WIDTH, CHART_HEIGHT = 960, 220  # size of the memory chart in pixels
 MAX_POINTS = 2000  # maximum number of points of the memory chart
 LABEL_WIDTH = 80  # maximum number of characters of the label at the peak
+BAR_ROW = 20  # height of an option in the picture of a plan, in pixels
+BAR_WIDTH = 180  # width of the longest bar of each of its columns
+BAR_COLUMNS = {"memory_bytes": 400, "seconds": 690}  # key of the JSON -> x of the column
+OPTION_WIDTH = 68  # maximum number of characters of an option's name
 # legend of the kinds of lines ("blocks")
 EXCHANGE_KINDS = {
     "sharded": "each rank has its rows",
@@ -118,7 +123,53 @@ def _plan_values(plan: Mapping[str, Any]) -> dict[str, Any]:
         else:
             marks.append("" if variant["fits"] else "misses")
     best = None if plan["best"] is None else variants[plan["best"]]
-    return {"unit": unit, "ways": rows, "marks": marks, "best": best}
+    bars = _option_bars(plan, rows, marks)
+    return {"unit": unit, "ways": rows, "marks": marks, "best": best, "bars": bars, "width": CHART_WIDTH}
+
+
+def _option_bars(plan: Mapping[str, Any], rows: Sequence[Sequence[Any]], marks: Sequence[str]) -> dict[str, Any]:
+    """Return the bars of memory and of seconds of each option of a plan, and the x of the memory of a device.
+
+    Of each number of ranks, the first `MAX_PLAN_ROWS` options are shown, as in `str(plan)`, and the fastest that fits.
+
+    Args:
+        plan: The JSON of the plan.
+        rows: The cells of its table, by option.
+        marks: The class of each option: "best" for the fastest of a number of ranks, "misses" if it does not fit.
+    """
+    variants, unit = plan["ways"], SizeUnit(plan["unit"])
+    count = Counter[int]()  # number of ranks -> options so far
+    shown = []
+    for i, variant in enumerate(variants):
+        count[variant["ranks"]] += 1
+        if count[variant["ranks"]] <= MAX_PLAN_ROWS or marks[i] == "best":
+            shown.append(i)
+    # Attention, layout, and those of the other columns in which the options differ, with their headings.
+    labels = list[tuple[int, str]]()  # (number of the column, text before its cell)
+    for column, heading in enumerate(COLUMNS):
+        if heading in ("attention", "layout"):
+            labels.append((column, ""))
+        elif heading != "ranks" and len({str(rows[i][column]) for i in shown}) > 1:
+            labels.append((column, f"{heading} "))
+    most = {key: max([variants[i][key] for i in shown], default=0) for key in BAR_COLUMNS}
+    most["memory_bytes"] = max(most["memory_bytes"], plan["memory_bytes"])
+    options = []
+    for line, i in enumerate(shown):
+        variant = variants[i]
+        estimate_mark = "" if variant["measured"] else "~"
+        texts = {
+            "memory_bytes": estimate_mark + unit(variant["memory_bytes"]),
+            "seconds": f"{variant['seconds']:.3g} s",
+        }
+        widths = {key: BAR_WIDTH * variant[key] / (most[key] or 1) for key in BAR_COLUMNS}
+        bars = [{"x": x, "width": widths[key], "text": texts[key]} for key, x in BAR_COLUMNS.items()]
+        name = ", ".join([f"{variant['ranks']} ranks", *(f"{heading}{rows[i][column]}" for column, heading in labels)])
+        note = "chosen" if i == plan["best"] else "does not fit" if not variant["fits"] else ""
+        text = f"{name}: {', '.join(texts.values())}{f' ({note})' if note else ''}"
+        short = name if len(name) <= OPTION_WIDTH else f"{name[:OPTION_WIDTH]}..."
+        options.append({"name": short, "text": text, "note": note, "mark": marks[i], "y": BAR_ROW * line, "bars": bars})
+    limit = BAR_COLUMNS["memory_bytes"] + BAR_WIDTH * plan["memory_bytes"] / most["memory_bytes"]
+    return {"options": options, "limit": limit, "height": BAR_ROW * len(options), "row": BAR_ROW, "x": BAR_COLUMNS}
 
 
 def _count_equal(rows: Iterable[Mapping[str, Any]], *fields: str) -> list[tuple[int, dict[str, Any]]]:

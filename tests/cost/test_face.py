@@ -8,8 +8,10 @@ import re
 import shutil
 import subprocess
 import sys
+import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
 from itertools import combinations, pairwise
@@ -38,8 +40,8 @@ from sp_compile.passes.cost.weight_memory import ModelBytes
 from sp_compile.passes.report import Report
 from sp_compile.passes.sharding.sharded_work import SequenceCandidate
 from sp_compile.planner import report_json as record
-from sp_compile.planner.page import CHART_HEIGHT, MAX_POINTS, PURPOSES, page
-from sp_compile.planner.plan import StepPlan
+from sp_compile.planner.page import BAR_COLUMNS, BAR_WIDTH, CHART_HEIGHT, CHART_WIDTH, MAX_POINTS, PURPOSES, page
+from sp_compile.planner.plan import MAX_PLAN_ROWS, StepPlan
 from sp_compile.planner.report_json import plan_json, report_json
 from sp_compile.planner.variants import Variant
 
@@ -429,6 +431,37 @@ def test_a_page_of_a_plan() -> None:
     assert (found.met["tr.best"], found.met["tr.misses"]) == (2, 1)
     assert "740,000-1,100,000" in found.text
     assert "8 ranks: too little" in found.text
+
+
+TEXT_WIDTH = 70  # at least the pixels of "~160.0 GB" or "0.00123 s"
+
+
+def test_a_page_of_a_plan_draws_the_options() -> None:
+    """Bars are as long as their values; the chosen option is marked, and each has a text."""
+    ways = replace(row(8, 1.0, False), memory=1.6e11, state="replicated"), row(16, 3.0, True), row(16, 2.0, True)
+    text = page(plan_json(plan_of(*ways)))
+    drawing = ElementTree.fromstring(re.findall(r'<svg class="options".*?</svg>', text, re.DOTALL)[0])
+    options = drawing.findall("g")
+    assert [option.get("class") for option in options] == ["option misses", "option", "option best chosen"]
+    widths = [[float(bar.get("width", "")) for bar in option.findall("rect")] for option in options]
+    assert [width[0] / BAR_WIDTH for width in widths] == pytest.approx([1, 7 / 16, 7 / 16], abs=1e-3)
+    assert [width[1] / BAR_WIDTH for width in widths] == pytest.approx([1 / 3, 1, 2 / 3], abs=1e-3)
+    ends = [float(text.get("x", "")) + TEXT_WIDTH for option in options for text in option.findall("text")]
+    assert max(ends) < CHART_WIDTH
+    limit = drawing.findall("path")[0].get("d", "").split()[0]
+    assert float(limit[1:]) == pytest.approx(BAR_COLUMNS["memory_bytes"] + BAR_WIDTH / 2, abs=0.1)  # 80 of 160 GB
+    assert drawing.get("role") == "img"
+    assert set(drawing.get("aria-labelledby", "").split()) == {found.get("id") for found in drawing[:2]}
+    described = (drawing[1].text or "").split("; ")
+    assert described == [option.findtext("title") for option in options]
+    assert described[0].startswith("8 ranks, ring, zigzag, state replicated: 160.0 GB, 1 s (")  # a note
+    assert described[2] == "16 ranks, ring, zigzag, state sharded: 70.0 GB, 2 s (chosen)"
+
+
+def test_a_page_of_a_plan_draws_a_few_options_of_many() -> None:
+    ways = *(row(8, 1.0 + i, False) for i in range(MAX_PLAN_ROWS + 3)), row(8, 99.0, True), row(8, 100.0, True)
+    options = Page(page(plan_json(plan_of(*ways)))).met
+    assert (options["g.option misses"], options["g.option best chosen"], options["g.option"]) == (MAX_PLAN_ROWS, 1, 0)
 
 
 def small() -> Any:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,3 +81,19 @@ def test_import_in_the_root_without_installation() -> None:
     command = [sys.executable, "-S", "-c", program]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.startswith(str(ROOT / "sp_compile")), done.stderr
+
+
+MODULES_OF_PROJECTS = {"myst_parser": "myst-parser"}  # modules whose project has another name
+
+
+def test_make_installs_what_tests_skip_without() -> None:
+    """`make test` installs what fast tests need, `make test-slow` also what recipes and the site need."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    installed = {name: {re.match(r"[\w-]+", line)[0] for line in lines} for name, lines in extras.items()}  # type: ignore[index]
+    of_all = installed["test"] | installed["recipes"] | installed["docs"] | installed["examples"]
+    for file in (ROOT / "tests").rglob("test_*.py"):
+        for indent, module in re.findall(r'^( *).*importorskip\("(\w+)', file.read_text(), re.MULTILINE):
+            if (ROOT / "tests" / module).exists():
+                continue  # a file of the tests
+            expected = of_all if indent else installed["test"]  # without an indent the whole file is skipped
+            assert MODULES_OF_PROJECTS.get(module, module) in expected, (file.name, module)

@@ -33,6 +33,12 @@ class Model(torch.nn.Module):
         return F.cross_entropy((y @ self.embed.weight.T).flatten(0, 1), labels.flatten())
 
 
+def llama() -> torch.nn.Module:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 256, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 8}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=2, **sizes))
+
+
 CALLED = {"README", "start", "between"}  # pages that call what they compile
 
 
@@ -44,10 +50,10 @@ def one_rank() -> Iterator[None]:
 
 
 def run(page: Path) -> None:
-    """Run the blocks of a page, with a model and its arguments for README.md."""
+    """Run the blocks of a page, with a model and its arguments; for README.md a model of transformers."""
     torch.manual_seed(0)
     ids = torch.randint(0, 256, (1, 24))
-    names = {"model": Model(), "tokens": ids, "targets": ids}
+    names = {"model": llama() if page.stem == "README" else Model(), "ids": ids, "tokens": ids, "targets": ids}
     torch._dynamo.utils.counters.clear()
     for number, block in enumerate(code_of(page)):
         for many, alone in ON_ONE_RANK.items():

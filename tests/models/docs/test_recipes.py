@@ -27,6 +27,7 @@ NEEDS = {
     "sharded": ("accelerate",),
     "fabric": ("lightning",),
     "lightning": ("lightning",),
+    "lightning_sharded": ("lightning",),
     "torchrun": (),
     "fsdp": (),
     "blocks": (),
@@ -44,8 +45,11 @@ def code_of(name: str) -> str:
     return code
 
 
-def launch(folder: Path, processes: int, script: str, *arguments: str, timeout: float = 600, **others: str) -> None:
-    """A program of tests/support/programs in a folder; on one process without the compiler. others: of the environment."""
+def launch(folder: Path, processes: int, script: str, *arguments: str, timeout: float = 600, **others: str) -> str:
+    """Run a program of tests/support/programs in a folder, and return its output; on one process without the compiler.
+
+    others: of the environment.
+    """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -64,21 +68,38 @@ def launch(folder: Path, processes: int, script: str, *arguments: str, timeout: 
     command = [sys.executable, *torchrun, str(program), *arguments]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return done.stdout
 
 
 def run(name: str, folder: Path, processes: int, *changes: str, **launched: Any) -> dict[str, Any]:
     """Run a recipe and return its results. launched: arguments of `launch`."""
+    folder.mkdir(exist_ok=True)
     result = folder / f"{name}{processes}.pt"
     page = (PAGES if name in NEEDS else PAGES.parent) / f"{name}.md"
-    launch(folder, processes, "recipe.py", str(page), str(result), *changes, **launched)
-    return torch.load(result)
+    printed = launch(folder, processes, "recipe.py", str(page), str(result), *changes, **launched)
+    return {**torch.load(result), "printed": printed}
 
 
 def alone_is(name: str) -> tuple[str, ...]:
     """Return replacements of a page for one process."""
     if name == "sharded":  # which the Trainer refuses on one process
         return "fsdp=True", "fsdp=False"
+    if name == "lightning_sharded":
+        return "replicas, share = 1, 2", "replicas, share = 1, 1", *PLAIN_LIGHTNING
     return ("devices=2", "devices=1") if name in OF_LIGHTNING else on_mesh(1, 1, 1) if name == "titan" else ()
+
+
+SHARD = 'sp_compile.fully_shard_and_compile(self.inner, self.device_mesh, mesh_dim="tensor_parallel")'
+FSDP_STRATEGY = "strategy = ModelParallelStrategy(data_parallel_size=replicas, tensor_parallel_size=share)"
+AS_REPLICAS_ARE = "dataset, sampler=torch.utils.data.DistributedSampler(dataset, 1, 0), "  # which Lightning shuffles
+PLAIN_LIGHTNING = (
+    SHARD,
+    "pass",
+    FSDP_STRATEGY,
+    'strategy = "auto"',
+    "DataLoader(dataset, ",
+    f"DataLoader({AS_REPLICAS_ARE}",
+)
 
 
 def on_mesh(*sizes: int) -> tuple[str, str]:
@@ -104,6 +125,7 @@ def test_every_page_is_run_and_short() -> None:
         assert len(lines) <= 30, (name, len(lines))
         assert "environ" not in code
         assert "optimize_ddp" not in code
+        assert "print(" in code or re.search(r"logging_steps\W+1\b", code), f"{name} does not print its losses"
 
 
 @pytest.mark.slow
@@ -112,9 +134,12 @@ def test_recipe_equals_one_device(name: str, tmp_path: Path) -> None:
     for package in NEEDS[name]:
         pytest.importorskip(package)
     casts = WITHOUT_CASTS if name == "blocks" else ()
-    alone = run(name, tmp_path, 1, *alone_is(name), *casts)
-    (tmp_path / "checkpoint").exists() and (tmp_path / "checkpoint").rename(tmp_path / "of one")
-    compare(run(name, tmp_path, 2, *casts), alone)
+    alone = run(name, tmp_path / "alone", 1, *alone_is(name), *casts)
+    found = run(name, tmp_path / "shared", 2, *casts)
+    compare(found, alone)
+    if "print(" in code_of(name):  # otherwise a Trainer prints, in a format of its own
+        printed = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", found["printed"])]  # by one rank
+        assert printed == pytest.approx(found["losses"], abs=1e-3)
 
 
 ON_FOUR = ("accelerate", "sft", *OF_LIGHTNING)
@@ -219,17 +244,85 @@ def test_a_checkpoint_is_resumed_on_another_number_of_ranks(tmp_path: Path) -> N
     compare(resumed, {**alone, "losses": alone["losses"][5:]}, steps=5)
 
 
-MESHES = ((2, 1, 2), (2, 2, 2), TWO)
+MESHES = ((1, 2, 2), (2, 2, 2), TWO)  # replicas of the weights, replicas that shard them, ranks of a sequence
+IN_A_CHECKPOINT = (  # the lines of the page about FSDP2
+    "for row in",
+    "import torch.distributed.checkpoint as dcp\n"
+    "from pathlib import Path\n"
+    "from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict\n"
+    "sampler = SequenceSampler(data, mesh)\n"
+    'state = {"model": model, "optimizer": optimizer, "sampler": sampler}\n'
+    'if Path("checkpoint").exists():\n'
+    "    get_optimizer_state_dict(model, optimizer)\n"
+    '    dcp.load(state, checkpoint_id="checkpoint")\n'
+    "for row in",
+    "sampler=SequenceSampler(data, mesh)",
+    "sampler=sampler",
+    '{loss.item():.3f}")\n',
+    '{loss.item():.3f}")\nsampler.set_epoch(sampler.epoch + 1)\ndcp.save(state, checkpoint_id="checkpoint")\n',
+)
 
 
 @pytest.mark.slow
 def test_a_mesh_of_three_axes_is_resumed_on_others(tmp_path: Path) -> None:
-    """Replicas, shards and ranks of a sequence: an epoch of ten steps on four ranks, one on eight, one on two."""
-    for name in ("alone", "shared"):
-        (tmp_path / name).mkdir()
+    """An epoch of ten steps on four ranks, one on eight, one on two; each stores its part of the weights."""
     before = 10.0
     for sizes in MESHES:
-        found = run("titan", tmp_path / "shared", math.prod(sizes), *on_mesh(*sizes))
-        compare(found, run("titan", tmp_path / "alone", 1, *alone_is("titan")))
+        found = run("titan", tmp_path / "shared", math.prod(sizes), *on_mesh(*sizes), *IN_A_CHECKPOINT)
+        alone = run("titan", tmp_path / "alone", 1, *alone_is("titan"), *IN_A_CHECKPOINT)
+        compare(found, alone)
+        assert found["bytes"] * sizes[1] * sizes[2] == alone["bytes"]
         assert found["losses"][0] < before  # training did continue, also on a single device
         before = sum(found["losses"]) / len(found["losses"])
+
+
+TWO_EPOCHS = '"max_epochs": 1', '"max_epochs": 2'
+
+
+ONE_FILE = "tensor_parallel_size=share)", "tensor_parallel_size=share, save_distributed_checkpoint=False)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saved", [(), ONE_FILE], ids=["shards", "one file"])
+def test_lightning_shards_weights_and_resumes_on_fewer_ranks(saved: tuple[str, ...], tmp_path: Path) -> None:
+    """Two replicas of two ranks train the first epoch, two ranks of one sequence the second one."""
+    pytest.importorskip("lightning")
+    alone = run("lightning_sharded", tmp_path / "alone", 1, *alone_is("lightning_sharded"), *TWO_EPOCHS)
+    sizes = "replicas, share = 1, 2", "replicas, share = 2, 2"
+    first = run("lightning_sharded", tmp_path / "shared", 4, *sizes, *saved)
+    assert first["bytes"] * 4 == alone["bytes"]
+    assert torch.allclose(*(torch.tensor(one["losses"][:10]) for one in (first, alone)), rtol=0, atol=LOSS)
+    assert (tmp_path / "shared" / "out" / "last.ckpt").is_dir() is not bool(saved)
+    second = run("lightning_sharded", tmp_path / "shared", 2, *TWO_EPOCHS, *saved)
+    assert second["bytes"] * 2 == alone["bytes"]
+    compare(second, {**alone, "losses": alone["losses"][10:]})
+
+
+FABRIC_WITH_FSDP = (
+    'strategy="ddp"',
+    "strategy=ModelParallelStrategy(parallelize, 2, 2)",
+    "from sp_compile.integrations.ddp import compile_under_ddp",
+    "from lightning.fabric.strategies import ModelParallelStrategy\nimport sp_compile\n\n"
+    "def parallelize(model, mesh):\n"
+    '    return sp_compile.fully_shard_and_compile(model, mesh, mesh_dim="tensor_parallel")',
+    'compile_under_ddp(model, mesh["sp"])',
+    "",
+    "wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))",
+    "wrapped = fabric.setup_module(model)\n"
+    "optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))",
+    "batch_size=4",
+    "batch_size=2",
+    "(1, fabric.world_size)",
+    "(2, 2)",
+    "devices=2",
+    "devices=4",
+)
+
+
+@pytest.mark.slow
+def test_fabric_shards_weights(tmp_path: Path) -> None:
+    """The lines that the page about Lightning with sharded weights names."""
+    pytest.importorskip("lightning")
+    alone, found = run("fabric", tmp_path, 1, *alone_is("fabric")), run("fabric", tmp_path, 4, *FABRIC_WITH_FSDP)
+    assert found["bytes"] * 4 == alone["bytes"]
+    compare(found, alone)

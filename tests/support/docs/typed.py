@@ -42,11 +42,10 @@ ABOUT = """# Recipes, run as on their pages
 
 def row(name: str, folder: Path, beside: str) -> list[str]:
     """Run one recipe; return its row."""
-    alone = run(name, folder, 1, *alone_is(name))
-    (folder / "checkpoint").exists() and (folder / "checkpoint").rename(folder / "of one")
+    alone = run(name, folder / "alone", 1, *alone_is(name))
     begun, cpu = time.time(), cpu_seconds()
     caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
-    found = run(name, folder, 2, timeout=1500, RECIPE_COMPILER="inductor", **caches)
+    found = run(name, folder / "shared", 2, timeout=1500, RECIPE_COMPILER="inductor", **caches)
     whole, cpu = time.time() - begun, cpu_seconds() - cpu
     losses, ends = found["losses"], [end - begun for end in found["ends"]]
     assert len(losses) == len(alone["losses"])
