@@ -1,6 +1,6 @@
 """Run a training script without changes, such that the Trainers and Accelerators that it creates share sequences.
 
-    accelerate launch --config_file sharded.yaml -m sp_compile run train.py --learning_rate 1e-4
+    accelerate launch --config_file CONFIG -m sp_compile run SCRIPT --learning_rate 1e-4
 
 `python -m sp_compile run` calls `run_script`. A Trainer of transformers, or of a subclass such as TRL's, is created
 with the base class `SequenceParallel`, and an `Accelerator` as a `SequenceParallelAccelerator`.
@@ -34,6 +34,9 @@ def run_script(
         arguments: Arguments of the script, which it reads from `sys.argv`.
         is_module: True if the target is the name of a module.
         options: Fields of `sp_compile.SPConfig` for the models, such as `attention="ring"`.
+
+    Returns:
+        None.
 
     Raises:
         SpError: The target does not exist (SP736), or an option is invalid (SP101 to SP116).

@@ -13,6 +13,7 @@ Tested with transformers 5.24, TRL 1.16 and PEFT 0.21.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -21,6 +22,8 @@ import transformers.trainer
 from ._compat.sampling import SampleSharer
 from ._compat.trainers import ItemCounter, WeightSaver, register_backend_name
 from .accelerate import SequenceParallelAccelerator
+from .parallelism import SEQUENCE_AXIS
+from .shard_cache import shard_cache
 
 __all__ = ["SequenceParallel"]
 
@@ -43,6 +46,7 @@ class SequenceParallel(SampleSharer, ItemCounter, WeightSaver):
     sp_options: ClassVar[Mapping[str, Any]] = {}  # fields of `sp_compile.SPConfig`
     shard_generation: ClassVar[bool] = False  # share the cache of generation; True raises for models that cannot
     accelerator: Any  # the SequenceParallelAccelerator
+    model: Any  # the model, or the result of fully_shard
     gather_function: Any  # the function that the Trainer calls to gather predictions
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -67,6 +71,17 @@ class SequenceParallel(SampleSharer, ItemCounter, WeightSaver):
         with mock.patch.object(transformers.trainer, "Accelerator", make_accelerator), register_backend_name():
             super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.count_generations()  # TRL has set the numbers of completions for processes: set them for replicas
+
+    def share_cache(self) -> AbstractContextManager[Any]:
+        """Return a context in which the ranks of a sequence share the cache of generation, if the class selects it.
+
+        Returns:
+            The context of `shard_cache`, or one without effect.
+        """
+        mesh = self.accelerator.mesh
+        if mesh is None or not self.shard_generation:
+            return nullcontext()
+        return shard_cache(self.model, mesh[SEQUENCE_AXIS], **self.sp_options)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's method, such that predictions are gathered without repeated rows.

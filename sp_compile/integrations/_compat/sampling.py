@@ -9,8 +9,8 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, ClassVar
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 from unittest import mock
 
 import accelerate.utils
@@ -18,8 +18,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from sp_compile.integrations.parallelism import SEQUENCE_AXIS
-from sp_compile.integrations.shard_cache import shard_cache
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.torch_compat import pytree
 
@@ -31,9 +29,7 @@ class SampleSharer:
 
     args: Any  # the TrainingArguments
     accelerator: Any  # the SequenceParallelAccelerator
-    model: Any  # the model, or the result of fully_shard
-    sp_options: ClassVar[Mapping[str, Any]]  # fields of `sp_compile.SPConfig`
-    shard_generation: ClassVar[bool]  # True to generate with `shard_cache`
+    share_cache: Callable[[], AbstractContextManager[Any]]  # a context for generation
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Create the Trainer, and continue with the random state of the first rank of the sequence."""
@@ -83,15 +79,8 @@ class SampleSharer:
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's method on each rank, and return the completions of the first rank of the sequence."""
         # Count processes here, not replicas: vLLM's client calls collectives of all processes.
-        with mock.patch.object(self.accelerator, "_counts_replicas", False), self._share_cache():
+        with mock.patch.object(self.accelerator, "_counts_replicas", False), self.share_cache():
             return self._share(super()._generate_single_turn(*args, **kwargs))  # type: ignore[misc]
-
-    def _share_cache(self) -> AbstractContextManager[Any]:
-        """Return a context in which the ranks of a sequence share the cache of generation, if the class selects it."""
-        mesh = self.accelerator.mesh
-        if mesh is None or not self.shard_generation:
-            return nullcontext()
-        return shard_cache(self.model, mesh[SEQUENCE_AXIS], **self.sp_options)
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's method, and return the results of the first rank, also of tools and custom rollouts."""
