@@ -183,7 +183,7 @@ def make_trainer(name: str, **options: Any) -> Any:
     }
     arguments = config(
         f"out-{name.replace(' ', '-')}",
-        learning_rate=1e-2,
+        learning_rate=float(os.environ.get("RL_RATE", "1e-2")),
         logging_steps=1,
         use_cpu=True,
         bf16=False,
