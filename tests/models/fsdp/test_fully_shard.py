@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -188,6 +189,34 @@ def test_models_with_images(ranks: Ranks, name: str, n: int) -> None:
         assert loss < LOSS
         assert gradient < 1e-6  # rotary positions and norms are computed in float32
         assert part < 1.2 / n
+
+
+def gemma3_text() -> nn.Module:
+    """Rotary positions for each of a set of strings."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    layers = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}
+    return Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, **layers, num_key_value_heads=2, head_dim=8, pad_token_id=0))
+
+
+def _train_in_order_of_rank() -> Any:
+    """Train with sets whose order is another one on each rank, as that of strings is in processes."""
+    from transformers.models.gemma3 import modeling_gemma3
+
+    def in_order_of_rank(items: Iterable[str]) -> list[str]:
+        return sorted({*items}, reverse=dist.get_rank() % 2 == 1)
+
+    with mock.patch.object(modeling_gemma3, "set", in_order_of_rank, create=True):
+        return train(gemma3_text)
+
+
+@pytest.mark.slow
+def test_sets_in_another_order_on_each_rank(ranks: Ranks) -> None:
+    pytest.importorskip("transformers")
+    for loss, gradient, part in ranks.run(2, _train_in_order_of_rank):
+        assert loss < LOSS
+        assert gradient < 1e-6  # norms are computed in float32
+        assert part < 1.2 / 2
 
 
 def _train_in_bf16(make: Callable[[], nn.Module]) -> tuple[float, float, set[torch.dtype]]:
