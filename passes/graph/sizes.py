@@ -6,6 +6,7 @@ Sizes are compared as expressions, never as SymInts, because comparing SymInts w
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 from collections.abc import Iterable, Sequence
@@ -157,10 +158,17 @@ def position_from_start(position: Size, extent: Size, value: torch.Tensor) -> Si
 
 
 def assume_large(a: Size) -> int:
-    """Return the size with 2**20 for every symbol; a heuristic for costs, not a proof."""
+    """Return the size with 2**20 for every symbol; a heuristic for costs, not a proof.
+
+    16 // (16 // s), a number of heads for heads of a size s, is undefined for large s. Then every symbol is the largest
+    power of 2 for which the size is defined.
+    """
     if isinstance(a, int):
         return a
-    return int(a.subs({s: 1 << 20 for s in a.free_symbols}))
+    for exponent in range(20, -1, -1):
+        with contextlib.suppress(ZeroDivisionError):
+            return int(a.subs({s: 1 << exponent for s in a.free_symbols}))
+    raise ZeroDivisionError(f"a size that is undefined for each power of 2: {a}")
 
 
 def symbolic_sizes(node: Node) -> set[sympy.Expr]:

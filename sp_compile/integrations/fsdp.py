@@ -87,6 +87,7 @@ def compile_under_fsdp(
         if isinstance(embedding, torch.nn.Embedding) and config.seq_dims == "auto":
             _trace_embedding(embedding)
             merged = {**merged, "seq_dims": {IDS_ARGUMENT: -1}}  # the last dim of the ids
+        _run_tables_eagerly(model)
         mute_fsdp_warning(model)
     limit = {"recompile_limit": MAX_GRAPHS}
     # The second argument is a check before each call; none is needed here.
@@ -117,6 +118,21 @@ def _prepare_attention(model: torch.nn.Module) -> list[torch.nn.Module]:
         layers += [getattr(layer, CHECKPOINTED, layer) for layer in of_encoder]
     compute_masks_in_layers(model)
     return [layer for layer in layers if not is_compiled(layer)]
+
+
+def _run_tables_eagerly(model: torch.nn.Module) -> None:
+    """Run modules with tables and without weights eagerly, such as rotary positions, unless they are in a layer.
+
+    The function with the loop over the layers runs eagerly, so that such a module would be a program of its own. If
+    the function calls it for each of a set of strings, as that of Gemma 3 does, the order of the calls differs between
+    processes, and ranks would run different programs.
+    """
+    layers = tuple(f"{name}." for name in find_fsdp_submodules(model))
+    for name, module in model.named_modules():
+        has_weights = next(module.parameters(), None) is not None
+        has_buffers = next(module.buffers(), None) is not None
+        if has_buffers and not has_weights and not name.startswith(layers) and not module.state_dict():
+            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
 
 
 def _checkpointed_layers(model: torch.nn.Module) -> list[torch.nn.Module]:

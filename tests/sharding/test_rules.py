@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 
 from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.torch_compat import FloorDiv
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.sharding import rule as rules
 from sp_compile.passes.sharding.attention_axes import op_strategy
@@ -273,6 +275,14 @@ def test_reshape_finds_a_sequence_again(case: tuple[list[int], list[int], list[i
         home = _home(before, outer, length)
         moved = brute.move(reshape_rule(tuple(before), tuple(after)), home) if length > 1 else ()
         assert moved is not None, f"{length} of {atoms} is whole in both {before} and {after}"
+
+
+def test_reshape_to_heads_of_a_symbolic_size() -> None:
+    """A model that views projections as heads of `head_dim` features, in layers with other values of it."""
+    size = sympy.Symbol("s", integer=True, positive=True)
+    heads = FloorDiv(sympy.Integer(16), size)
+    dims = reshape_rule((2, 41, 16), (2, 41, heads, FloorDiv(sympy.Integer(16), heads))).results[0]
+    assert dims[:2] == ("d0", "d1")
 
 
 def _home(shape: list[int], outer: int, length: int) -> Shard:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from support.parity import error_text
 from support.ranks import Ranks, mesh
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import sp_compile
@@ -73,7 +75,23 @@ def t5() -> nn.Module:
     return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0))
 
 
-OF_TRANSFORMERS = [llama, tied_llama, gpt2, bert, t5]
+def llama_classifier() -> nn.Module:
+    """The logits of the last token that is not padding."""
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    return LlamaForSequenceClassification(LlamaConfig(num_hidden_layers=3, num_labels=3, pad_token_id=0, **SIZES))
+
+
+def adapted_llama() -> nn.Module:
+    """All weights but those of adapters are frozen."""
+    pytest.importorskip("peft")
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+
+
+OF_TRANSFORMERS = [llama, tied_llama, gpt2, bert, t5, llama_classifier, adapted_llama]
+CLASSIFIERS = "BertForSequenceClassification", "LlamaForSequenceClassification"
 
 
 def inputs_of(model: nn.Module, replicas: int) -> dict[str, Tensor]:
@@ -84,17 +102,22 @@ def inputs_of(model: nn.Module, replicas: int) -> dict[str, Tensor]:
         return {"input_ids": ids, "labels": ids}
     mask = torch.ones_like(ids)
     mask[0, -3:] = 0
-    is_classifier = type(model).__name__ == "BertForSequenceClassification"
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids[:, 0] % 3 if is_classifier else ids}
+    labels = ids[:, 0] % 3 if type(model).__name__ in CLASSIFIERS else ids
+    return {"input_ids": ids.where(mask == 1, 0), "attention_mask": mask, "labels": labels}
 
 
-def train(make: Callable[[], nn.Module], names: tuple[str, ...] = (), **options: Any) -> Any:
+Made = nn.Module | tuple[nn.Module, dict[str, Any]]  # a model, or a model and its batch
+
+
+def train(make: Callable[[], Made], names: tuple[str, ...] = (), **options: Any) -> Any:
     """Return the errors of the loss and of the worst gradient, and the stored part of the weights.
 
     With names, 4 ranks are 2 replicas of 2; without, all ranks of the call share a sequence.
     """
     torch.manual_seed(0)
-    single = make().double()
+    made = make()
+    single, given = made if isinstance(made, tuple) else (made, None)
+    single.double()
     model = sp_compile.fully_shard_and_compile(
         copy.deepcopy(single),
         of_all := dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=names) if names else mesh(),
@@ -103,8 +126,9 @@ def train(make: Callable[[], nn.Module], names: tuple[str, ...] = (), **options:
         **options,
     )
     replica = Replica(of_all.get_local_rank(names[0]), 2) if names else Replica(0, 1)
-    batch = inputs_of(single, replica.n)
+    batch = given or inputs_of(single, replica.n)
     of_replicas = [{name: x[2 * i : 2 * i + 2] for name, x in batch.items()} for i in range(replica.n)]
+    of_replicas = [given] if given else of_replicas
     expected = [single(**rows)["loss"] for rows in of_replicas]
     torch.stack(expected).mean().backward()
     loss = model(**of_replicas[replica.rank])["loss"]
@@ -137,6 +161,92 @@ def test_layers_of_torch(ranks: Ranks) -> None:
 def test_models_of_transformers(ranks: Ranks, make: Callable[[], nn.Module], checkpoint: bool) -> None:
     pytest.importorskip("transformers")
     check(ranks.run(3, _train_checkpointed if checkpoint else train, make), 3)
+
+
+WITH_IMAGES = "llava", "gemma3", "qwen25_vl"
+
+
+def of_images(name: str) -> Made:
+    """A model of test_multimodal.py and a batch with images."""
+    from models.hf import test_multimodal
+
+    test_multimodal.transformers.logging.set_verbosity_error()
+    return getattr(test_multimodal, name)(True)
+
+
+def _train_with_images(name: str) -> Any:
+    return train(functools.partial(of_images, name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("name", WITH_IMAGES)
+def test_models_with_images(ranks: Ranks, name: str, n: int) -> None:
+    """Layers of vision and of text are units."""
+    pytest.importorskip("transformers")
+    outcomes = ranks.run(n, _train_with_images, name, timeout=300)
+    for loss, gradient, part in outcomes:
+        assert loss < LOSS
+        assert gradient < 1e-6  # rotary positions and norms are computed in float32
+        assert part < 1.2 / n
+
+
+def gemma3_text() -> nn.Module:
+    """Rotary positions for each of a set of strings."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    layers = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}
+    return Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, **layers, num_key_value_heads=2, head_dim=8, pad_token_id=0))
+
+
+def _train_in_order_of_rank() -> Any:
+    """Train with sets whose order is another one on each rank, as that of strings is in processes."""
+    from transformers.models.gemma3 import modeling_gemma3
+
+    def in_order_of_rank(items: Iterable[str]) -> list[str]:
+        return sorted({*items}, reverse=dist.get_rank() % 2 == 1)
+
+    with mock.patch.object(modeling_gemma3, "set", in_order_of_rank, create=True):
+        return train(gemma3_text)
+
+
+@pytest.mark.slow
+def test_sets_in_another_order_on_each_rank(ranks: Ranks) -> None:
+    pytest.importorskip("transformers")
+    for loss, gradient, part in ranks.run(2, _train_in_order_of_rank):
+        assert loss < LOSS
+        assert gradient < 1e-6  # norms are computed in float32
+        assert part < 1.2 / 2
+
+
+def _train_in_bf16(make: Callable[[], nn.Module]) -> tuple[float, float, set[torch.dtype]]:
+    """Return the errors of the loss and of the gradients, relative to their norm, against a model in bf16, and the dtypes of weights."""
+    torch.manual_seed(0)
+    single = make()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = sp_compile.fully_shard_and_compile(
+        copy.deepcopy(single), mesh(), compiler="aot_eager", fsdp={"mp_policy": policy}
+    )
+    batch = inputs_of(single, 1)
+    expected = single.bfloat16()(**batch)["loss"]
+    expected.backward()
+    loss = model(**batch)["loss"]
+    loss.backward()
+    pairs = [(p.grad.full_tensor(), q.grad) for p, q in zip(model.parameters(), single.parameters(), strict=True)]
+    error, size = (
+        torch.cat([x.flatten() for x in of]).norm() for of in ([p - q for p, q in pairs], [q for _, q in pairs])
+    )
+    return float((loss - expected).detach().abs()), float(error / size), {p.dtype for p in model.parameters()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 4])
+def test_layers_gathered_in_bf16(ranks: Ranks, n: int) -> None:
+    pytest.importorskip("transformers")
+    for loss, gradient, dtypes in ranks.run(n, _train_in_bf16, llama):
+        assert loss < 2e-2  # of a loss of 4
+        assert gradient < 2e-2
+        assert dtypes == {torch.float32}
 
 
 @pytest.mark.slow

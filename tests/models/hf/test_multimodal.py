@@ -186,21 +186,36 @@ def one_step(build: Build, images: bool) -> Outcome:
     return against_eager(model, kwargs=batch, mesh=worker.mesh())
 
 
+# The least shares of a step's FLOPs and of its activations on shards, and the number of graph breaks, as measured.
+WORK: dict[Build, tuple[float, float, int]] = {
+    llava: (0.99, 0.99, 0),
+    gemma3: (0.99, 0.99, 0),
+    smolvlm: (0.89, 0.92, 1),
+    idefics3: (0.89, 0.92, 1),
+    qwen3_vl: (0.91, 0.92, 1),
+    qwen25_vl: (0.92, 0.91, 1),
+    whisper: (0.99, 0.99, 0),
+    wav2vec2: (0.83, 0.61, 3),
+    hubert: (0.83, 0.61, 3),
+}
+
+
 @pytest.mark.slow
 @pytest.mark.sampled(every=40)
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("images", [True, False], ids=["images", "text"])
-@pytest.mark.parametrize("build", [llava, gemma3, smolvlm, idefics3, qwen3_vl, qwen25_vl, whisper, wav2vec2, hubert])
+@pytest.mark.parametrize("build", WORK)
 def test_training_step(ranks: Ranks, build: Build, images: bool, n: int) -> None:
     check(ranks.run(n, one_step, build, images), TOLERANCE)
 
 
 @pytest.mark.sampled(every=3)
-@pytest.mark.parametrize("build", [llava, gemma3, whisper])
-def test_one_graph_on_shards(build: Build) -> None:
+@pytest.mark.parametrize("build", WORK)
+def test_work_on_shards(build: Build) -> None:
     """The vision tower or encoder, the merge of its features, the text layers and the loss."""
+    flops, activations, breaks = WORK[build]
     model, batch = made(build, True)
     report = sp_compile.explain(model, sp=2, **batch)
-    assert not report.find_notes(NoteKind.GRAPH_BREAK)
-    assert report.work.flops_share > 0.98
-    assert report.work.activations_share > 0.95
+    assert len(report.find_notes(NoteKind.GRAPH_BREAK)) == breaks
+    assert report.work.flops_share >= flops
+    assert report.work.activations_share >= activations

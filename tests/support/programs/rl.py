@@ -1,7 +1,8 @@
 """TRL's Trainers that compare or sample completions: `python rl.py RESULT KIND...`.
 
 Kinds: grpo, rloo, dpo, reward, and "grpo fixed" and "rloo fixed", whose completions follow from the prompts, so that
-replicas have those of a single device. Rank 0 saves the log and the final weights of each kind, and for each rank the
+replicas have those of a single device. A word "FSDP" shards weights over all ranks, and "HSDP" over the ranks of a
+sequence. `make_trainer` also makes the kinds "trainer" and "sft", for sharded.py. Rank 0 saves the log and the final weights of each kind, and for each rank the
 tokens, log-probabilities and rewards of each step. One process runs the Trainer of TRL as it is.
 """
 
@@ -16,12 +17,30 @@ from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, RLOOConfig, RLOOTrainer
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
 from sp_compile.integrations.transformers import SequenceParallel
 
-VOCABULARY, GENERATIONS = 40, 4
+VOCABULARY, GENERATIONS, LENGTH = 40, 4, 24
 STEPS = int(os.environ.get("RL_STEPS", "4"))
 RANKS = int(os.environ["WORLD_SIZE"])
 SHARE = int(os.environ.get("RL_SHARE", RANKS))  # ranks of a sequence
@@ -30,7 +49,19 @@ TRAINERS = {
     "rloo": (RLOOTrainer, RLOOConfig),
     "dpo": (DPOTrainer, DPOConfig),
     "reward": (RewardTrainer, RewardConfig),
+    "sft": (SFTTrainer, SFTConfig),
+    "trainer": (Trainer, TrainingArguments),
 }
+SAMPLED = {"num_generations": GENERATIONS, "max_completion_length": 9, "beta": 0.1, "num_iterations": 2}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "grpo": SAMPLED,
+    "rloo": SAMPLED,
+    "dpo": {"max_length": LENGTH},
+    "reward": {"max_length": LENGTH},
+    "sft": {"max_length": LENGTH, "packing": True},
+    "trainer": {},
+}
+DOCUMENTS = (24,), (16, 8), (18, 6), (12, 12)  # lengths of the documents of a row, which packing finds again
 TASKS = {"reward": "SEQ_CLS"}
 FSDP = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}}
 
@@ -89,6 +120,12 @@ def rows(kind: str) -> Dataset:
     torch.manual_seed(3)
     if kind in ("grpo", "rloo"):
         return Dataset.from_list([{"prompt": sentence(3 + i % 6)} for i in range(16)])
+    if kind == "trainer":
+        ids = torch.randint(3, VOCABULARY, (48, 13)).tolist()  # a length that no number of ranks divides
+        return Dataset.from_list([{"input_ids": row, "labels": row} for row in ids])
+    if kind == "sft":
+        lengths = [length for row in DOCUMENTS for length in row] * 12
+        return Dataset.from_list([{"input_ids": torch.randint(3, VOCABULARY, (n,)).tolist()} for n in lengths])
     pairs = [(sentence(3 + i % 5), sentence(2 + i % 4), sentence(2 + i % 7)) for i in range(32)]
     if kind == "reward":
         return Dataset.from_list([{"chosen": f"{a} {b}", "rejected": f"{a} {c}"} for a, b, c in pairs])
@@ -97,7 +134,12 @@ def rows(kind: str) -> Dataset:
 
 def model(kind: str) -> torch.nn.Module:
     torch.manual_seed(0)
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    sizes = {
+        "vocab_size": int(os.environ.get("RL_VOCABULARY", VOCABULARY)),
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+    }
     tokens = {"pad_token_id": 0, "eos_token_id": 1}
     config = LlamaConfig(num_hidden_layers=int(os.environ.get("RL_LAYERS", "1")), num_labels=1, **sizes, **tokens)
     kind_of_model = LlamaForSequenceClassification if kind == "reward" else LlamaForCausalLM
@@ -112,54 +154,66 @@ def reward(completions: list[str], **kwargs: Any) -> list[float]:
     return [sum(int(word[1:]) for word in text.split() if word[0] == "w") / 100 for text in completions]
 
 
-def train(name: str) -> dict[str, Any]:
+def make_trainer(name: str, **options: Any) -> Any:
+    """Return the Trainer of a kind. options: of its configuration, instead of those of RL_STEPS and without checkpoints."""
     kind = name.split()[0]
     base, config = TRAINERS[kind]
+    is_sampled = kind in ("grpo", "rloo")
     # Configurations of GRPO and RLOO refuse sp_size, which is derived from the number of replicas.
-    share = ParallelismConfig(dp_replicate_size=RANKS // SHARE) if RANKS > SHARE else None
+    axis = "dp_shard_size" if "FSDP" in name else "dp_replicate_size"
+    share = ParallelismConfig(**{axis: RANKS // SHARE}) if RANKS > SHARE else None
     given: dict[str, Any] = {"processing_class": tokenizer(), "train_dataset": rows(kind)}
-    options: dict[str, Any] = dict(FSDP) if "FSDP" in name and RANKS > 1 else {}
-    if kind in ("grpo", "rloo"):
-        given |= {"reward_funcs": reward}
-        options |= {"num_generations": GENERATIONS, "max_completion_length": 9, "beta": 0.1, "num_iterations": 2}
-    else:
-        options |= {"max_length": 24}
+    if is_sampled:
+        given["reward_funcs"] = reward
     if "evaluated" in name:
         given["eval_dataset"] = rows(kind).select(range(4))
     if "LoRA" in name:
         given["peft_config"] = LoraConfig(
             r=4, target_modules=["q_proj", "v_proj"], task_type=TASKS.get(kind, "CAUSAL_LM")
         )
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": 8 * SHARE // RANKS,
+        # min_reward is that of all rows
+        "per_device_eval_batch_size": 4 if is_sampled else 4 * SHARE // RANKS,
+        "max_steps": STEPS,
+        "save_strategy": "no",
+        **OPTIONS[kind],
+        **(FSDP if "SDP" in name and RANKS > 1 else {}),
+        **options,
+    }
     arguments = config(
         f"out-{name.replace(' ', '-')}",
-        per_device_train_batch_size=8 * SHARE // RANKS,
-        per_device_eval_batch_size=4
-        if kind in ("grpo", "rloo")
-        else 4 * SHARE // RANKS,  # min_reward is that of all rows
-        max_steps=STEPS,
-        learning_rate=1e-2,
+        learning_rate=float(os.environ.get("RL_RATE", "1e-2")),
         logging_steps=1,
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
         report_to=[],
-        save_strategy="no",
         parallelism_config=share,
         disable_tqdm=True,
-        **options,
+        **settings,
     )
     of_ranks = [SequenceParallel] if RANKS > 1 else []
     bases = (Recorder, *of_ranks, *([FixedCompletions] if "fixed" in name else []), base)
-    trainer = type("Trainer", bases, {"sp_options": {"compiler": "aot_eager"}})(model(kind), args=arguments, **given)
+    return type("Trainer", bases, {"sp_options": {"compiler": "aot_eager"}})(model(kind), args=arguments, **given)
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the full weights."""
+    weights = {key: p.full_tensor() if isinstance(p, DTensor) else p for key, p in model.named_parameters()}
+    return {key: p.detach().clone() for key, p in weights.items()}
+
+
+def train(name: str) -> dict[str, Any]:
+    trainer = make_trainer(name)
     before = [trainer.evaluate()] if "evaluated" in name else []
     trainer.train()
-    weights = {key: p.full_tensor() if isinstance(p, DTensor) else p for key, p in trainer.model.named_parameters()}
     log = [*before, *trainer.state.log_history]
     recorded = {"trained": trainer.trained, "log_probs": trainer.log_probs, "rewards": trainer.rewards}
     ranks: list[Any] = [recorded] * RANKS
     if dist.is_initialized():
         dist.all_gather_object(ranks, recorded)
-    return {"log": log, "ranks": ranks, "weights": {key: p.detach().clone() for key, p in weights.items()}}
+    return {"log": log, "ranks": ranks, "weights": weights_of(trainer.model)}
 
 
 def main(result: str, *kinds: str) -> None:
