@@ -26,8 +26,8 @@ def numbers(found: dict[str, Any]) -> list[dict[str, float]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "kinds"),
-    [(2, KINDS), (2, LORA), (4, REPLICAS), (4, SHARDED), (2, ("grpo FSDP",))],
-    ids=["", "LoRA", "replicas", "sharded", "sampled from shards"],
+    [(2, KINDS), (2, LORA), (4, REPLICAS), (4, SHARDED), (2, ("grpo FSDP",)), (2, ("grpo cached",))],
+    ids=["", "LoRA", "replicas", "sharded", "sampled from shards", "shared cache"],
 )
 def test_trainers_equal_one_device(tmp_path: Path, processes: int, kinds: tuple[str, ...]) -> None:
     for package in ("trl", "peft"):

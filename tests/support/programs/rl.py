@@ -1,14 +1,16 @@
 """TRL's Trainers that compare or sample completions: `python rl.py RESULT KIND...`.
 
 Kinds: grpo, rloo, dpo, reward, and "grpo fixed" and "rloo fixed", whose completions follow from the prompts, so that
-replicas have those of a single device. A word "FSDP" shards weights over all ranks, and "HSDP" over the ranks of a
-sequence. `make_trainer` also makes the kinds "trainer" and "sft", for sharded.py. Rank 0 saves the log and the final weights of each kind, and for each rank the
-tokens, log-probabilities and rewards of each step. One process runs the Trainer of TRL as it is.
+replicas have those of a single device. A word "FSDP" shards weights over all ranks, "HSDP" over the ranks of a sequence, and "cached"
+shares the cache of generation. `make_trainer` also makes the kinds "trainer" and "sft", for sharded.py. Rank 0 saves the
+log and the final weights of each kind, and for each rank the tokens, log-probabilities and rewards of each step. One
+process runs the Trainer of TRL as it is.
 """
 
 import os
 import sys
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -38,6 +40,7 @@ from trl import (
     SFTTrainer,
 )
 
+from sp_compile.integrations.shard_cache import CacheSharing
 from sp_compile.integrations.transformers import SequenceParallel
 
 VOCABULARY, GENERATIONS, LENGTH = 40, 4, 24
@@ -195,7 +198,8 @@ def make_trainer(name: str, **options: Any) -> Any:
     )
     of_ranks = [SequenceParallel] if RANKS > 1 else []
     bases = (Recorder, *of_ranks, *([FixedCompletions] if "fixed" in name else []), base)
-    return type("Trainer", bases, {"sp_options": {"compiler": "aot_eager"}})(model(kind), args=arguments, **given)
+    fields = {"sp_options": {"compiler": "aot_eager"}, "shard_generation": "cached" in name}
+    return type("Trainer", bases, fields)(model(kind), args=arguments, **given)
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -207,7 +211,10 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def train(name: str) -> dict[str, Any]:
     trainer = make_trainer(name)
     before = [trainer.evaluate()] if "evaluated" in name else []
-    trainer.train()
+    step = CacheSharing._run_step  # of a token, with the shared cache
+    with mock.patch.object(CacheSharing, "_run_step", autospec=True, side_effect=step) as steps:
+        trainer.train()
+    assert bool(steps.call_count) == ("cached" in name and RANKS > 1)
     log = [*before, *trainer.state.log_history]
     recorded = {"trained": trainer.trained, "log_probs": trainer.log_probs, "rewards": trainer.rewards}
     ranks: list[Any] = [recorded] * RANKS
