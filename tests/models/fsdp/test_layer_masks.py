@@ -22,7 +22,10 @@ SIZES = {
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "windows": ("Mistral", {"sliding_window": 8}),
-    "two masks": ("Gemma3", {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}),
+    "two masks": (
+        "Gemma3",
+        {"head_dim": 8, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
 }
 
 
