@@ -22,7 +22,7 @@ from sp_compile.planner.page import page
 from sp_compile.planner.plan import plan
 from sp_compile.planner.report_json import plan_json, report_json
 
-from .integrations.run_script import run_script
+from .integrations.run_script import prepare_script
 from .selftest.launch import selftest, selftest_table
 from .verify import verify
 
@@ -46,17 +46,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise SpError("SP731", cause, _memory_fix(args.command, unknown[0]))  # a fix for --memory, None for others
         if args.command == "run":
             options = dict(map(_parse_option, args.option))
-            run_script(args.target, args.arguments, is_module=args.module, options=options)
-            return 0
-        for path in filter(None, (args.json, getattr(args, "html", None))):
-            _check_writable(path)
-        return _run_selftest(args) if args.command == "selftest" else _run_command(args)
+            run = prepare_script(args.target, args.arguments, is_module=args.module, options=options)
+        else:
+            for path in filter(None, (args.json, getattr(args, "html", None))):
+                _check_writable(path)
+            return _run_selftest(args) if args.command == "selftest" else _run_command(args)
     except OSError as error:  # a write that failed although `_check_writable` has succeeded, such as on a full disk
         sys.stderr.write(f"sp_compile {args.command}: {_cannot_write(error.filename, error)}\n")
         return 2
     except SpError as error:
         sys.stderr.write(f"sp_compile {args.command}: {error}\n")
         return 2
+    run()  # outside of `try`: exceptions of the script are the user's
+    return 0
 
 
 def _run_selftest(args: argparse.Namespace) -> int:

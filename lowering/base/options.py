@@ -378,7 +378,7 @@ def can_fold_reads(options: AnyOptions) -> bool:
         options: The options.
 
     Returns:
-        True if all ranks pass full inputs, and receive full outputs.
+        False for inputs="local" and for outputs="lazy".
     """
     fields = vars(options) if isinstance(options, SPConfig) else options or {}
     return fields.get("inputs", SPConfig.inputs) == "global" and fields.get("outputs", SPConfig.outputs) != "lazy"

@@ -160,15 +160,19 @@ def position_from_start(position: Size, extent: Size, value: torch.Tensor) -> Si
 def assume_large(a: Size) -> int:
     """Return the size with 2**20 for every symbol; a heuristic for costs, not a proof.
 
-    16 // (16 // s), a number of heads for heads of a size s, is undefined for large s. Then every symbol is the largest
-    power of 2 for which the size is defined.
+    16 // (16 // s), a number of heads for heads of a size s, is undefined for large s. Then a symbol is the largest
+    power of 2 for which the size is defined; if there is none, all symbols are. The size is 2**20 if that is undefined.
     """
     if isinstance(a, int):
         return a
-    for exponent in range(20, -1, -1):
+    symbols = sorted(a.free_symbols, key=str)
+    powers = [1 << exponent for exponent in range(20, -1, -1)]
+    large = dict.fromkeys(symbols, powers[0])
+    one_smaller = ({**large, symbol: power} for power in powers for symbol in symbols)
+    for values in (*one_smaller, *(dict.fromkeys(symbols, power) for power in powers)):
         with contextlib.suppress(ZeroDivisionError):
-            return int(a.subs({s: 1 << exponent for s in a.free_symbols}))
-    raise ZeroDivisionError(f"a size that is undefined for each power of 2: {a}")
+            return int(a.subs(values))
+    return powers[0]
 
 
 def symbolic_sizes(node: Node) -> set[sympy.Expr]:

@@ -83,7 +83,7 @@ def compile_under_fsdp(
         for layer in dict.fromkeys([*_checkpointed_layers(model), *_prepare_attention(model)]):
             layer_options = {name: value for name, value in merged.items() if name != "seq_dims"}
             layer.compile(backend=sp, options=layer_options, dynamic=dynamic)
-        embedding = getattr(model, "get_input_embeddings", lambda: None)()  # None without the method
+        embedding = find_input_embedding(model)
         if isinstance(embedding, torch.nn.Embedding) and config.seq_dims == "auto":
             _trace_embedding(embedding)
             merged = {**merged, "seq_dims": {IDS_ARGUMENT: -1}}  # the last dim of the ids
@@ -93,6 +93,22 @@ def compile_under_fsdp(
     # The second argument is a check before each call; none is needed here.
     compile_in_place(model, lambda: None, limit, backend=sp, options=merged, fullgraph=fullgraph, dynamic=dynamic)
     return model
+
+
+def find_input_embedding(model: torch.nn.Module) -> torch.nn.Module | None:
+    """Return the input embedding of a model of transformers.
+
+    Args:
+        model: The model.
+
+    Returns:
+        None for other models, and for models without an embedding.
+    """
+    try:
+        embedding: torch.nn.Module | None = model.get_input_embeddings()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError):
+        return None
+    return embedding
 
 
 def _prepare_attention(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -121,17 +137,20 @@ def _prepare_attention(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _run_tables_eagerly(model: torch.nn.Module) -> None:
-    """Run modules with tables and without weights eagerly, such as rotary positions, unless they are in a layer.
+    """Run modules with tables alone eagerly, such as rotary positions, if they are parts of a model of transformers.
 
     The function with the loop over the layers runs eagerly, so that such a module would be a program of its own. If
     the function calls it for each of a set of strings, as that of Gemma 3 does, the order of the calls differs between
     processes, and ranks would run different programs.
     """
-    layers = tuple(f"{name}." for name in find_fsdp_submodules(model))
-    for name, module in model.named_modules():
-        has_weights = next(module.parameters(), None) is not None
+    if TRANSFORMERS not in sys.modules:
+        return
+    from transformers import PreTrainedModel
+
+    parents = (parent for parent in model.modules() if isinstance(parent, PreTrainedModel))
+    for module in (child for parent in parents for child in parent.children()):
         has_buffers = next(module.buffers(), None) is not None
-        if has_buffers and not has_weights and not name.startswith(layers) and not module.state_dict():
+        if has_buffers and not [*module.parameters(), *module.children()] and not module.state_dict():
             module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
 
 

@@ -2,7 +2,7 @@
 
     accelerate launch --config_file CONFIG -m sp_compile run SCRIPT --learning_rate 1e-4
 
-`python -m sp_compile run` calls `run_script`. A Trainer of transformers, or of a subclass such as TRL's, is created
+`python -m sp_compile run` calls `prepare_script`. A Trainer of transformers, or of a subclass such as TRL's, is created
 with the base class `SequenceParallel`, and an `Accelerator` as a `SequenceParallelAccelerator`.
 """
 
@@ -12,22 +12,20 @@ import functools
 import importlib.util
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.options import SPConfig
 
-__all__ = ["run_script"]
+__all__ = ["prepare_script"]
 
 
-def run_script(
+def prepare_script(
     target: str, arguments: Sequence[str] = (), *, is_module: bool = False, options: Mapping[str, Any] | None = None
-) -> None:
-    """Run a script or a module as `__main__`, after classes of transformers and accelerate are replaced.
-
-    The replacement remains in effect for the process.
+) -> Callable[[], None]:
+    """Replace classes of transformers and accelerate, for the process, and return a function that runs a script.
 
     Args:
         target: The path of the script, or the name of the module.
@@ -36,27 +34,41 @@ def run_script(
         options: Fields of `sp_compile.SPConfig` for the models, such as `attention="ring"`.
 
     Returns:
-        None.
+        A function that runs the script or the module as `__main__`. Exceptions of the script leave it unchanged.
 
     Raises:
         SpError: The target does not exist (SP736), or an option is invalid (SP101 to SP116).
     """
-    exists = importlib.util.find_spec(target) is not None if is_module else Path(target).is_file()
-    if not exists:
+    if not (_is_module(target) if is_module else Path(target).is_file()):
         kind = "the name of a module" if is_module else "the path of a script"
         raise SpError("SP736", f"target: expected {kind}, got {target!r}.")
     SPConfig.of(dict(options or {}))
     _share_sequences(dict(options or {}))
-    sys.argv = [target, *arguments]
-    if is_module:
-        runpy.run_module(target, run_name="__main__", alter_sys=True)
-    else:
-        sys.path.insert(0, str(Path(target).resolve().parent))
-        runpy.run_path(target, run_name="__main__")
+
+    def run() -> None:
+        """Run the target."""
+        sys.argv = [target, *arguments]
+        if is_module:
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(target).resolve().parent))
+            runpy.run_path(target, run_name="__main__")
+
+    return run
+
+
+def _is_module(name: str) -> bool:
+    """Return True if a module of this name can be found."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):  # a package around it is not found, or the name is relative
+        return False
 
 
 def _share_sequences(options: dict[str, Any]) -> None:
-    """Replace `__new__` of Accelerator, and of Trainer, if transformers is installed, by functions for this backend."""
+    """Make new Accelerators and Trainers, of the packages that are installed, share sequences."""
+    if importlib.util.find_spec("accelerate") is None:
+        return
     from accelerate import Accelerator
 
     from .accelerate import SequenceParallelAccelerator
@@ -66,26 +78,33 @@ def _share_sequences(options: dict[str, Any]) -> None:
 
         __init__ = functools.partialmethod(SequenceParallelAccelerator.__init__, sp_options=options)
 
-    def make_accelerator(cls: type, *args: Any, **kwargs: Any) -> Any:
-        """Return an object that is not initialized yet; Python calls `__init__` with the arguments."""
-        return object.__new__(ScriptAccelerator if cls is Accelerator else cls)
-
-    Accelerator.__new__ = make_accelerator
+    _add_base(Accelerator, SequenceParallelAccelerator, ScriptAccelerator, {})
     if importlib.util.find_spec("transformers") is None:
         return
     from transformers import Trainer
 
     from .transformers import SequenceParallel
 
+    _add_base(Trainer, SequenceParallel, SequenceParallel, {"sp_options": options})
+
+
+def _add_base(owner: Any, public: type, base: type, fields: dict[str, Any]) -> None:
+    """Make new objects of a class and its subclasses have another base and fields, unless they share sequences already.
+
+    Args:
+        owner: The class, whose `__new__` is replaced.
+        public: The class of this package from which classes of a script may inherit; these have options of their own.
+        base: The class to list before the class of an object.
+        fields: Fields of the new class.
+    """
+
     @functools.cache
     def with_base(cls: type) -> type:
-        """Return a class of Trainers with the base class, which is the same class if it has it already."""
-        if issubclass(cls, SequenceParallel):
-            return cls
-        return type(cls.__name__, (SequenceParallel, cls), {"sp_options": options, "__module__": cls.__module__})
+        """Return a class of the same name with the base."""
+        return type(cls.__name__, (base, cls), {**fields, "__module__": cls.__module__})
 
-    def make_trainer(cls: type, *args: Any, **kwargs: Any) -> Any:
-        """Return an object of the class with the base class; Python calls its `__init__` with the arguments."""
-        return object.__new__(with_base(cls))
+    def make_object(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return an object that is not initialized yet; Python calls `__init__` with the arguments."""
+        return object.__new__(cls if issubclass(cls, public) else with_base(cls))
 
-    Trainer.__new__ = make_trainer
+    owner.__new__ = make_object

@@ -155,8 +155,10 @@ def _shard_weights(model: nn.Module, names: list[str], arguments: Mapping[str, A
     """
     from torch.distributed.fsdp import fully_shard
 
+    from .fsdp import find_input_embedding
+
     units = [model.get_submodule(name) for name in names]
-    embedding = getattr(model, "get_input_embeddings", lambda: None)()  # a method of models of transformers
+    embedding = find_input_embedding(model)
     is_in_layer = any(embedding is module for unit in units for module in unit.modules())
     if isinstance(embedding, nn.Embedding) and names and not is_in_layer:  # without layers, the model is the only unit
         units.insert(0, embedding)

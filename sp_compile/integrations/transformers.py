@@ -19,6 +19,8 @@ from unittest import mock
 
 import transformers.trainer
 
+from sp_compile.lowering.base.errors import SpError
+
 from ._compat.sampling import SampleSharer
 from ._compat.trainers import ItemCounter, WeightSaver, register_backend_name
 from .accelerate import SequenceParallelAccelerator
@@ -44,7 +46,7 @@ class SequenceParallel(SampleSharer, ItemCounter, WeightSaver):
     """
 
     sp_options: ClassVar[Mapping[str, Any]] = {}  # fields of `sp_compile.SPConfig`
-    shard_generation: ClassVar[bool] = False  # share the cache of generation; True raises for models that cannot
+    shard_generation: ClassVar[bool] = False  # share the cache of generation, in GRPO and RLOO of TRL
     accelerator: Any  # the SequenceParallelAccelerator
     model: Any  # the model, or the result of fully_shard
     gather_function: Any  # the function that the Trainer calls to gather predictions
@@ -56,7 +58,8 @@ class SequenceParallel(SampleSharer, ItemCounter, WeightSaver):
             None.
 
         Raises:
-            SpError: The arguments do not match the processes; see `SequenceParallelAccelerator`.
+            SpError: The arguments do not match the processes, see `SequenceParallelAccelerator`, or `shard_generation`
+                has no effect in this Trainer (SP838).
         """
 
         def make_accelerator(**kwargs: Any) -> SequenceParallelAccelerator:
@@ -70,6 +73,9 @@ class SequenceParallel(SampleSharer, ItemCounter, WeightSaver):
 
         with mock.patch.object(transformers.trainer, "Accelerator", make_accelerator), register_backend_name():
             super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        if self.shard_generation and (getattr(self.args, "use_vllm", False) or not self.samples_once):
+            name = type(self).__name__
+            raise SpError("SP838", f"shard_generation: expected a Trainer that samples by `generate()`, got {name}.")
         self.count_generations()  # TRL has set the numbers of completions for processes: set them for replicas
 
     def share_cache(self) -> AbstractContextManager[Any]:

@@ -166,7 +166,7 @@ def _option_bars(plan: Mapping[str, Any], rows: Sequence[Sequence[Any]], marks: 
         name = ", ".join([f"{variant['ranks']} ranks", *(f"{heading}{rows[i][column]}" for column, heading in labels)])
         note = "chosen" if i == plan["best"] else "does not fit" if not variant["fits"] else ""
         text = f"{name}: {', '.join(texts.values())}{f' ({note})' if note else ''}"
-        short = name if len(name) <= OPTION_WIDTH else f"{name[:OPTION_WIDTH]}..."
+        short = name if len(name) <= OPTION_WIDTH else f"{name[: OPTION_WIDTH - 3]}..."
         options.append({"name": short, "text": text, "note": note, "mark": marks[i], "y": BAR_ROW * line, "bars": bars})
     limit = BAR_COLUMNS["memory_bytes"] + BAR_WIDTH * plan["memory_bytes"] / most["memory_bytes"]
     return {"options": options, "limit": limit, "height": BAR_ROW * len(options), "row": BAR_ROW, "x": BAR_COLUMNS}

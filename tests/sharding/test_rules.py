@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.torch_compat import FloorDiv
 from sp_compile.passes.graph.call import OpCall
+from sp_compile.passes.graph.sizes import assume_large
 from sp_compile.passes.sharding import rule as rules
 from sp_compile.passes.sharding.attention_axes import op_strategy
 from sp_compile.passes.sharding.placement import Frame, Shard
@@ -283,6 +284,9 @@ def test_reshape_to_heads_of_a_symbolic_size() -> None:
     heads = FloorDiv(sympy.Integer(16), size)
     dims = reshape_rule((2, 41, 16), (2, 41, heads, FloorDiv(sympy.Integer(16), heads))).results[0]
     assert dims[:2] == ("d0", "d1")
+    other = sympy.Symbol("t", integer=True, positive=True)
+    assert assume_large(other * FloorDiv(sympy.Integer(16), heads)) == 2**20 * 16
+    assert assume_large(FloorDiv(8 * size, other - size)) == 8  # undefined for equal sizes
 
 
 def _home(shape: list[int], outer: int, length: int) -> Shard:

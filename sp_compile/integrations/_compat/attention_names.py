@@ -5,6 +5,7 @@ Tested with transformers 5.24.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 import sys
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -87,8 +89,8 @@ def select_attention(model: torch.nn.Module, name: str) -> Iterator[None]:
 class MaskArguments:
     """Arguments of transformers' function for the masks of sdpa, of which a layer computes its mask.
 
-    They have tensors of B x S elements at most, and the mask B x S x S. Code that treats the object as a tensor gets
-    the mask.
+    They have tensors of B x S elements at most, and the mask B x S x S. Attributes, indexing, operators and functions
+    of torch use the mask. `isinstance(x, torch.Tensor)` is False.
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
@@ -104,10 +106,44 @@ class MaskArguments:
         return sdpa_mask(**self.arguments)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "arguments" or name.startswith("__"):  # such as those that `copy` reads
+            raise AttributeError(name)
         return getattr(self._compute_tensor(), name)
 
     def __getitem__(self, index: Any) -> Any:
         return self._compute_tensor()[index]
+
+    def __len__(self) -> int:
+        return len(self._compute_tensor())
+
+    def __eq__(self, other: object) -> Any:
+        return self._compute_tensor() == other
+
+    def __ne__(self, other: object) -> Any:
+        return self._compute_tensor() != other
+
+    def __invert__(self) -> Any:
+        return ~self._compute_tensor()
+
+    def __and__(self, other: Any) -> Any:
+        return self._compute_tensor() & other
+
+    def __or__(self, other: Any) -> Any:
+        return self._compute_tensor() | other
+
+    def __mul__(self, other: Any) -> Any:
+        return self._compute_tensor() * other
+
+    def __add__(self, other: Any) -> Any:
+        return self._compute_tensor() + other
+
+    def __rsub__(self, other: Any) -> Any:
+        return other - self._compute_tensor()
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    __rand__, __ror__, __rmul__, __radd__ = __and__, __or__, __mul__, __add__
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -169,6 +205,8 @@ def find_image_encoders(model: torch.nn.Module) -> dict[Any, list[torch.nn.Modul
 def attend_to_packed_images(encoder: torch.nn.Module) -> None:
     """Make an encoder attend to all images of a batch in one call, so that its program fits all sizes of images.
 
+    The configuration of the encoder is copied, since other models may have the same one, and are created from it.
+
     Args:
         encoder: A result of `find_image_encoders`.
 
@@ -177,7 +215,11 @@ def attend_to_packed_images(encoder: torch.nn.Module) -> None:
     """
     AttentionInterface.register(PACKED_IMAGES, _attend_to_images)
     AttentionMaskInterface.register(PACKED_IMAGES, sdpa_mask)
-    encoder.config._attn_implementation_internal = PACKED_IMAGES
+    shared, config = encoder.config, copy.copy(encoder.config)
+    config._attn_implementation_internal = PACKED_IMAGES
+    for module in encoder.modules():
+        if getattr(module, "config", None) is shared:
+            module.config = config
 
 
 def _packs_images(module: torch.nn.Module) -> bool:
@@ -215,11 +257,17 @@ def _attend_to_images(
 
 
 def _compares_names(model_class: type) -> bool:
-    """Return True if the file of a class compares names of attention functions, or if there is no file."""
+    """Return True if a file of a class, or of its bases, compares names of attention functions, or is not found.
+
+    After `fully_shard` the class is one that torch has created.
+    """
+    models = [cls for cls in model_class.__mro__ if issubclass(cls, PreTrainedModel) and cls is not PreTrainedModel]
+    bases = [cls for cls in models if not issubclass(cls, FSDPModule)]
     try:
-        return COMPARISON.search(inspect.getsource(sys.modules[model_class.__module__])) is not None
-    except OSError:
+        sources = [inspect.getsource(sys.modules[cls.__module__]) for cls in bases]
+    except (OSError, TypeError, KeyError):  # a class of a notebook
         return True
+    return any(COMPARISON.search(source) for source in sources)
 
 
 def _delay_mask(**arguments: Any) -> Any:

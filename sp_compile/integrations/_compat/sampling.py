@@ -38,6 +38,11 @@ class SampleSharer:
             super().__init__(*args, **kwargs)
         self._share(None)  # no value: only the random state is set
 
+    @property
+    def samples_once(self) -> bool:
+        """True if the Trainer samples by a method that this class extends."""
+        return hasattr(super(), "_generate_single_turn")
+
     def count_generations(self) -> None:
         """Set the number of completions of a step, as TRL does, but for the number of replicas, not of processes.
 

@@ -83,7 +83,7 @@ def test_sizes_of_images(ranks: Ranks, n: int, build: Any, checkpoint: bool) -> 
 
 def test_encoders_are_found() -> None:
     """Those that pass cumulated lengths to their attention function, with their layers, and no other model."""
-    from sp_compile.integrations._compat.attention_names import find_image_encoders
+    from sp_compile.integrations._compat.attention_names import attend_to_packed_images, find_image_encoders
 
     model, _ = multimodal.qwen25_vl(False)
     other, _ = multimodal.gemma3(False)
@@ -91,6 +91,10 @@ def test_encoders_are_found() -> None:
     assert encoder is model.model.visual
     assert layers == [*encoder.blocks]
     assert not find_image_encoders(other)
+    attend_to_packed_images(encoder)
+    assert not find_image_encoders(model)
+    again = type(model)(model.config)  # the configuration has not changed
+    assert [*find_image_encoders(again)] == [again.model.visual]
 
 
 def test_attention_to_packed_images() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.ranks import Ranks, mesh
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 import sp_compile
 
@@ -88,6 +89,10 @@ def test_code_may_use_the_mask_as_a_tensor() -> None:
     arguments = {"batch_size": 2, "q_length": 5, "kv_length": 5, "attention_mask": padding}
     mask = MaskArguments(arguments)
     causal = torch.ones(5, 5, dtype=torch.bool).tril() & padding[:, None, None]
+    assert copy.copy(mask).arguments is arguments
+    assert len(mask) == 2
+    for operator in (lambda x: ~x, lambda x: 1.0 - x * 2.0, lambda x: x == 0, lambda x: x != 0, lambda x: 1.0 + x):
+        assert torch.equal(operator(mask), operator(causal))
     for function in (read, torch.compile(read, backend="eager", fullgraph=True)):
         assert torch.equal(function(mask), read(causal))
 
@@ -102,7 +107,9 @@ def test_models_whose_masks_are_computed_in_layers(name: str, changes: bool) -> 
     model = nn.Module()
     with torch.device("meta"):
         config = getattr(transformers, f"{name}Config")(num_hidden_layers=1)
-        model.inner = getattr(transformers, f"{name}Model")(config)
+        model_class = getattr(transformers, f"{name}Model")
+        model.inner = model_class(config)
+    model.inner.__class__ = type(f"FSDP{name}", (FSDPModule, model_class), {})  # as fully_shard does
     compute_masks_in_layers(model)
     assert model.inner.config._attn_implementation == (LAYER_MASKS if changes else "sdpa")
 

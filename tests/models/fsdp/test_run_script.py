@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.parity import error_text
 
-from sp_compile.integrations.run_script import run_script
+from sp_compile.integrations.run_script import prepare_script
 
 ROOT = Path(__file__).parents[3]
 CONFIG = """
@@ -53,7 +53,9 @@ losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
 """,
     "accelerator": """
 from accelerate import Accelerator
-accelerator = Accelerator(cpu=True)
+class MyAccelerator(Accelerator):
+    pass
+accelerator = MyAccelerator(cpu=True)
 loader = torch.utils.data.DataLoader(rows, 4 // replicas, shuffle=True, generator=torch.Generator().manual_seed(0))
 model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader)
 losses = []
@@ -109,6 +111,20 @@ def test_scripts_without_changes(tmp_path: Path, kind: str) -> None:
 
 
 def test_targets_that_do_not_exist() -> None:
-    assert "SP736" in error_text(lambda: run_script("no_such_script.py"))
-    assert "SP736" in error_text(lambda: run_script("no_such_module", is_module=True))
-    assert "SP102" in error_text(lambda: run_script(__file__, options={"atention": "ring"}))
+    assert "SP736" in error_text(lambda: prepare_script("no_such_script.py"))
+    for name in ("no_such_module", "no_such.module", ".relative"):
+        assert "SP736" in error_text(lambda name=name: prepare_script(name, is_module=True))
+    assert "SP102" in error_text(lambda: prepare_script(__file__, options={"atention": "ring"}))
+
+
+def test_errors_of_a_script_are_its_own(tmp_path: Path) -> None:
+    """Not an error of a file that this command writes."""
+    script = tmp_path / "fails.py"
+    script.write_text("import sys\nassert sys.argv[1:] == ['--lr', '1']\nopen('missing.json')\n")
+    command = [sys.executable, "-m", "sp_compile", "run", str(script), "--lr", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert 'fails.py", line 3' in done.stderr
+    assert "FileNotFoundError" in done.stderr
+    assert "SP733" not in done.stderr

@@ -49,10 +49,8 @@ def check(found: dict[str, Any], alone: dict[str, Any], kind: str, shortest: int
         assert torch.allclose(found["weights"][name], weight, rtol=0, atol=WEIGHT), (kind, name)
 
 
-STEPS, RATE = (
-    20,
-    1e-3,
-)  # with 1e-2, a difference in the last bit grows by a factor of 3 with each step of a reward model
+STEPS = 20
+RATE = 1e-3  # with 1e-2, a difference in the last bit grows by a factor of 3 with each step of a reward model
 
 
 @pytest.mark.slow
