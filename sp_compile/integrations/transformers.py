@@ -73,7 +73,7 @@ class SequenceParallel(SampleSharer, ItemCounter, WeightSaver):
 
         with mock.patch.object(transformers.trainer, "Accelerator", make_accelerator), register_backend_name():
             super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        if self.shard_generation and (getattr(self.args, "use_vllm", False) or not self.samples_once):
+        if self.shard_generation and (getattr(self.args, "use_vllm", False) or not self._samples_once):
             name = type(self).__name__
             raise SpError("SP838", f"shard_generation: expected a Trainer that samples by `generate()`, got {name}.")
         self.count_generations()  # TRL has set the numbers of completions for processes: set them for replicas

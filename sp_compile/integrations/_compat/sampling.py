@@ -39,7 +39,7 @@ class SampleSharer:
         self._share(None)  # no value: only the random state is set
 
     @property
-    def samples_once(self) -> bool:
+    def _samples_once(self) -> bool:
         """True if the Trainer samples by a method that this class extends."""
         return hasattr(super(), "_generate_single_turn")
 

@@ -79,6 +79,9 @@ Why families have less than 95% on shards:
 - XLM: embeddings are between two graph breaks, in a graph without attention.
 - Idefics3 and others with images after a graph break: hidden states below 1 MiB are gathered between two graphs, so
   the last layer and the loss run unsplit. With `outputs="lazy"`, Idefics3 has 99% in place of 89%.
+- GLM-4V and others with image grids: the merge of patches, in the graph after a break, needs complete groups of rows.
+- FastSpeech2: durations are read on the host; the vocoder has convolutions only. TimesFM: a graph after a break has no
+  sequence. HiggsAudio: codebooks are written at a mask.
 - Kandinsky 6 SR: a `BlockMask` is computed from the tokens.
 - RWKV-4, FNet, FocalNet: no attention or scan. RWKV-4 is a loop with a running maximum, FNet a Fourier transform over the
   tokens, FocalNet convolutions. So are the other image models that are refused. `seq_dims={"pixel_values": 2}` shards
