@@ -145,13 +145,10 @@ def _run_tables_eagerly(model: torch.nn.Module) -> None:
     """
     if TRANSFORMERS not in sys.modules:
         return
-    from transformers import PreTrainedModel
+    from ._compat.attention_names import find_tables
 
-    parents = (parent for parent in model.modules() if isinstance(parent, PreTrainedModel))
-    for module in (child for parent in parents for child in parent.children()):
-        has_buffers = next(module.buffers(), None) is not None
-        if has_buffers and not [*module.parameters(), *module.children()] and not module.state_dict():
-            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
+    for module in find_tables(model):
+        module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
 
 
 def _checkpointed_layers(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -29,7 +29,7 @@ def test_only_integrations_import_their_libraries() -> None:
     wanted = "accelerate transformers lightning trl peft torchdata datasets".split()
     pattern = re.compile(rf"^\s*(?:import|from) (?:{'|'.join(wanted)})\b", re.MULTILINE)
     found = {module for module, file in FILES.items() if pattern.search(file.read_text())}
-    files = "accelerate", "cached_rows", "over_replicas", "parallelism", "shard_cache", "transformers"
+    files = "accelerate", "cached_rows", "over_replicas", "parallelism", "run_script", "shard_cache", "transformers"
     files += "_compat.attention_names", "_compat.sampling", "_compat.trainers"
     assert found == {f"sp_compile.integrations.{name}" for name in files}
 

@@ -179,6 +179,23 @@ def compute_masks_in_layers(model: torch.nn.Module) -> None:
             config._attn_implementation_internal = LAYER_MASKS
 
 
+def find_tables(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the parts of models of transformers that have buffers alone, such as rotary positions.
+
+    Args:
+        model: The model, or a wrapper of one.
+
+    Returns:
+        Children of models of transformers, without weights, parts, and entries of a state dict.
+    """
+    parents = [parent for parent in model.modules() if isinstance(parent, PreTrainedModel)]
+    return [
+        child
+        for child in (child for parent in parents for child in parent.children())
+        if [*child.buffers()] and not [*child.parameters(), *child.children()] and not child.state_dict()
+    ]
+
+
 def find_image_encoders(model: torch.nn.Module) -> dict[Any, list[torch.nn.Module]]:
     """Return the parts of a model of transformers that encode packed images, and use sdpa.
 
