@@ -13,7 +13,7 @@ Tested with transformers 5.24, TRL 1.16 and PEFT 0.21.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -86,7 +86,7 @@ class SequenceParallel(SampleSharer, ItemCounter, WeightSaver):
         """
         mesh = self.accelerator.mesh
         if mesh is None or not self.shard_generation:
-            return nullcontext()
+            return super().share_cache()
         return shard_cache(self.model, mesh[SEQUENCE_AXIS], **self.sp_options)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -29,7 +29,6 @@ class SampleSharer:
 
     args: Any  # the TrainingArguments
     accelerator: Any  # the SequenceParallelAccelerator
-    share_cache: Callable[[], AbstractContextManager[Any]]  # a context for generation
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Create the Trainer, and continue with the random state of the first rank of the sequence."""
@@ -42,6 +41,14 @@ class SampleSharer:
     def _samples_once(self) -> bool:
         """True if the Trainer samples by a method that this class extends."""
         return hasattr(super(), "_generate_single_turn")
+
+    def share_cache(self) -> AbstractContextManager[Any]:
+        """Return a context for generation, here one without effect.
+
+        Returns:
+            The context.
+        """
+        return nullcontext()
 
     def count_generations(self) -> None:
         """Set the number of completions of a step, as TRL does, but for the number of replicas, not of processes.

@@ -174,6 +174,7 @@ def check_way(ranks: Ranks, way: Way) -> None:
             assert len(on_shards) >= BY_LAYER
 
 
+@pytest.mark.slow
 def test_sharded_weights_equal_one_device(accelerate: None, ranks: Ranks) -> None:
     check_way(ranks, WAYS[0])
 
