@@ -191,7 +191,8 @@ def find_tables(model: torch.nn.Module) -> list[torch.nn.Module]:
     parents = [parent for parent in model.modules() if isinstance(parent, PreTrainedModel)]
     return [
         child
-        for child in (child for parent in parents for child in parent.children())
+        for parent in parents
+        for child in parent.children()
         if [*child.buffers()] and not [*child.parameters(), *child.children()] and not child.state_dict()
     ]
 

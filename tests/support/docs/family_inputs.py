@@ -5,7 +5,7 @@ Inputs of a kind, such as an image, have several forms. A model is given the fir
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -44,13 +44,31 @@ def build_model(name: str, model_class: type | None = None, allows_widths: bool 
         except Exception as error:
             errors.append(error)
             continue
-        for inputs in [INPUTS[name]()] if name in INPUTS else list_inputs(model):
-            try:
-                with torch.no_grad():
-                    model(**inputs)
-                return model, inputs
-            except Exception as error:
-                errors.append(error)
+        try:
+            return model, find_inputs(model, [INPUTS[name]()] if name in INPUTS else list_inputs(model))
+        except Exception as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def find_inputs(model: torch.nn.Module, candidates: Iterable[Inputs]) -> Inputs:
+    """Return the first of several forms of inputs with which a model runs.
+
+    Args:
+        model: The model.
+        candidates: The forms, at least one.
+
+    Raises:
+        Exception: The model runs with none of them: the error of the first one.
+    """
+    errors = []
+    for inputs in candidates:
+        try:
+            with torch.no_grad():
+                model(**inputs)
+            return inputs
+        except Exception as error:
+            errors.append(error)
     raise errors[0]
 
 

@@ -17,7 +17,7 @@ from transformers.models.auto import modeling_auto
 
 from .diffusion_models import SPECIAL, build_special, inputs_by_name
 from .family_changes import CHANGES, INPUTS
-from .family_inputs import build_model
+from .family_inputs import build_model, find_inputs
 from .family_models import COLUMNS, DIFFUSION, FRAMES, NAMED, ROWS, TEXT, Built, Family, latents
 from .family_sizes import BATCH, VOCABULARY, build_text_model, shrink_arguments, shrink_config
 from .partial_families import PARTIAL
@@ -141,16 +141,7 @@ def _build_diffusion(name: str) -> Built:
         return build_special(name)
     model_class = getattr(diffusers, name)
     model = model_class(**shrink_arguments(model_class, {})).eval()
-    errors = []
-    for hidden, times in _forms():
-        inputs = inputs_by_name(model, hidden, times)
-        try:
-            with torch.no_grad():
-                model(**inputs)
-            return model, inputs
-        except Exception as error:
-            errors.append(error)
-    raise errors[0]
+    return model, find_inputs(model, (inputs_by_name(model, *form) for form in _forms()))
 
 
 def _forms() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
