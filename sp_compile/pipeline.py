@@ -19,6 +19,7 @@ from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.comm.simulate import SIMULATED_GROUP
 from sp_compile.passes.base import Pass, Passes, check_pass_order, iterate_passes
 from sp_compile.passes.canonical.canonicalize import Canonicalize
+from sp_compile.passes.canonical.merge_repeats import MergeRepeats
 from sp_compile.passes.canonical.scan_forms.associative_scan import ExpandAssociativeScans
 from sp_compile.passes.capture.capture import capture_export
 from sp_compile.passes.context import Note, NoteKind, PassContext, Refusal
@@ -79,6 +80,7 @@ class Pipeline(Passes):
 
     steps = (
         Canonicalize,
+        MergeRepeats,
         MarkUserCollectives,
         JoinSequences,
         ShardAttentionInputs,

@@ -10,6 +10,7 @@ the node of the global graph that it was created from.
 from __future__ import annotations
 
 import operator
+from contextlib import nullcontext
 from typing import Any
 
 import sympy
@@ -65,12 +66,14 @@ def validate(local: GraphModule, plan: PlacementPlan, n: int) -> None:
     Raises:
         SpError: A node has another shape than its placement requires, fails on local operands, or reads invalid rows.
     """
-    values = [node.meta.get("val") for node in local.graph.nodes]
-    mode = detect_fake_mode([v for v in values if isinstance(v, torch.Tensor)])
+    values = [value for node in local.graph.nodes for value in node_tensors(node)]
+    mode = detect_fake_mode(values)
     sorted_rows: set[Node] = set()  # nodes with rows that each rank has sorted by a key
     padding = PaddingProof(plan, n)
-    # Symbolic sizes require the Python dispatcher. Without a fake mode, no_grad takes the place of its context.
-    with mode or torch.no_grad(), enable_python_dispatcher(), torch.no_grad():
+    # Symbolic sizes require the Python dispatcher, which is slow. Without a fake mode, no_grad takes its place.
+    is_symbolic = any(isinstance(size, torch.SymInt) for value in values for size in value.shape)
+    dispatcher = enable_python_dispatcher() if is_symbolic else nullcontext()
+    with mode or torch.no_grad(), dispatcher, torch.no_grad():
         for node in local.graph.nodes:
             if node.op == "call_function":
                 _check_target(node)
