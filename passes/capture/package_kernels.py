@@ -26,7 +26,7 @@ from sp_compile.lowering import torch_compat
 from sp_compile.lowering.base.warn import warn_once
 from sp_compile.lowering.scan.attention_kernels import KERNELS, register_kernel
 
-from .stand_ins import loss_stand_ins, state_space_stand_ins  # noqa: F401  (fill the table)
+from .stand_ins import loss_stand_ins, quantized_linears, state_space_stand_ins  # noqa: F401  (fill the table)
 from .stand_ins.kernel_stand_ins import DOCUMENTS, STAND_INS, make_stand_in
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from support.parity import VOCAB, Outcome, against_eager, check, sp, text
 from support.ranks import Ranks
 from torch import Tensor, nn
 
-from sp_compile.passes.capture.trace import SUBCLASS, _call_with_subclass
+from sp_compile.passes.capture.stand_ins.quantized_linears import MARK, Subclass, call_with_subclass
 
 aten = torch.ops.aten
 
@@ -158,6 +158,6 @@ def test_adapters_in_bf16(ranks: Ranks, base: Callable[[Tensor], nn.Module]) -> 
 
 def test_a_linear_layer_of_keyword_arguments() -> None:
     x, w = torch.randn(2, 4), torch.randn(3, 4)
-    setattr(w, SUBCLASS, "Int8")
-    found = _call_with_subclass(torch.nn.functional.linear, (), {"input": x, "weight": w}, "Int8")
+    setattr(w, MARK, Subclass("Int8"))
+    found = call_with_subclass(torch.nn.functional.linear, (), {"input": x, "weight": w}, Subclass("Int8"))
     torch.testing.assert_close(found, x @ w.mT)

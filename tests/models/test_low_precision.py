@@ -1,4 +1,4 @@
-"""torchao's float8 and int8 training and quantized frozen weights: loss and gradients equal a single device's."""
+"""Float8 and int8 training, and quantized frozen weights, of torchao: as on a single device."""
 
 from __future__ import annotations
 
@@ -60,6 +60,9 @@ def quantized(kind: str) -> nn.Module:
     model = Attention()
     if kind == "int8":
         quantize_(model, quantized_training.int8_weight_only_quantized_training())
+    elif kind in ("int8 products", "int8 class"):
+        config = quantized_training.Int8MixedPrecisionTrainingConfig(module_swap=kind == "int8 products")
+        quantize_(model, config)
     elif kind == "frozen int8":
         quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda _, name: name in ("qkv", "out"))
         for layer in (model.qkv, model.out):
@@ -81,7 +84,7 @@ def rows(length: int) -> Tensor:
 
 
 FLOAT8 = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
-INT8 = ["int8", "frozen int8"]
+INT8 = ["int8", "frozen int8", "int8 products", "int8 class"]
 ROUNDING = 2e-6  # float32: another order of sums
 
 
@@ -94,10 +97,26 @@ def test_linears_are_on_shards(kind: str) -> None:
     assert report.work.flops_share == 1
 
 
-def test_scales_are_of_all_ranks() -> None:
+@pytest.mark.parametrize("kind", ["tensorwise", "int8 products"])
+def test_scales_are_of_all_ranks(kind: str) -> None:
     """The largest values of one rank set the scale of the others: without their exchange the results differ."""
-    report = sp_compile.explain(quantized("tensorwise"), rows(33), sp=2)
+    report = sp_compile.explain(quantized(kind), rows(33), sp=2)
     assert report.count("extreme") == 3
+
+
+@pytest.mark.parametrize(("granularity", "is_split"), [("PerTensor", False), ("PerRow", True)])
+def test_scales_of_inputs(granularity: str, is_split: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A frozen layer that casts its input by one scale of all rows runs whole, unless it stores the scale."""
+    from torchao import quantization
+
+    model, x = Attention(), rows(33)
+    config = quantization.Int8DynamicActivationInt8WeightConfig(granularity=getattr(quantization, granularity)())
+    quantization.quantize_(model, config, filter_fn=lambda _, name: name in ("qkv", "out"))
+    with torch.no_grad():
+        expected = model(x)
+        found = torch.compile(model, backend="sp", options={"compiler": "aot_eager", "cost": {}})(x)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
+    assert ("SP229" in caplog.text) != is_split
 
 
 def _compare_all(kinds: list[str]) -> list[Outcome]:
@@ -122,7 +141,9 @@ def _compare(model: nn.Module, x: Tensor) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    "kinds", [["tensorwise", "nf4"], pytest.param(["rowwise", "int8"], marks=pytest.mark.slow)], ids=" and ".join
+    "kinds",
+    [["tensorwise", "nf4", "int8 products"], pytest.param(["rowwise", "int8", "int8 class"], marks=pytest.mark.slow)],
+    ids=" and ".join,
 )
 def test_real_ranks(ranks: Ranks, kinds: list[str]) -> None:
     for outcomes in zip(*ranks.run(2, _compare_all, kinds)):
