@@ -1,7 +1,8 @@
-"""Define what the trace records for linear layers with quantized weights of torchao.
+"""Define what the trace records for linear layers with quantized weights of torchao and bitsandbytes.
 
     F.linear(x, w)  with w of a tensor subclass  ->  sp.subclass_linear(x, w)
     LinearNF4.apply(x, w)                        ->  sp.subclass_linear(x, w)
+    matmul_4bit(x, w, quant_state)               ->  sp.packed_linear(x, w, scales, ...)
 
 The inner tensors of a subclass are no inputs of the trace: its fake is a plain tensor of its shape, with a mark.
 """
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering.base.errors import CaptureError
+from sp_compile.lowering.packed_linear import NESTED_BLOCK
 from sp_compile.lowering.scaled_linear import trace_int8_linear
 from sp_compile.lowering.torch_compat import pytree
 
@@ -126,5 +128,16 @@ def _int8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: Any) ->
     return trace_int8_linear(x, weight, bias, config)
 
 
+def _packed_linear(x: Tensor, w: Tensor, state: Any, bias: Tensor | None = None) -> Any:
+    """Compute bitsandbytes' matmul_4bit, unless the weight is in its format for inference on a CPU."""
+    nested = state.state2
+    if getattr(state, "packing_format_for_cpu", False) or (nested is not None and nested.blocksize != NESTED_BLOCK):
+        return NotImplemented
+    scales = [state.absmax] if nested is None else [state.absmax, nested.absmax, nested.code, state.offset]
+    shape = list(state.shape)
+    return torch.ops.sp.packed_linear(x, w, scales, bias, shape, state.blocksize, state.quant_type, state.dtype)
+
+
+STAND_INS["matmul_4bit"] = KernelStandIn(_packed_linear)
 STAND_INS["LinearNF4"] = KernelStandIn(_nf4_linear)
 STAND_INS["_Int8MixedPrecisionTrainingLinearFunction"] = KernelStandIn(_int8_linear)
