@@ -41,11 +41,13 @@ class Float8Config(NamedTuple):
             n: Number of ranks that share the rows: x has those of this rank.
             group: Name of their group.
         """
+        from torchao.float8.distributed_utils import tensor_already_casted_to_fp8
         from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim
         from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
         from torchao.float8.float8_utils import amax_to_scale
 
-        if _is_disabled(config):
+        # FSDP may have cast the weight before it was gathered.
+        if _is_disabled(config) or tensor_already_casted_to_fp8(x):
             return x
         axiswise_dim = get_maybe_axiswise_dim(dim, config.scaling_granularity)
         if scale is None:
@@ -94,8 +96,8 @@ class Float8Config(NamedTuple):
         """
         if n == 1:
             return self
-        padded_products = (product._replace(pad_inner_dim=True) for product in self.products)
-        return self._replace(products=type(self.products)(*padded_products))
+        padded = self.products.grad_weight._replace(pad_inner_dim=True)
+        return self._replace(products=self.products._replace(grad_weight=padded))
 
 
 class Int8Config(NamedTuple):
@@ -183,7 +185,7 @@ def scaled_linear(
 
     Args:
         x: Rows, of all ranks or of one.
-        w_t: The weight, replicated; a plain tensor or one of torchao's subclass for products in int8.
+        w_t: The weight, replicated; a plain tensor or one of a subclass of torchao.
         scale: Scale of x (); None for scales of rows, or if x is not cast.
         grad_scale: Scale of x for the gradient of w_t, (), or of each column (K); None if x is not cast. In int8 the
             largest values of the columns, of which scales are a fraction.
@@ -212,7 +214,8 @@ class _ScaledLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, w_t: Tensor, scale: Any, grad_scale: Any, config: Any, n: int, group: str
     ) -> Tensor:
         """Return the product of x and w_t."""
-        w_t = getattr(w_t, "_data", w_t)  # torchao's subclass for int8; here, so that autograd records the subclass
+        if isinstance(config, Int8Config):
+            w_t = getattr(w_t, "_data", w_t)  # torchao's subclass; here, so that autograd records the subclass
         ctx.save_for_backward(x, w_t, grad_scale)
         ctx.config, ctx.ranks = config, (n, group)
         return config.multiply(x.reshape(-1, x.shape[-1]), w_t, scale, n).reshape(*x.shape[:-1], w_t.shape[-1])

@@ -25,7 +25,7 @@ from sp_compile.passes.graph.edit import INHERITED_META
 from sp_compile.passes.graph.modes import disable_autocast
 
 from .regions import inline_regions
-from .stand_ins.quantized_linears import call_with_subclass, find_subclass
+from .stand_ins.quantized_linears import call_with_subclass, find_subclass, reads_cast_weight
 
 # Functions of packages that compute the values of a torch.autograd.Function which Dynamo does not trace.
 PACKAGE_FUNCTIONS = {("torchao", "matmul_with_hp_or_float8_args"): trace_scaled_linear}  # (package, class)
@@ -117,14 +117,14 @@ class _TracingInterpreter(Interpreter):
             return self.run_state_call(target, args, kwargs)
         if target is torch_compat.get_data:  # x.data
             return args[0].detach()
+        function = torch_compat.untraced_function(target)
         subclass = find_subclass(args, kwargs)
-        if subclass is not None:
+        if subclass is not None and (function is None or not reads_cast_weight(subclass, args)):
             return call_with_subclass(target, args, kwargs, subclass)
         if target is torch_compat.autograd_function_apply:
             return self.trace_autograd_function(target, args, kwargs)
         if target is torch_compat.register_hook_op:
             return self.register_hook(target, args, kwargs)
-        function = torch_compat.untraced_function(target)
         if function is not None:
             return self.call_untraced_function(function, target, args, kwargs)
         return super().call_function(target, args, kwargs)

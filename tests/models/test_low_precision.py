@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -28,10 +30,33 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         self.out = nn.Linear(WIDTH, WIDTH, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def mix(self, x: Tensor) -> Tensor:
         q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in self.qkv(self.inner(x)).chunk(3, -1))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(2)).square().mean()
+        return self.out(y.transpose(1, 2).flatten(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x).square().mean()
+
+
+class Layer(Attention):
+    """A residual layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mix(x)
+
+
+class Layered(nn.Module):
+    """A layer, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
 
 
 class Adapted(nn.Module):
@@ -51,13 +76,13 @@ class Adapted(nn.Module):
         return linear_nf4(x, self.weight) + self.up(self.down(x))
 
 
-def quantized(kind: str) -> nn.Module:
+def quantized(kind: str, make: Callable[[], nn.Module] = Attention) -> Any:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.prototype import quantized_training
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     torch.manual_seed(0)
-    model = Attention()
+    model: Any = make()
     if kind == "int8":
         quantize_(model, quantized_training.int8_weight_only_quantized_training())
     elif kind in ("int8 products", "int8 class"):
@@ -68,7 +93,11 @@ def quantized(kind: str) -> nn.Module:
         for layer in (model.qkv, model.out):
             layer.weight.requires_grad_(False)
     elif kind == "nf4":
-        model.qkv, model.out = Adapted(model.qkv), Adapted(model.out)
+        for layer in model.modules():
+            if isinstance(layer, Attention):
+                layer.qkv, layer.out = Adapted(layer.qkv), Adapted(layer.out)
+    elif kind == "gathered in float8":
+        convert_to_float8_training(model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True))
     else:
         config = Float8LinearConfig.from_recipe_name(kind)
         convert_to_float8_training(model, config=dataclasses.replace(config, emulate=True))
@@ -150,6 +179,32 @@ def test_real_ranks(ranks: Ranks, kinds: list[str]) -> None:
         check(outcomes, ROUNDING)
 
 
+def _compare_sharded(kinds: list[str]) -> list[Outcome]:
+    outcomes = []
+    for kind in kinds:
+        torch.compiler.reset()
+        single, model = (quantized(kind, Layered) for _ in range(2))
+        expected = single(rows(33))
+        expected.backward()
+        sp_compile.fully_shard_and_compile(model, mesh(), layers=[Layer], compiler="aot_eager", cost={})
+        found = model(rows(33))
+        found.backward()
+        grads = [p.grad.full_tensor() for p in model.parameters() if p.requires_grad]
+        outcomes.append(outcome(found, grads, expected, [p.grad for p in single.parameters() if p.requires_grad]))
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [["gathered in float8", "nf4"], pytest.param(["rowwise", "int8", "int8 products"], marks=pytest.mark.slow)],
+    ids=" and ".join,
+)
+def test_sharded_weights(ranks: Ranks, kinds: list[str]) -> None:
+    """FSDP gathers weights of these classes in low precision."""
+    for outcomes in zip(*ranks.run(2, _compare_sharded, kinds)):
+        check(outcomes, ROUNDING)
+
+
 class Scaled(Attention):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + (self.out.weight * 1.0).sum()
@@ -171,3 +226,15 @@ def test_other_calls_with_a_quantized_weight_run_whole(
     check([against_eager(model, rows(32), run=run)], ROUNDING)
     assert "SP229" in caplog.text
     assert "Int8QuantizedTrainingLinearWeight" in caplog.text
+
+
+def test_a_weight_without_views_runs_whole(caplog: pytest.LogCaptureFixture) -> None:
+    """FSDP gathers weights of BitNet as such a class."""
+    from torchao.prototype.quantized_training.bitnet import BitNetPacked2bitLinearWeight
+
+    model = Attention()
+    codes = torch.randint(-128, 128, (WIDTH, WIDTH // 4), dtype=torch.int8)
+    model.out.weight = nn.Parameter(BitNetPacked2bitLinearWeight(codes, torch.tensor(0.1)), requires_grad=False)
+    run = torch.compile(model, backend="sp", options={"compiler": "aot_eager", "cost": {}})
+    torch.testing.assert_close(run(rows(33)), model(rows(33)))
+    assert "SP229" in caplog.text

@@ -29,19 +29,38 @@ SCALED_LINEARS: dict[str, Callable[[Tensor, Tensor, Tensor | None, Any], Any]] =
 }
 
 
+CAST_WEIGHT = "Float8TrainingTensor"  # the class of a weight that FSDP has cast to float8 before gathering it
+
+
 class Subclass(NamedTuple):
     """What the trace needs to know about an input of a tensor subclass."""
 
     name: str  # of the class
     config: Any = None  # settings of a layer of `SCALED_LINEARS`
     is_scaled_by_all_rows: bool = False  # see `_is_scaled_by_all_rows`
+    has_views: bool = True  # False if the class does not implement x.view_as(x), which ops of ranks call
 
 
 def mark_subclass(fake: Tensor, x: Tensor) -> Tensor:
     """Mark the fake of an input as that of a tensor subclass, such as a quantized weight; return it."""
     config = x.config if _has_scaled_linear(type(x)) else None
-    setattr(fake, MARK, Subclass(type(x).__name__, config, _is_scaled_by_all_rows(x)))
+    setattr(fake, MARK, Subclass(type(x).__name__, config, _is_scaled_by_all_rows(x), _has_views(x)))
     return fake
+
+
+def _has_views(x: Tensor) -> bool:
+    """Return True if the class of a tensor implements views of the same shape."""
+    try:
+        with torch.no_grad():
+            x.view_as(x)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def reads_cast_weight(subclass: Subclass, args: tuple[Any, ...]) -> bool:
+    """Return True if the operand of a subclass is a weight in float8, and the first argument a plain tensor."""
+    return subclass.name == CAST_WEIGHT and not hasattr(args[0], MARK)
 
 
 def _has_scaled_linear(cls: type) -> bool:
@@ -91,6 +110,10 @@ def call_with_subclass(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         CaptureError: It is another call, which may depend on how the class stores its values, or the layer computes a
             scale of all rows.
     """
+    if target == "t" and subclass.name == CAST_WEIGHT:
+        transposed = args[0].t()
+        setattr(transposed, MARK, subclass)
+        return transposed
     is_linear = target in (
         torch.nn.functional.linear, torch.ops.sp.subclass_linear, torch.ops.sp.subclass_linear.default
     )  # fmt: skip
@@ -100,11 +123,13 @@ def call_with_subclass(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     is_weight = is_linear and not hasattr(args[0] if args else kwargs["x"], MARK)  # the input is a plain tensor
     if is_weight and subclass.config is not None:
         return _call_scaled_linear(subclass, *args, **kwargs)
-    if is_weight and not subclass.is_scaled_by_all_rows:
+    if is_weight and subclass.has_views and not subclass.is_scaled_by_all_rows:
         return torch.ops.sp.subclass_linear(*args, **kwargs)
     reason = "a tensor subclass, which is supported as the weight of a linear layer only"
     fix: str | None = None
-    if is_weight:
+    if is_weight and not subclass.has_views:
+        reason, fix = "a weight whose class implements no views", "Dequantize the weight before the compiled model."
+    elif is_weight:
         reason = "a weight with which inputs are cast by one scale of all rows, of which a rank has only some"
         fix = "Quantize with a scale for each row (granularity=PerRow()), or dequantize the weight."
     raise CaptureError("SP229", f"{getattr(target, '__name__', target)} reads a {subclass.name}, {reason}.", fix)
