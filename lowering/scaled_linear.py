@@ -104,15 +104,13 @@ class Int8Config(NamedTuple):
     """Settings of a linear layer of torchao whose products are in int8, with a scale for each row and column."""
 
     output: bool  # True for a product in int8; False in the dtype of x
-    grad_input: bool
-    grad_weight: bool
+    grad_input: bool  # as `output`, for the gradient of x
+    grad_weight: bool  # as `output`, for the gradient of the weight
 
     def multiply(self, x: Tensor, w_t: Tensor, scale: Tensor | None, n: int) -> Tensor:
         """Return the product of x (rows, K) and w_t (K, N); its scales are of rows and of the weight."""
-        from torchao.prototype.quantized_training.int8_mixed_precision import _dynamic_int8_mm
-
         w_t = w_t.to(x.dtype)
-        return _dynamic_int8_mm(x, w_t) if self.output else x @ w_t
+        return _multiply_in_int8(x, w_t) if self.output else x @ w_t
 
     def multiply_gradients(
         self, grad: Tensor, x: Tensor, w_t: Tensor, grad_scale: Tensor | None, needs: Sequence[bool], n: int, group: str
@@ -122,20 +120,31 @@ class Int8Config(NamedTuple):
         The gradient of w_t sums over rows: its scales are the largest values of each column in the rows of all ranks.
         Those of x are `grad_scale`, (K,).
         """
-        from torchao.prototype.quantized_training import int8_mixed_precision as torchao
+        from torchao.prototype.quantized_training.int8_mixed_precision import scaled_int8_mm
 
         x_grad = w_t_grad = None
         if needs[0]:
             w = w_t.to(x.dtype).t()
-            x_grad = torchao._dynamic_int8_mm(grad, w) if self.grad_input else grad @ w
+            x_grad = _multiply_in_int8(grad, w) if self.grad_input else grad @ w
         if needs[1] and self.grad_weight:
             assert grad_scale is not None  # `trace_int8_linear` computes it if the weight requires a gradient
             scales = [largest / 127 for largest in (grad_scale, _max_of_ranks(grad.abs().amax(0), n, group))]
             left, right = (_cast_columns(*pair) for pair in zip((x, grad), scales, strict=True))
-            w_t_grad = torchao.scaled_int8_mm(left.t().contiguous(), right.t().contiguous().t(), *scales)
+            w_t_grad = scaled_int8_mm(left.t().contiguous(), right.t().contiguous().t(), *scales)
         elif needs[1]:
             w_t_grad = x.t() @ grad
         return x_grad, w_t_grad
+
+
+def _multiply_in_int8(x: Tensor, y: Tensor) -> Tensor:
+    """Return the product of x (rows, K) and y (K, N) in int8, with scales of the rows of x and of the columns of y."""
+    from torchao.prototype.quantized_training import quantize_int8_rowwise
+    from torchao.prototype.quantized_training.int8_mixed_precision import scaled_int8_mm
+
+    left, row_scales = quantize_int8_rowwise(x)
+    right, column_scales = quantize_int8_rowwise(y.t())
+    scales = row_scales.contiguous(), column_scales.contiguous()
+    return scaled_int8_mm(left.contiguous(), right.contiguous().t(), *scales)
 
 
 def _cast_columns(x: Tensor, scale: Tensor) -> Tensor:

@@ -228,13 +228,13 @@ def test_other_calls_with_a_quantized_weight_run_whole(
     assert "Int8QuantizedTrainingLinearWeight" in caplog.text
 
 
-def test_a_weight_without_views_runs_whole(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trained_weight_without_views_runs_whole(caplog: pytest.LogCaptureFixture) -> None:
     """FSDP gathers weights of BitNet as such a class."""
     from torchao.prototype.quantized_training.bitnet import BitNetPacked2bitLinearWeight
 
     model = Attention()
     codes = torch.randint(-128, 128, (WIDTH, WIDTH // 4), dtype=torch.int8)
-    model.out.weight = nn.Parameter(BitNetPacked2bitLinearWeight(codes, torch.tensor(0.1)), requires_grad=False)
+    model.out.weight = nn.Parameter(BitNetPacked2bitLinearWeight(codes, torch.tensor(0.1)))
     run = torch.compile(model, backend="sp", options={"compiler": "aot_eager", "cost": {}})
     torch.testing.assert_close(run(rows(33)), model(rows(33)))
     assert "SP229" in caplog.text

@@ -33,12 +33,12 @@ CAST_WEIGHT = "Float8TrainingTensor"  # the class of a weight that FSDP has cast
 
 
 class Subclass(NamedTuple):
-    """What the trace needs to know about an input of a tensor subclass."""
+    """Properties of an input of a tensor subclass."""
 
     name: str  # of the class
     config: Any = None  # settings of a layer of `SCALED_LINEARS`
     is_scaled_by_all_rows: bool = False  # see `_is_scaled_by_all_rows`
-    has_views: bool = True  # False if the class does not implement x.view_as(x), which ops of ranks call
+    has_views: bool = True  # False if sums of the gradient over ranks are impossible, see `_has_views`
 
 
 def mark_subclass(fake: Tensor, x: Tensor) -> Tensor:
@@ -49,7 +49,12 @@ def mark_subclass(fake: Tensor, x: Tensor) -> Tensor:
 
 
 def _has_views(x: Tensor) -> bool:
-    """Return True if the class of a tensor implements views of the same shape."""
+    """Return False if the class of a tensor with a gradient implements no views of the same shape.
+
+    An op that sums the gradient over the ranks returns such a view.
+    """
+    if not x.requires_grad:
+        return True
     try:
         with torch.no_grad():
             x.view_as(x)
@@ -128,7 +133,10 @@ def call_with_subclass(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     reason = "a tensor subclass, which is supported as the weight of a linear layer only"
     fix: str | None = None
     if is_weight and not subclass.has_views:
-        reason, fix = "a weight whose class implements no views", "Dequantize the weight before the compiled model."
+        reason, fix = (
+            "a weight with a gradient, whose class implements no views",
+            "Dequantize the weight before the compiled model.",
+        )
     elif is_weight:
         reason = "a weight with which inputs are cast by one scale of all rows, of which a rank has only some"
         fix = "Quantize with a scale for each row (granularity=PerRow()), or dequantize the weight."
@@ -153,7 +161,7 @@ def _int8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: Any) ->
     return trace_int8_linear(x, weight, bias, config)
 
 
-def _packed_linear(x: Tensor, w: Tensor, state: Any, bias: Tensor | None = None) -> Any:
+def _compute_4bit(x: Tensor, w: Tensor, state: Any, bias: Tensor | None = None) -> Any:
     """Compute bitsandbytes' matmul_4bit, unless the weight is in its format for inference on a CPU."""
     nested = state.state2
     if getattr(state, "packing_format_for_cpu", False) or (nested is not None and nested.blocksize != NESTED_BLOCK):
@@ -163,6 +171,6 @@ def _packed_linear(x: Tensor, w: Tensor, state: Any, bias: Tensor | None = None)
     return torch.ops.sp.packed_linear(x, w, scales, bias, shape, state.blocksize, state.quant_type, state.dtype)
 
 
-STAND_INS["matmul_4bit"] = KernelStandIn(_packed_linear)
-STAND_INS["LinearNF4"] = KernelStandIn(_nf4_linear)
-STAND_INS["_Int8MixedPrecisionTrainingLinearFunction"] = KernelStandIn(_int8_linear)
+STAND_INS.register("matmul_4bit", KernelStandIn(_compute_4bit))
+STAND_INS.register("LinearNF4", KernelStandIn(_nf4_linear))
+STAND_INS.register("_Int8MixedPrecisionTrainingLinearFunction", KernelStandIn(_int8_linear))
