@@ -433,20 +433,21 @@ def trace_tensor_checks() -> None:
 def trace_in_place_of_apply(function_class: type[torch.autograd.Function], traced: Callable[..., Any]) -> None:
     """Make Dynamo trace `traced` in calls of `function_class.apply`, without a backward of its own.
 
-    Dynamo has no hook for this, so this wraps its method for such calls, once. Eager code runs the original.
+    Dynamo has no hook for this, so this wraps its method for such calls, once. Eager code runs the original. It also
+    replaces a class with the decorator `allow_in_graph`.
     """
-    call_apply = AutogradFunctionVariable.call_apply
+    call_method = AutogradFunctionVariable.call_method
     if not _TRACED_APPLY:
 
-        @functools.wraps(call_apply)
-        def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-            """Trace the function that replaces the class, or the class itself."""
-            stand_in = _TRACED_APPLY.get(self.fn_cls)
+        @functools.wraps(call_method)
+        def call(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+            """Trace the function that replaces the class, or the method itself."""
+            stand_in = _TRACED_APPLY.get(self.fn_cls) if name == "apply" else None
             if stand_in is None:
-                return call_apply(self, tx, args, kwargs)
+                return call_method(self, tx, name, args, kwargs)
             return VariableTracker.build(tx, stand_in).call_function(tx, args, kwargs)
 
-        AutogradFunctionVariable.call_apply = call  # type: ignore[method-assign]
+        AutogradFunctionVariable.call_method = call  # type: ignore[method-assign]
     _TRACED_APPLY[function_class] = traced
 
 

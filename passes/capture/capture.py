@@ -33,7 +33,8 @@ from .check_captured import require_ops, require_whole_memory
 from .functionalize import functionalize
 from .grad_modes import detach_no_grad_regions
 from .regions import inline_regions
-from .trace import mark_subclass, trace
+from .stand_ins.quantized_linears import mark_subclass
+from .trace import trace
 from .user_collectives import functionalize_collectives
 from .view_writes import VIEW_OPS, find_shared_results
 

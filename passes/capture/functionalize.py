@@ -38,6 +38,7 @@ from . import view_inverses
 from .aliases import Aliases, node_storages
 
 aten = torch.ops.aten
+DATA_FIX = "Assign before the compiled model; load a base of bitsandbytes in 4 bits (load_in_4bit=True) in place of 8."
 RENORM_BEFORE = "Omit max_norm, and call torch.embedding_renorm_ under no_grad before the compiled model."
 COMPLEX_ERROR = {aten.silu_.default: "x * x.sigmoid()"}  # wrong gradient of complex inputs -> replacement
 
@@ -196,6 +197,8 @@ class _Functionalizer:
         new shape, which no copy_ at the end can write back.
         """
         (target, *_), _ = self.aliases.calls[node]  # args and kwargs
+        if node.target is aten.set_.source_Tensor:
+            raise WriteError("SP223", f"{node.name}: `x.data = y` at {node_line(node)} replaces memory.", DATA_FIX)
         op = functional_form(node.target)
         if op is None or target.op in ("placeholder", "get_attr"):
             changed = "the storage of a tensor" if op is None else "the shape of an input"

@@ -26,12 +26,14 @@ from sp_compile.lowering import torch_compat
 from sp_compile.lowering.base.warn import warn_once
 from sp_compile.lowering.scan.attention_kernels import KERNELS, register_kernel
 
-from .stand_ins import loss_stand_ins, state_space_stand_ins  # noqa: F401  (fill the table)
+from .stand_ins import loss_stand_ins, quantized_linears, state_space_stand_ins  # noqa: F401  (fill the table)
 from .stand_ins.kernel_stand_ins import DOCUMENTS, STAND_INS, make_stand_in
 
 log = logging.getLogger(__name__)
 
-PACKAGES = "fla flash_linear_attention mamba_ssm causal_conv1d trl liger_kernel cut_cross_entropy torchao".split()
+PACKAGES = """
+    fla flash_linear_attention mamba_ssm causal_conv1d trl liger_kernel cut_cross_entropy torchao bitsandbytes
+""".split()
 IN_PACKAGE = re.compile(rf"(?:^|[._-])(?:{'|'.join(PACKAGES)})(?:$|[._-])")
 MODELS = "transformers.models."
 DISABLED_MODULES = ("FusedLinearCrossEntropyLoss",)  # modules that disable Dynamo for a forward that calls a kernel

@@ -25,11 +25,10 @@ from sp_compile.passes.graph.edit import INHERITED_META
 from sp_compile.passes.graph.modes import disable_autocast
 
 from .regions import inline_regions
+from .stand_ins.quantized_linears import call_with_subclass, find_subclass, reads_cast_weight
 
 # Functions of packages that compute the values of a torch.autograd.Function which Dynamo does not trace.
 PACKAGE_FUNCTIONS = {("torchao", "matmul_with_hp_or_float8_args"): trace_scaled_linear}  # (package, class)
-# Classes of weights whose products in int8 have scales of all tokens in the backward, which a rank does not know.
-SCALED_BY_TOKENS = {"Int8MixedPrecisionTrainingLinearWeight"}
 
 
 def trace(gm: GraphModule, fakes: Sequence[Any], fake_mode: FakeTensorMode) -> GraphModule:
@@ -54,51 +53,6 @@ def trace(gm: GraphModule, fakes: Sequence[Any], fake_mode: FakeTensorMode) -> G
         torch_compat.rename_node(new, old.name)
         new.target = new.name
     return traced
-
-
-SUBCLASS = "sp_subclass"  # attribute of the plain fake of an input of a tensor subclass: the name of its class
-
-
-def mark_subclass(fake: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Mark the fake of an input as that of a tensor subclass, such as a quantized weight; return it."""
-    setattr(fake, SUBCLASS, type(x).__name__)
-    return fake
-
-
-def _subclass_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Return the name of the tensor subclass of an argument; None without one."""
-    leaves = pytree.tree_leaves((args, kwargs))
-    return next((getattr(x, SUBCLASS) for x in leaves if hasattr(x, SUBCLASS)), None)
-
-
-def _call_with_subclass(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], subclass: str) -> Any:
-    """Run a call with an operand of a tensor subclass: a linear layer, whose rows are independent of each other.
-
-    Args:
-        target: The function.
-        args: Its arguments; operands of a subclass are plain fakes.
-        kwargs: Its keyword arguments.
-        subclass: The name of the class.
-
-    Raises:
-        CaptureError: It is another call, which may depend on how the class stores its values, or the class is one of
-            `SCALED_BY_TOKENS`.
-    """
-    is_linear = target in (
-        torch.nn.functional.linear, torch.ops.sp.subclass_linear, torch.ops.sp.subclass_linear.default
-    )  # fmt: skip
-    if is_linear:  # F.linear names its arguments input and weight, sp.subclass_linear names them x and w
-        names = {"input": "x", "weight": "w"}
-        kwargs = {names.get(name, name): x for name, x in kwargs.items()}
-    is_weight = is_linear and not hasattr(args[0] if args else kwargs["x"], SUBCLASS)  # the input is a plain tensor
-    if is_weight and subclass not in SCALED_BY_TOKENS:
-        return torch.ops.sp.subclass_linear(*args, **kwargs)
-    reason = "a tensor subclass, which is supported as the weight of a linear layer only"
-    fix: str | None = None
-    if is_weight:
-        reason = "a weight whose backward multiplies in int8 with scales of all tokens, of which a rank has only some"
-        fix = "Dequantize the weight before the compiled model."
-    raise CaptureError("SP229", f"{getattr(target, '__name__', target)} reads a {subclass}, {reason}.", fix)
 
 
 class _TracingInterpreter(Interpreter):
@@ -163,23 +117,23 @@ class _TracingInterpreter(Interpreter):
             return self.run_state_call(target, args, kwargs)
         if target is torch_compat.get_data:  # x.data
             return args[0].detach()
-        subclass = _subclass_name(args, kwargs)
-        if subclass is not None:
-            return _call_with_subclass(target, args, kwargs, subclass)
+        function = torch_compat.untraced_function(target)
+        subclass = find_subclass(args, kwargs)
+        if subclass is not None and (function is None or not reads_cast_weight(subclass, args)):
+            return call_with_subclass(target, args, kwargs, subclass)
         if target is torch_compat.autograd_function_apply:
             return self.trace_autograd_function(target, args, kwargs)
         if target is torch_compat.register_hook_op:
             return self.register_hook(target, args, kwargs)
-        function = torch_compat.untraced_function(target)
         if function is not None:
             return self.call_untraced_function(function, target, args, kwargs)
         return super().call_function(target, args, kwargs)
 
     def call_method(self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a method, for the trace to record its ops."""
-        subclass = _subclass_name(args, kwargs)
+        subclass = find_subclass(args, kwargs)
         if subclass is not None:
-            return _call_with_subclass(target, args, kwargs, subclass)
+            return call_with_subclass(target, args, kwargs, subclass)
         return super().call_method(target, args, kwargs)
 
     def call_untraced_function(

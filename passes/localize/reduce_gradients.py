@@ -35,7 +35,9 @@ BUCKET_BYTES = 25 << 20
 BUCKET_SHARE = 1 / 16
 SMALL_BUCKET = 1 << 20
 # ops with a backward of the user's, or one that rounds its gradient to a low precision
-NONLINEAR_BACKWARDS = (sp.scaled_linear.default, sp.subclass_linear.default, sp.token_function.default)
+NONLINEAR_BACKWARDS = (
+    sp.scaled_linear.default, sp.subclass_linear.default, sp.packed_linear.default, sp.token_function.default
+)  # fmt: skip
 
 
 def differentiable_nodes(gm: GraphModule) -> set[Node]:

@@ -82,6 +82,11 @@ def clamp_data(x: torch.Tensor) -> torch.Tensor:
     return (x * x).sum()
 
 
+def assign_data(x: torch.Tensor) -> torch.Tensor:
+    x.data = torch.ones(4, 8)
+    return (x * x).sum()
+
+
 def change_unfolded(x: torch.Tensor) -> torch.Tensor:
     y = torch.zeros(8)
     y.unfold(0, 2, 2).add_(1)
@@ -105,6 +110,7 @@ def read_strided(x: torch.Tensor) -> torch.Tensor:
         (read_strided, "x[:, 2:].as_strided((4, 2), (8, 1))", "SP228"),
         (clamp_without_grad, "y.clamp_(-1, 1)", "SP224"),
         (clamp_data, "x.data.clamp_(-1, 1)", "SP224"),
+        (assign_data, "x.data = torch.ones(4, 8)", "SP223"),
         (change_unfolded, "y.unfold(0, 2, 2).add_(1)", "SP225"),
     ],
 )

@@ -13,7 +13,8 @@ from support.parity import VOCAB, Outcome, against_eager, check, sp, text
 from support.ranks import Ranks
 from torch import Tensor, nn
 
-from sp_compile.passes.capture.trace import SUBCLASS, _call_with_subclass
+import sp_compile
+from sp_compile.passes.capture.stand_ins.quantized_linears import MARK, Subclass, call_with_subclass
 
 aten = torch.ops.aten
 
@@ -158,6 +159,55 @@ def test_adapters_in_bf16(ranks: Ranks, base: Callable[[Tensor], nn.Module]) -> 
 
 def test_a_linear_layer_of_keyword_arguments() -> None:
     x, w = torch.randn(2, 4), torch.randn(3, 4)
-    setattr(w, SUBCLASS, "Int8")
-    found = _call_with_subclass(torch.nn.functional.linear, (), {"input": x, "weight": w}, "Int8")
+    setattr(w, MARK, Subclass("Int8"))
+    found = call_with_subclass(torch.nn.functional.linear, (), {"input": x, "weight": w}, Subclass("Int8"))
     torch.testing.assert_close(found, x @ w.mT)
+
+
+class Packed(nn.Module):
+    """Adapters beside layers of bitsandbytes in 4 bits; the first layer's input has no gradient."""
+
+    def __init__(self, nested: bool, kind: str, wide: int = 64) -> None:
+        from bitsandbytes.nn import Linear4bit
+
+        super().__init__()
+        options = {"compute_dtype": torch.float32, "compress_statistics": nested, "quant_type": kind}
+        self.bases = nn.ModuleList(Linear4bit(wide, wide, bias=kind == "fp4", **options) for _ in range(2))
+        self.requires_grad_(False)
+        self.down, self.up = nn.Linear(wide, 2, bias=False), nn.Linear(2, wide, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for base in self.bases:
+            x = x.cumsum(1).tanh()
+            x = base(x) + self.up(self.down(x))
+        return x.square().mean()
+
+
+def packed(nested: bool, kind: str) -> tuple[Packed, Tensor]:
+    torch.manual_seed(0)
+    return Packed(nested, kind).to("cpu"), torch.randn(2, 9, 64)
+
+
+def tuned_packed(nested: bool, kind: str) -> Outcome:
+    model, x = packed(nested, kind)
+    return against_eager(model, x, run=sp(model, mesh=worker.mesh()))
+
+
+PACKED = pytest.mark.parametrize(("nested", "kind"), [(True, "nf4"), (False, "fp4")])
+
+
+@PACKED
+def test_layers_in_4_bits_are_on_shards(nested: bool, kind: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    model, x = packed(nested, kind)
+    report = sp_compile.verify(model, x, sp=2)
+    assert report.worst < 2e-6
+    assert not report.fallbacks
+    assert report.work.flops_share == 1
+
+
+@PACKED
+@pytest.mark.sampled(every=2)
+def test_layers_in_4_bits(ranks: Ranks, nested: bool, kind: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    check(ranks.run(2, tuned_packed, nested, kind), tolerance=2e-6)

@@ -1,9 +1,11 @@
-"""torchao's float8 and int8 training and quantized frozen weights: loss and gradients equal a single device's."""
+"""Float8 and int8 training, and quantized frozen weights, of torchao: as on a single device."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -28,10 +30,33 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         self.out = nn.Linear(WIDTH, WIDTH, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def mix(self, x: Tensor) -> Tensor:
         q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in self.qkv(self.inner(x)).chunk(3, -1))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(2)).square().mean()
+        return self.out(y.transpose(1, 2).flatten(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x).square().mean()
+
+
+class Layer(Attention):
+    """A residual layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mix(x)
+
+
+class Layered(nn.Module):
+    """A layer, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
 
 
 class Adapted(nn.Module):
@@ -51,21 +76,28 @@ class Adapted(nn.Module):
         return linear_nf4(x, self.weight) + self.up(self.down(x))
 
 
-def quantized(kind: str) -> nn.Module:
+def quantized(kind: str, make: Callable[[], nn.Module] = Attention) -> Any:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.prototype import quantized_training
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     torch.manual_seed(0)
-    model = Attention()
+    model: Any = make()
     if kind == "int8":
         quantize_(model, quantized_training.int8_weight_only_quantized_training())
+    elif kind in ("int8 products", "int8 class"):
+        config = quantized_training.Int8MixedPrecisionTrainingConfig(module_swap=kind == "int8 products")
+        quantize_(model, config)
     elif kind == "frozen int8":
         quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda _, name: name in ("qkv", "out"))
         for layer in (model.qkv, model.out):
             layer.weight.requires_grad_(False)
     elif kind == "nf4":
-        model.qkv, model.out = Adapted(model.qkv), Adapted(model.out)
+        for layer in model.modules():
+            if isinstance(layer, Attention):
+                layer.qkv, layer.out = Adapted(layer.qkv), Adapted(layer.out)
+    elif kind == "gathered in float8":
+        convert_to_float8_training(model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True))
     else:
         config = Float8LinearConfig.from_recipe_name(kind)
         convert_to_float8_training(model, config=dataclasses.replace(config, emulate=True))
@@ -81,7 +113,7 @@ def rows(length: int) -> Tensor:
 
 
 FLOAT8 = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
-INT8 = ["int8", "frozen int8"]
+INT8 = ["int8", "frozen int8", "int8 products", "int8 class"]
 ROUNDING = 2e-6  # float32: another order of sums
 
 
@@ -94,10 +126,26 @@ def test_linears_are_on_shards(kind: str) -> None:
     assert report.work.flops_share == 1
 
 
-def test_scales_are_of_all_ranks() -> None:
+@pytest.mark.parametrize("kind", ["tensorwise", "int8 products"])
+def test_scales_are_of_all_ranks(kind: str) -> None:
     """The largest values of one rank set the scale of the others: without their exchange the results differ."""
-    report = sp_compile.explain(quantized("tensorwise"), rows(33), sp=2)
+    report = sp_compile.explain(quantized(kind), rows(33), sp=2)
     assert report.count("extreme") == 3
+
+
+@pytest.mark.parametrize(("granularity", "is_split"), [("PerTensor", False), ("PerRow", True)])
+def test_scales_of_inputs(granularity: str, is_split: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A frozen layer that casts its input by one scale of all rows runs whole, unless it stores the scale."""
+    from torchao import quantization
+
+    model, x = Attention(), rows(33)
+    config = quantization.Int8DynamicActivationInt8WeightConfig(granularity=getattr(quantization, granularity)())
+    quantization.quantize_(model, config, filter_fn=lambda _, name: name in ("qkv", "out"))
+    with torch.no_grad():
+        expected = model(x)
+        found = torch.compile(model, backend="sp", options={"compiler": "aot_eager", "cost": {}})(x)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
+    assert ("SP229" in caplog.text) != is_split
 
 
 def _compare_all(kinds: list[str]) -> list[Outcome]:
@@ -122,10 +170,38 @@ def _compare(model: nn.Module, x: Tensor) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    "kinds", [["tensorwise", "nf4"], pytest.param(["rowwise", "int8"], marks=pytest.mark.slow)], ids=" and ".join
+    "kinds",
+    [["tensorwise", "nf4", "int8 products"], pytest.param(["rowwise", "int8", "int8 class"], marks=pytest.mark.slow)],
+    ids=" and ".join,
 )
 def test_real_ranks(ranks: Ranks, kinds: list[str]) -> None:
     for outcomes in zip(*ranks.run(2, _compare_all, kinds)):
+        check(outcomes, ROUNDING)
+
+
+def _compare_sharded(kinds: list[str]) -> list[Outcome]:
+    outcomes = []
+    for kind in kinds:
+        torch.compiler.reset()
+        single, model = (quantized(kind, Layered) for _ in range(2))
+        expected = single(rows(33))
+        expected.backward()
+        sp_compile.fully_shard_and_compile(model, mesh(), layers=[Layer], compiler="aot_eager", cost={})
+        found = model(rows(33))
+        found.backward()
+        grads = [p.grad.full_tensor() for p in model.parameters() if p.requires_grad]
+        outcomes.append(outcome(found, grads, expected, [p.grad for p in single.parameters() if p.requires_grad]))
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [["gathered in float8", "nf4"], pytest.param(["rowwise", "int8", "int8 products"], marks=pytest.mark.slow)],
+    ids=" and ".join,
+)
+def test_sharded_weights(ranks: Ranks, kinds: list[str]) -> None:
+    """FSDP gathers weights of these classes in low precision."""
+    for outcomes in zip(*ranks.run(2, _compare_sharded, kinds)):
         check(outcomes, ROUNDING)
 
 
@@ -150,3 +226,15 @@ def test_other_calls_with_a_quantized_weight_run_whole(
     check([against_eager(model, rows(32), run=run)], ROUNDING)
     assert "SP229" in caplog.text
     assert "Int8QuantizedTrainingLinearWeight" in caplog.text
+
+
+def test_a_trained_weight_without_views_runs_whole(caplog: pytest.LogCaptureFixture) -> None:
+    """FSDP gathers weights of BitNet as such a class."""
+    from torchao.prototype.quantized_training.bitnet import BitNetPacked2bitLinearWeight
+
+    model = Attention()
+    codes = torch.randint(-128, 128, (WIDTH, WIDTH // 4), dtype=torch.int8)
+    model.out.weight = nn.Parameter(BitNetPacked2bitLinearWeight(codes, torch.tensor(0.1)))
+    run = torch.compile(model, backend="sp", options={"compiler": "aot_eager", "cost": {}})
+    torch.testing.assert_close(run(rows(33)), model(rows(33)))
+    assert "SP229" in caplog.text

@@ -35,11 +35,11 @@ RUNS = ("pass", "sum", "mean", "total")
 # What sp::ring_attention and its like do with shards is no rule's business: tests/attention/test_sharded_attention.py.
 # Collectives over other ranks need those: tests/tensor_parallel/test_tensor_parallel.py.
 # What is in the order of sorted keys is right where it is put back: tests/models/test_experts.py.
-# Quantized weights need torchao: tests/models/test_low_precision.py.
+# Quantized weights need packages: tests/models/test_low_precision.py, test_frozen_base.py.
 sp = torch.ops.sp
 ELSEWHERE = (
     *(sp.reduce_pair.default, sp.sort_rows.default, sp.to_sorted.default, sp.from_sorted.default),
-    *(sp.scaled_linear.default, sp.subclass_linear.default, sp.extreme.default),
+    *(sp.scaled_linear.default, sp.subclass_linear.default, sp.packed_linear.default, sp.extreme.default),
 )
 RULES = {
     op: function

@@ -385,11 +385,6 @@ def _rwkv7(
     return attend_kernel("chunk_rwkv7", r, k, v, w, scale, a=a, b=b, **options)
 
 
-def _quantized_linear(x: Tensor, weight: Tensor) -> Any:
-    """Compute torchao's LinearNF4, a linear layer whose weight is a tensor subclass, and is not differentiated."""
-    return torch.ops.sp.subclass_linear(x, weight)
-
-
 STAND_INS["chunk_gated_delta_rule"] = KernelStandIn(_gated_delta_rule, GATED_OPTIONS)
 STAND_INS["chunk_delta_rule"] = KernelStandIn(_delta_rule, DELTA_OPTIONS)
 STAND_INS["chunk_kda"] = KernelStandIn(_kda, GATED_OPTIONS | {"lower_bound"})
@@ -400,4 +395,3 @@ STAND_INS["chunk_comba"] = KernelStandIn(_comba, ATTENTION_OPTIONS)
 STAND_INS["chunk_lightning_attn"] = KernelStandIn(_lightning_attention, ATTENTION_OPTIONS)
 STAND_INS["chunk_gla"] = KernelStandIn(_gla, ATTENTION_OPTIONS | V_FIRST)
 STAND_INS["chunk_rwkv7"] = KernelStandIn(_rwkv7, ATTENTION_OPTIONS)
-STAND_INS["LinearNF4"] = KernelStandIn(_quantized_linear)

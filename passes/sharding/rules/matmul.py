@@ -82,6 +82,19 @@ def _scaled_linear_rule(call: OpCall) -> BoundRule | None:
     return bind_rule(call, f"... i, i o{scales} -> ... o", replicate="i")
 
 
+@register_rule_function(sp.packed_linear.default)
+def _packed_linear_rule(call: OpCall) -> BoundRule | None:
+    """Return the rule of sp::packed_linear(x, w, scales, bias), a linear layer: "... i, w0 w1, ..., o -> ... o".
+
+    The dims of packed weights and scales are those of no value: all are gathered, also the output features o.
+    """
+    has_bias = call["bias"] is not None
+    parts = range(1, len(call.operands) - has_bias)  # the weight and its scales
+    names = [" ".join(f"w{k}{d}" for d in range(call.ndim(k))) for k in parts]
+    bias = ", o" if has_bias else ""
+    return bind_rule(call, f"... i, {', '.join(names)}{bias} -> ... o", replicate=" ".join(["i", "o", *names]))
+
+
 @register_rule_function(aten.linalg_matmul.default, aten.matmul.default)
 def _matmul_rule(call: OpCall) -> BoundRule | None:
     """Return the rule of matmul, which sums over i, for vectors, matrices and batches of matrices."""
