@@ -12,7 +12,7 @@ import linecache
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -118,7 +118,37 @@ def compile_with_inductor(
     """
     from torch._inductor.compile_fx import compile_fx
 
+    mask_tail_stores()
     return compile_fx(gm, list(inputs), config_patches={"comprehensive_padding": False, **(patches or {})}, **options)
+
+
+def mask_tail_stores() -> None:
+    """Make the reductions that Inductor compiles for CPUs in this process store only elements of their result.
+
+    Inductor vectorizes an outer loop over elements, and the last vector may have fewer of them. If another loop is
+    between it and a vectorized loop of the reduction, torch 2.13 still stores the whole vector: it overwrites elements
+    of the next row, or the heap after the result (pytorch#196681). Torch 2.11 does so for other nested reductions, too
+    (pytorch#181618). Inductor can select the store by the range of the outer loop, and here it always does.
+
+    Returns:
+        None.
+    """
+    from torch._inductor.codegen.cpp import CppKernelProxy
+
+    aggregate = CppKernelProxy.aggregate_reduction_buffers
+    if hasattr(aggregate, "__wrapped__"):  # by an earlier call
+        return
+
+    @wraps(aggregate)
+    def select_by_range(kernel: Any, is_by_range: bool, outer: Any) -> None:
+        """Run Inductor's method; `outer` is the vectorized outer loop, None for a kernel without vectors."""
+        if outer is not None and not outer.is_reduction:
+            loops = kernel.loop_nest.loops
+            inner = loops[[loop.var for loop in loops].index(outer.var) + 1 :]
+            is_by_range = is_by_range or any(loop.is_reduction for loop in inner)
+        aggregate(kernel, is_by_range, outer)
+
+    CppKernelProxy.aggregate_reduction_buffers = select_by_range
 
 
 def inductor_mode_options() -> dict[str, dict[str, Any]]:

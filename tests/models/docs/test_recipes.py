@@ -183,7 +183,7 @@ def test_trainer_with_replicas_equals_one_device(tmp_path: Path) -> None:
 
 
 SAID = ("loss", "eval_rows", "eval_right", "eval_size", "test_rows", "test_right", "test_size")
-OF_BATCHES = ("eval_loss", "test_loss")  # of a last batch that replicas do not divide the Trainer counts rows twice
+OF_BATCHES = ("eval_loss", "test_loss")  # with replicas, the Trainer weights rows in another way than one device
 
 
 def trained(folder: Path, processes: int, words: Sequence[str], *checkpoint: str, **environment: str) -> dict[str, Any]:
@@ -197,15 +197,27 @@ def trained(folder: Path, processes: int, words: Sequence[str], *checkpoint: str
     return {**found, "losses": [line[word] for line in lines for word in words if word in line]}
 
 
+def losses_of_batches(found: dict[str, Any]) -> list[float]:
+    lines = [*found["log"], found["metrics"]]
+    return [line[word] for line in lines for word in OF_BATCHES if word in line]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("processes", "words"), [(2, SAID + OF_BATCHES), (4, SAID)], ids=["", "replicas"])
 def test_all_that_a_trainer_does(tmp_path: Path, processes: int, words: Sequence[str]) -> None:
-    """Evaluations, metrics and predictions equal a single device's, and a checkpoint continues the same training."""
+    """Evaluations, metrics and predictions equal a single device's, and a checkpoint continues the same training.
+
+    With replicas, the loss of an evaluation equals that of a Trainer under DDP with one process per replica.
+    """
     pytest.importorskip("accelerate")
     for name in ("alone", "shared"):
         (tmp_path / name).mkdir()
     alone, whole = trained(tmp_path / "alone", 1, words), trained(tmp_path / "shared", processes, words)
     compare(whole, alone, steps=5)
+    if processes == 4:  # two replicas
+        plain = trained(tmp_path / "alone", 2, words, TRAINER_DDP="1")
+        assert losses_of_batches(whole) == pytest.approx(losses_of_batches(plain), rel=LOSS)
+        assert losses_of_batches(whole) != pytest.approx(losses_of_batches(alone), rel=100 * LOSS)
     assert torch.allclose(whole["predictions"], alone["predictions"], rtol=0, atol=WEIGHT)
     resumed = trained(tmp_path / "shared", processes, words, "out/checkpoint-3")
     assert resumed["losses"] == whole["losses"]

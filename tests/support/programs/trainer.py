@@ -3,6 +3,7 @@
 Six steps with evaluations and checkpoints between, from CHECKPOINT where one is given, then a prediction. Rank 0 saves the
 log, the metrics, what was predicted, the weights, its part of the weights and moments, and the folders of the checkpoint.
 On several ranks, TRAINER_FSDP names how FSDP2, which shards each layer, saves: SHARDED_STATE_DICT or FULL_STATE_DICT.
+With TRAINER_DDP, the Trainer is that of transformers, under DDP, without this package.
 """
 
 import os
@@ -46,8 +47,11 @@ def main(result: str, checkpoint: str | None = None) -> None:
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes))
-    rows = [{"input_ids": row, "labels": row} for row in torch.randint(VOCABULARY, (48, LENGTH))]
-    share = min(2, int(os.environ["WORLD_SIZE"]))
+    ids, lengths = torch.randint(VOCABULARY, (48, LENGTH)), torch.randint(4, LENGTH, (48, 1))
+    labels = ids.masked_fill(torch.arange(LENGTH) > lengths, -100)
+    rows = [{"input_ids": row, "labels": label} for row, label in zip(ids, labels, strict=True)]
+    is_plain = "TRAINER_DDP" in os.environ
+    share = 1 if is_plain else min(2, int(os.environ["WORLD_SIZE"]))
     kind = os.environ.get("TRAINER_FSDP") if share > 1 else None
     fsdp = {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer", "state_dict_type": kind}
     arguments = TrainingArguments(
@@ -64,10 +68,11 @@ def main(result: str, checkpoint: str | None = None) -> None:
         report_to=[],
         fsdp=kind is not None,
         fsdp_config=fsdp if kind else None,
-        parallelism_config=ParallelismConfig(sp_size=share),
+        parallelism_config=None if is_plain else ParallelismConfig(sp_size=share),
     )
     given: dict[str, Any] = {"model": model, "args": arguments, "compute_metrics": metrics}
-    trainer = SequenceTrainer(train_dataset=rows, eval_dataset=rows[:7], **given)  # which no number of ranks divides
+    made = Trainer if is_plain else SequenceTrainer
+    trainer = made(train_dataset=rows, eval_dataset=rows[:7], **given)  # which no number of ranks divides
     trainer.train(resume_from_checkpoint=checkpoint)
     predicted = trainer.predict(rows[:5])
     trainer.save_model("saved")  # where FSDP saves full weights
