@@ -125,13 +125,19 @@ def _prepare_attention(model: torch.nn.Module) -> list[torch.nn.Module]:
     """
     if TRANSFORMERS not in sys.modules:
         return []
-    from ._compat.attention_names import attend_to_packed_images, compute_masks_in_layers, find_image_encoders
+    from ._compat.attention_names import (
+        attend_to_packed_images,
+        compute_masks_in_layers,
+        count_features_eagerly,
+        find_image_encoders,
+    )
 
     layers: list[torch.nn.Module] = []
     for encoder, of_encoder in find_image_encoders(model).items():
         attend_to_packed_images(encoder)
         encoder.forward = torch.compiler.disable(encoder.forward)
         layers += [getattr(layer, CHECKPOINTED, layer) for layer in of_encoder]
+    count_features_eagerly(model)
     units = [model.get_submodule(name) for name in find_fsdp_submodules(model)]
     compute_masks_in_layers(model, [getattr(unit, CHECKPOINTED, unit) for unit in units])
     return [layer for layer in layers if not is_compiled(layer)]

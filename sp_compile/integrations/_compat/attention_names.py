@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
-from sp_compile.lowering.torch_compat import pytree
+from sp_compile.lowering.torch_compat import pytree, run_eagerly
 
 SDPA = "sdpa"  # the name that selects scaled_dot_product_attention
 MASK_FUNCTIONS = {SDPA: sdpa_mask, "eager": eager_mask}  # name of an attention -> the function that computes its masks
@@ -29,6 +29,7 @@ DELAYED: dict[int, bool] = {}  # ids of configurations of models whose layers co
 # The same function for the images of a batch, in one call. To names with "flash", vision models pass the cumulated
 # lengths of the images. For other names they read the lengths on the host, and call the function for each image.
 PACKED_IMAGES = "sdpa_of_packed_images_as_flash"
+PLACEHOLDER_METHOD = "get_placeholder_mask"  # returns the masks of tokens that features of images replace
 CUMULATED_LENGTHS = "cu_seq_lens_q"  # the argument with these lengths
 
 
@@ -248,6 +249,37 @@ def attend_to_packed_images(encoder: torch.nn.Module) -> None:
     for module in encoder.modules():
         if getattr(module, "config", None) is shared:
             module.config = config
+
+
+def count_features_eagerly(model: torch.nn.Module) -> None:
+    """Make a model of transformers check the number of features of images outside of its programs.
+
+    The text of the error has this number, so that Dynamo would compile the merge of features again for each number.
+    The check reads sizes of embeddings and features, and the ids.
+
+    Args:
+        model: The model, or a wrapper of one.
+
+    Returns:
+        None.
+    """
+    for part in model.modules():
+        method = getattr(part, PLACEHOLDER_METHOD, None) if isinstance(part, PreTrainedModel) else None
+        if method is not None and any(name.endswith("_features") for name in inspect.signature(method).parameters):
+            setattr(part, PLACEHOLDER_METHOD, _find_placeholders(method))
+
+
+def _find_placeholders(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method such that Dynamo does not trace calls with ids; others compare the embeddings, on shards."""
+    run_between_graphs = run_eagerly(method, "the text of an error has a number of features")
+
+    @functools.wraps(method)
+    def get_placeholder_mask(*args: Any, **kwargs: Any) -> Any:
+        """Return the method's result."""
+        ids = args[0] if args else kwargs.get("input_ids")
+        return method(*args, **kwargs) if ids is None else run_between_graphs(*args, **kwargs)
+
+    return get_placeholder_mask
 
 
 def _packs_images(module: torch.nn.Module) -> bool:
