@@ -116,23 +116,47 @@ def stack_trace(node: Node) -> str:
     return node.meta.get("stack_trace") or ""
 
 
-def first_frame(trace: str, code: CodeType | None = None, name: str = "") -> str:
-    """Return the outermost frame of a function in a stack trace, as "forward at folder/file.py:12".
+def first_frame(trace: str, code: CodeType, name: str) -> str:
+    """Return the outermost frame of a function in a stack trace, as "Model at folder/file.py:12".
 
     Messages name a compiled program by this frame of one of its nodes: the call of the function that Dynamo compiled.
 
     Args:
         trace: The stack trace of a node.
-        code: The code of the compiled function; None for the outermost frame of any function.
+        code: The code of the compiled function.
         name: Text in place of the function's name, such as the class of the model.
 
     Returns:
         "" if the stack trace has no such frame.
     """
     for file, line, function, _ in _FRAME.findall(trace):
-        if code is None or (file == code.co_filename and _is_function(function, code.co_name)):
-            return f"{name or function} at {_short_path(file)}:{line}"
+        if file == code.co_filename and _is_function(function, code.co_name):
+            return f"{name} at {_short_path(file)}:{line}"
     return ""
+
+
+def first_called_frame(traces: list[str]) -> str:
+    """Return the outermost frame of the first of several stack traces, as "forward at folder/file.py:12".
+
+    Functions of this package that call the forward of a model are left out, and so is what else they compute.
+
+    Args:
+        traces: The stack traces of the nodes of a program.
+
+    Returns:
+        "" if no stack trace has a frame. If all frames are of torch or of this package, the first one.
+    """
+    calls = [frames for frames in map(_FRAME.findall, traces) if frames]
+    if not calls:
+        return ""
+    frames = min(calls, key=_count_foreign)
+    file, line, function, _ = frames[_count_foreign(frames) % len(frames)]  # the first one if all are foreign
+    return f"{function} at {_short_path(file)}:{line}"
+
+
+def _count_foreign(frames: list[tuple[str, ...]]) -> int:
+    """Return the number of frames before the first one outside of torch and this package."""
+    return next((i for i, (file, *_) in enumerate(frames) if not _is_foreign(file)), len(frames))
 
 
 def _is_function(function: str, name: str) -> bool:
@@ -146,7 +170,7 @@ def source_line(trace: str) -> str:
     Returns "unknown source line" if all frames are of torch or of this package.
     """
     for file, line, _, code in reversed(_FRAME.findall(trace)):
-        if not any(Path(file).is_relative_to(folder) for folder in _foreign_folders()):
+        if not _is_foreign(file):
             return f"{_short_path(file)}:{line}: {code.strip()}".rstrip(": ")  # no colon without code
     return UNKNOWN_LINE
 
@@ -187,6 +211,12 @@ def user_line() -> str:
 def _short_path(file: str) -> Path:
     """Return the name of a file with its folder, as messages show it: equal for every working directory."""
     return Path(*Path(file).parts[-2:])
+
+
+@cache
+def _is_foreign(file: str) -> bool:
+    """Return True for a file of torch or of this package."""
+    return any(Path(file).is_relative_to(folder) for folder in _foreign_folders())
 
 
 @cache

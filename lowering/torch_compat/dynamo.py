@@ -464,9 +464,14 @@ def untraced_function(target: Any) -> type[torch.autograd.Function] | None:
     return target.__closure__[0].cell_contents  # the class, which this wrapper of Dynamo closes over
 
 
-def run_eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function with the same results that Dynamo does not trace: a call of it is a graph break."""
-    return torch.compiler.disable(lambda *args, **kwargs: function(*args, **kwargs))
+def run_eagerly(function: Callable[..., Any], reason: str | None = None) -> Callable[..., Any]:
+    """Return a function with the same results that Dynamo does not trace: a call of it is a graph break.
+
+    Args:
+        function: The function.
+        reason: The reason for messages about the graph break.
+    """
+    return torch.compiler.disable(lambda *args, **kwargs: function(*args, **kwargs), reason=reason)
 
 
 def call_at_compile_start(callback: Callable[[], None]) -> None:

@@ -391,3 +391,11 @@ def make_wrapper(cls: type, shape: Sequence[int], strides: Sequence[int], like: 
         like: Tensor with its dtype and device.
     """
     return torch.Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=like.dtype, device=like.device)
+
+
+def assert_at_run(condition: torch.Tensor, text: str) -> None:
+    """Raise RuntimeError with a text when a program runs, if a bool tensor without dims is False.
+
+    Dynamo traces it into the graph. The host does not wait for the value.
+    """
+    torch._assert_async(condition, text)

@@ -27,6 +27,7 @@ from sp_compile.lowering.base.warn import warn_once
 from sp_compile.lowering.scan.attention_kernels import KERNELS, register_kernel
 
 from .stand_ins import loss_stand_ins, quantized_linears, state_space_stand_ins  # noqa: F401  (fill the table)
+from .stand_ins.image_stand_ins import replace_methods
 from .stand_ins.kernel_stand_ins import DOCUMENTS, STAND_INS, make_stand_in
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,8 @@ _replaced: set[Any] = set()  # functions and classes
 def replace_package_kernels() -> None:
     """Make Dynamo trace stand-ins for the kernel functions of all modules that were imported since the last call.
 
-    Functions are searched in kernel packages, and in the models of transformers, which wrap or import them.
+    Functions are searched in kernel packages, and in the models of transformers, which wrap or import them. Methods of
+    these models are replaced, too (`image_stand_ins.py`).
     """
     for name in [name for name in sys.modules if name not in _searched]:
         _searched.add(name)
@@ -56,6 +58,8 @@ def replace_package_kernels() -> None:
             for value in list(vars(module).values()):
                 if isinstance(value, type) and _is_kernel_package(str(value.__module__)):
                     _replace_class(value)
+                elif isinstance(value, type) and value.__module__ == name:
+                    replace_methods(value)
 
 
 def _is_kernel_package(module: str) -> bool:

@@ -51,8 +51,8 @@ def compile_under_fsdp(
 
     Gradients stay partial, so that FSDP's mean over all ranks is the mean over the replicas. If `fully_shard` was
     applied to layers, results between graphs stay sharded, from the embedding to the loss. The embedding is the module
-    that `model.get_input_embeddings()` returns, if the model has this method of transformers. Models of transformers
-    that use sdpa get another attention function, which computes masks in the layers.
+    that `model.get_input_embeddings()` returns, if the model has this method of transformers. Layers of transformers
+    compute their attention masks, from positions.
 
     Args:
         model: The model, a result of `fully_shard`, not compiled.
@@ -125,14 +125,21 @@ def _prepare_attention(model: torch.nn.Module) -> list[torch.nn.Module]:
     """
     if TRANSFORMERS not in sys.modules:
         return []
-    from ._compat.attention_names import attend_to_packed_images, compute_masks_in_layers, find_image_encoders
+    from ._compat.attention_names import (
+        attend_to_packed_images,
+        compute_masks_in_layers,
+        count_features_eagerly,
+        find_image_encoders,
+    )
 
     layers: list[torch.nn.Module] = []
     for encoder, of_encoder in find_image_encoders(model).items():
         attend_to_packed_images(encoder)
         encoder.forward = torch.compiler.disable(encoder.forward)
         layers += [getattr(layer, CHECKPOINTED, layer) for layer in of_encoder]
-    compute_masks_in_layers(model)
+    count_features_eagerly(model)
+    units = [model.get_submodule(name) for name in find_fsdp_submodules(model)]
+    compute_masks_in_layers(model, [getattr(unit, CHECKPOINTED, unit) for unit in units])
     return [layer for layer in layers if not is_compiled(layer)]
 
 

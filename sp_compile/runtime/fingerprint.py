@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.lowering.base.errors import first_frame, source_line, stack_trace
+from sp_compile.lowering.base.errors import first_called_frame, first_frame, source_line, stack_trace
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.collectives.checksums import checksum
 from sp_compile.lowering.torch_compat import (
@@ -106,7 +106,7 @@ def program_subject(gm: GraphModule) -> str:
         subject = next(filter(None, frames), "")
         if subject:
             return subject
-    return next(filter(None, map(first_frame, traces)), "a program")
+    return first_called_frame(traces) or "a program"
 
 
 class NodeText(NamedTuple):

@@ -1,1 +1,1 @@
-"""Define what Dynamo traces in place of kernel functions of packages."""
+"""Define what Dynamo traces in place of kernel functions of packages, and of methods of models."""

@@ -6,29 +6,31 @@ Tested with transformers 5.24.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
-import re
-import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
-from sp_compile.lowering.torch_compat import pytree
+from sp_compile.lowering.torch_compat import pytree, run_eagerly
 
 SDPA = "sdpa"  # the name that selects scaled_dot_product_attention
-LAYER_MASKS = "sdpa_with_masks_of_layers"  # the same function, whose mask is computed in each layer
+MASK_FUNCTIONS = {SDPA: sdpa_mask, "eager": eager_mask}  # name of an attention -> the function that computes its masks
+CODES: dict[str, CodeType] = {}  # class of a layer -> the code of its forward that computes masks
+DELAYED: dict[int, bool] = {}  # ids of configurations of models whose layers compute masks, which Dynamo looks up here
 # The same function for the images of a batch, in one call. To names with "flash", vision models pass the cumulated
 # lengths of the images. For other names they read the lengths on the host, and call the function for each image.
 PACKED_IMAGES = "sdpa_of_packed_images_as_flash"
+PLACEHOLDER_METHOD = "get_placeholder_mask"  # returns the masks of tokens that features of images replace
 CUMULATED_LENGTHS = "cu_seq_lens_q"  # the argument with these lengths
-# Code that runs for some names only: `if config._attn_implementation == "sdpa"`; "eager" is neither of the two names.
-COMPARISON = re.compile(r"_attn_implementation\s*(?:(?:==|!=)(?!\s*.eager\b)|in\b|not\s+in\b)")
 
 
 def register_attention(name: str, attention: Callable[..., Any]) -> None:
@@ -87,26 +89,27 @@ def select_attention(model: torch.nn.Module, name: str) -> Iterator[None]:
 
 
 class MaskArguments:
-    """Arguments of transformers' function for the masks of sdpa, of which a layer computes its mask.
+    """A function of transformers for masks with its arguments, of which a layer computes its mask.
 
     They have tensors of B x S elements at most, and the mask B x S x S. Attributes, indexing, operators and functions
     of torch use the mask. `isinstance(x, torch.Tensor)` is False.
     """
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        """Store the arguments: functions of positions, sizes, and tensors that the functions index."""
+    def __init__(self, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
+        """Store the function and its arguments: functions of positions, sizes, and tensors that the functions index."""
+        self.function = function
         self.arguments = arguments
 
     def compute_mask(self) -> Any:
         """Compute the mask.
 
         Returns:
-            Bool of shape [B, 1, S, S], or None if the attention function has a flag for the mask.
+            A tensor of shape [B, 1, S, S], or None if the attention function has a flag for the mask.
         """
-        return sdpa_mask(**self.arguments)
+        return self.function(**self.arguments)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "arguments" or name.startswith("__"):  # such as those that `copy` reads
+        if name in {"arguments", "function"} or name.startswith("__"):  # such as those that `copy` reads
             raise AttributeError(name)
         return getattr(self._compute_tensor(), name)
 
@@ -154,29 +157,37 @@ class MaskArguments:
     def _compute_tensor(self) -> torch.Tensor:
         """Return the mask as a tensor, without the flags by which it would be None."""
         flags = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        mask: torch.Tensor = sdpa_mask(**{**self.arguments, **flags})
+        mask: torch.Tensor = self.function(**{**self.arguments, **flags})
         return mask
 
 
-def compute_masks_in_layers(model: torch.nn.Module) -> None:
-    """Make the layers of a model of transformers compute their masks, if they use sdpa.
+def compute_masks_in_layers(model: torch.nn.Module, units: Iterable[torch.nn.Module]) -> None:
+    """Make the layers of a model of transformers compute their masks, if they are compiled separately.
 
-    Otherwise the model computes a mask of S x S before its layers. If these are compiled separately, the mask is an
-    input of each, on every rank. Models whose code depends on the name of the attention function are not changed.
+    Otherwise the model computes a mask of S x S before its layers, and the mask is an input of each, on every rank.
+    The names of attention functions do not change, since the code of some models compares them.
 
     Args:
         model: The model, or a wrapper of one.
+        units: The modules that are compiled separately; those outside of models of transformers are not changed.
 
     Returns:
         None.
     """
     parts = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
-    fixed = {id(m.config) for m in parts if not m._supports_attention_backend or _compares_names(type(m))}
+    for name, function in MASK_FUNCTIONS.items():
+        AttentionMaskInterface.register(name, functools.partial(_delay_mask, function))
     for config in (m.config for m in parts):
-        if config._attn_implementation_internal == SDPA and id(config) not in fixed:
-            AttentionInterface.register(LAYER_MASKS, _attend_in_layer)
-            AttentionMaskInterface.register(LAYER_MASKS, _delay_mask)
-            config._attn_implementation_internal = LAYER_MASKS
+        if id(config) not in DELAYED:
+            DELAYED[id(config)] = True
+            weakref.finalize(config, DELAYED.pop, id(config), None)
+    inside = {id(module) for part in parts for module in part.modules()}
+    layers = [m for m in units if id(m) in inside and not any(isinstance(x, PreTrainedModel) for x in m.modules())]
+    # Layers that share weights are not units, and run in the program of the model. Other layers have their classes.
+    classes = tuple({_class_before_fsdp(layer) for layer in layers if [*layer.children()]})
+    for module in model.modules():
+        if isinstance(module, classes):
+            _compute_masks_before(module)
 
 
 def find_tables(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -240,6 +251,37 @@ def attend_to_packed_images(encoder: torch.nn.Module) -> None:
             module.config = config
 
 
+def count_features_eagerly(model: torch.nn.Module) -> None:
+    """Make a model of transformers check the number of features of images outside of its programs.
+
+    The text of the error has this number, so that Dynamo would compile the merge of features again for each number.
+    The check reads sizes of embeddings and features, and the ids.
+
+    Args:
+        model: The model, or a wrapper of one.
+
+    Returns:
+        None.
+    """
+    for part in model.modules():
+        method = getattr(part, PLACEHOLDER_METHOD, None) if isinstance(part, PreTrainedModel) else None
+        if method is not None and any(name.endswith("_features") for name in inspect.signature(method).parameters):
+            setattr(part, PLACEHOLDER_METHOD, _find_placeholders(method))
+
+
+def _find_placeholders(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method such that Dynamo does not trace calls with ids; others compare the embeddings, on shards."""
+    run_between_graphs = run_eagerly(method, "the text of an error has a number of features")
+
+    @functools.wraps(method)
+    def get_placeholder_mask(*args: Any, **kwargs: Any) -> Any:
+        """Return the method's result."""
+        ids = args[0] if args else kwargs.get("input_ids")
+        return method(*args, **kwargs) if ids is None else run_between_graphs(*args, **kwargs)
+
+    return get_placeholder_mask
+
+
 def _packs_images(module: torch.nn.Module) -> bool:
     """Return True for an attention module that passes cumulated lengths to its attention function."""
     try:
@@ -274,32 +316,36 @@ def _attend_to_images(
     return torch.cat(results, dim=1), None
 
 
-def _compares_names(model_class: type) -> bool:
-    """Return True if a file of a class, or of its bases, compares names of attention functions, or is not found.
+def _delay_mask(function: Callable[..., Any], config: Any = None, **arguments: Any) -> Any:
+    """Return the arguments of a mask in place of it, in a compiled program of a prepared model; otherwise the mask."""
+    given = arguments.get("attention_mask")
+    if isinstance(given, MaskArguments):  # a mask that was already created: transformers returns such a tensor
+        return given
+    if torch.compiler.is_compiling() and id(config) in DELAYED:
+        return MaskArguments(function, arguments)
+    return function(**arguments)
 
-    After `fully_shard` the class is one that torch has created.
+
+def _class_before_fsdp(module: torch.nn.Module) -> type:
+    """Return the class of a module that it had before `fully_shard`, which creates a class for it."""
+    return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
+
+
+def _compute_masks_before(layer: torch.nn.Module) -> None:
+    """Make the forward of a layer compute masks of which it gets the arguments, in the program of the layer.
+
+    Dynamo stores its programs, and which sizes are dynamic, by code object: there is one for each class of layers.
     """
-    models = [cls for cls in model_class.__mro__ if issubclass(cls, PreTrainedModel) and cls is not PreTrainedModel]
-    bases = [cls for cls in models if not issubclass(cls, FSDPModule)]
-    try:
-        sources = [inspect.getsource(sys.modules[cls.__module__]) for cls in bases]
-    except (OSError, TypeError, KeyError):  # a class of a notebook
-        return True
-    return any(COMPARISON.search(source) for source in sources)
+    forward = layer.forward
 
+    def run_with_masks(*args: Any, **kwargs: Any) -> Any:
+        """Return the result of the layer's forward."""
+        args, kwargs = pytree.tree_map_only(MaskArguments, MaskArguments.compute_mask, (args, kwargs))
+        return forward(*args, **kwargs)
 
-def _delay_mask(**arguments: Any) -> Any:
-    """Return the arguments of a mask in place of it, in a compiled program; otherwise the mask."""
-    return MaskArguments(arguments) if torch.compiler.is_compiling() else sdpa_mask(**arguments)
-
-
-def _attend_in_layer(
-    module: torch.nn.Module, query: Any, key: Any, value: Any, attention_mask: Any = None, **kwargs: Any
-) -> Any:
-    """Return the result of sdpa with a mask, or with the mask of arguments."""
-    if isinstance(attention_mask, MaskArguments):
-        attention_mask = attention_mask.compute_mask()
-    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    name = _class_before_fsdp(layer).__name__
+    run_with_masks.__code__ = CODES.setdefault(name, run_with_masks.__code__.replace(co_name=name))
+    layer.forward = functools.wraps(forward)(run_with_masks)  # type: ignore[method-assign]
 
 
 def _with_parts(configs: Iterable[Any]) -> list[Any]:

@@ -27,14 +27,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3",
         {"head_dim": 8, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     ),
+    "eager": ("GptOss", {"head_dim": 8, "sliding_window": 8, "num_local_experts": 4, "intermediate_size": 32}),
+    "names": (
+        "DeepseekV32",
+        {
+            **{"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8},
+            **{"index_topk": 8, "index_n_heads": 2, "index_head_dim": 16, "mlp_layer_types": ["dense"] * 2},
+            **{"num_key_value_heads": 4, "layer_types": ["indexed_attention"] * 2},
+        },
+    ),
 }
 
 
 def build(name: str) -> nn.Module:
     prefix, changes = MODELS[name]
     config = getattr(transformers, f"{prefix}TextConfig", None) or getattr(transformers, f"{prefix}Config")
-    model: nn.Module = getattr(transformers, f"{prefix}ForCausalLM")(config(**SIZES, **changes))
-    return model.double()
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config(**{**SIZES, **changes}))
+    model.set_experts_implementation("batched_mm")  # the default does not support float64
+    double: nn.Module = model.double()
+    return double
 
 
 def batch(kind: str) -> dict[str, Tensor]:
@@ -77,6 +88,8 @@ def train(name: str, kind: str, checkpoint: bool) -> tuple[float, float, int]:
 
 def test_code_may_use_the_mask_as_a_tensor() -> None:
     """As models do that concatenate masks, or read their dtype: in eager code, and in a traced program."""
+    from transformers.masking_utils import sdpa_mask
+
     from sp_compile.integrations._compat.attention_names import MaskArguments
 
     def read(mask: Any) -> Tensor:
@@ -87,7 +100,7 @@ def test_code_may_use_the_mask_as_a_tensor() -> None:
     padding = torch.ones(2, 5, dtype=torch.bool)
     padding[0, -2:] = False
     arguments = {"batch_size": 2, "q_length": 5, "kv_length": 5, "attention_mask": padding}
-    mask = MaskArguments(arguments)
+    mask = MaskArguments(sdpa_mask, arguments)
     causal = torch.ones(5, 5, dtype=torch.bool).tril() & padding[:, None, None]
     assert copy.copy(mask).arguments is arguments
     assert len(mask) == 2
@@ -97,26 +110,48 @@ def test_code_may_use_the_mask_as_a_tensor() -> None:
         assert torch.equal(function(mask), read(causal))
 
 
-@pytest.mark.parametrize(
-    ("name", "changes"), [("Llama", True), ("GPT2", True), ("Falcon", False), ("DeepseekV32", False)]
-)
-def test_models_whose_masks_are_computed_in_layers(name: str, changes: bool) -> None:
-    """Not those with other code for the names of some attention functions."""
-    from sp_compile.integrations._compat.attention_names import LAYER_MASKS, compute_masks_in_layers
+@pytest.mark.parametrize("name", ["Llama", "GptOss", "Falcon", "DeepseekV32"])
+def test_layers_get_masks_of_the_selected_attention(name: str) -> None:
+    """Of any name, which does not change; a copy of the model, and eager code, get masks as before."""
+    from transformers.masking_utils import create_causal_mask
 
-    model = nn.Module()
+    from sp_compile.integrations._compat.attention_names import MaskArguments, compute_masks_in_layers
+
     with torch.device("meta"):
-        config = getattr(transformers, f"{name}Config")(num_hidden_layers=1)
+        config = getattr(transformers, f"{name}Config")(num_hidden_layers=2)
         model_class = getattr(transformers, f"{name}Model")
-        model.inner = model_class(config)
-    model.inner.__class__ = type(f"FSDP{name}", (FSDPModule, model_class), {})  # as fully_shard does
-    compute_masks_in_layers(model)
-    assert model.inner.config._attn_implementation == (LAYER_MASKS if changes else "sdpa")
+        model = nn.Sequential(model_class(config))
+    layers = getattr(model[0], "layers", None) or model[0].h
+    model[0].__class__ = type(f"FSDP{name}", (FSDPModule, model_class), {})  # as fully_shard does
+    selected, other = config._attn_implementation, copy.deepcopy(config)
+    compute_masks_in_layers(model, [model[0], layers[0]])
+
+    def make_mask(config: Any) -> Any:
+        x = torch.ones(2, 5, 8, dtype=torch.float64)
+        mask = create_causal_mask(config, x, None, None, position_ids=torch.arange(5).expand(2, -1) % 3)
+        return mask.compute_mask() if isinstance(mask, MaskArguments) else mask
+
+    def is_delayed(config: Any) -> Any:
+        return isinstance(create_causal_mask(config, torch.ones(2, 5, 8), None, None), MaskArguments)
+
+    assert config._attn_implementation == selected
+    assert "forward" in vars(layers[0])
+    assert "forward" in vars(layers[1])  # of the same class
+    assert not is_delayed(config)
+    assert torch.compile(is_delayed, backend="eager", fullgraph=True)(config)
+    assert not torch.compile(is_delayed, backend="eager", fullgraph=True)(other)
+    assert torch.equal(torch.compile(make_mask, backend="eager", fullgraph=True)(config), make_mask(other))
 
 
 CASES = [
     pytest.param("llama", "packed", False),
-    *[pytest.param(name, kind, False, marks=pytest.mark.slow) for name in MODELS for kind in ("packed", "padded")][1:],
+    pytest.param("eager", "packed", False),
+    *[
+        pytest.param(name, kind, False, marks=pytest.mark.slow)
+        for name in MODELS
+        for kind in ("packed", "padded")
+        if (name, kind) not in {("llama", "packed"), ("eager", "packed")}
+    ],
     pytest.param("two masks", "packed", True, marks=pytest.mark.slow, id="checkpoint"),
 ]
 
