@@ -128,15 +128,18 @@ def mask_tail_stores() -> None:
     Inductor vectorizes an outer loop over elements, and the last vector may have fewer of them. If another loop is
     between it and a vectorized loop of the reduction, torch 2.13 still stores the whole vector: it overwrites elements
     of the next row, or the heap after the result (pytorch#196681). Torch 2.11 does so for other nested reductions, too
-    (pytorch#181618). Inductor can select the store by the range of the outer loop, and here it always does.
+    (pytorch#181618). Inductor can select the store by the range of the outer loop, and here it always does. A torch
+    whose method has other parameters is not changed.
 
     Returns:
         None.
     """
     from torch._inductor.codegen.cpp import CppKernelProxy
 
-    aggregate = CppKernelProxy.aggregate_reduction_buffers
-    if hasattr(aggregate, "__wrapped__"):  # by an earlier call
+    aggregate = getattr(CppKernelProxy, "aggregate_reduction_buffers", None)
+    if aggregate is None or hasattr(aggregate, "__wrapped__"):  # by an earlier call
+        return
+    if [*inspect.signature(aggregate).parameters] != ["self", "inner_loop_reduction_outer_not", "outer_loop"]:
         return
 
     @wraps(aggregate)
