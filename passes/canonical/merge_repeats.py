@@ -4,10 +4,11 @@
     cos_2 = cos(mul(arange(S), f))     ->  cos_1
 
 Models compute rotary tables and masks in every layer. Later passes, and the tracing of the compiler, take time for each
-node. Unchanged: values with a gradient, whose summands would be added in another order; random draws; values in regions
-of a checkpoint, merged with others of the same region only; values that share memory with a result, to which callers
-may write; and values with more bytes than any with a gradient, such as a mask of S x S, which would be kept for all
-layers. Bytes moved: none.
+node. Unchanged: values with a gradient, whose summands would be added in another order; random draws, memory without
+values (`empty`), and operands of draws, since compilers merge draws from equal operands; values in regions of a
+checkpoint, merged with others of the same region only; values that share memory with a result, to which callers may
+write; and values with more bytes than any with a gradient, such as a mask of S x S, which would be kept for all layers.
+Bytes moved: none.
 """
 
 from __future__ import annotations
@@ -23,9 +24,16 @@ from sp_compile.passes.base import Pass
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.mutation import is_mutation, is_pure
 from sp_compile.passes.graph.node_info import META_KEY
+from sp_compile.passes.graph.rank_rng import is_random
 from sp_compile.passes.graph.sizes import current_bytes
 from sp_compile.passes.localize.reduce_gradients import differentiable_nodes
 
+# ops whose result has no defined values
+UNINITIALIZED = frozenset(
+    getattr(getattr(torch.ops.aten, name), overload)
+    for name in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+    for overload in getattr(torch.ops.aten, name).overloads()
+)
 # Keys of `node.meta` that checkpoint regions set; the compiler computes such values again in the backward.
 _REGION_META = ("recompute", "ac_graph_id", "custom")
 
@@ -39,8 +47,9 @@ class MergeRepeats(Pass):
         """Replace each call by an earlier equal one; return the number of removed calls."""
         differentiable = differentiable_nodes(gm)
         max_bytes = max((current_bytes(x) for x in _tensors(differentiable)), default=0)
-        writers = [gm.graph.output_node(), *filter(is_mutation, gm.graph.nodes)]  # callers may write to results
-        written = {storage_of(x) for node in writers for x in _tensors(node.all_input_nodes)}
+        draws = set(filter(is_random, gm.graph.nodes))
+        writers = [gm.graph.output_node(), *draws, *filter(is_mutation, gm.graph.nodes)]  # callers may write to results
+        kept = {storage_of(x) for node in writers for x in _tensors(node.all_input_nodes)}
         first: dict[Any, Node] = {}  # the first node of each call
         regions: dict[Any, Any] = {}  # arguments of the open autocast regions, by the call that enters them
         changes = 0
@@ -49,10 +58,12 @@ class MergeRepeats(Pass):
                 regions[node] = node.args
             elif node.target is exit_autocast:
                 regions.pop(node.args[0])
-            is_marked = META_KEY in node.meta  # by an earlier pass, for this node
-            if node.op != "call_function" or is_marked or node in differentiable or not is_pure(node):
+            if node.op != "call_function" or node in differentiable or not is_pure(node):
                 continue
-            if any(current_bytes(x) > max_bytes or storage_of(x) in written for x in _tensors([node])):
+            # Earlier passes have marked nodes that have META_KEY.
+            if META_KEY in node.meta or node in draws or node.target in UNINITIALIZED:
+                continue
+            if any(current_bytes(x) > max_bytes or storage_of(x) in kept for x in _tensors([node])):
                 continue
             earlier = first.setdefault((*regions.values(), *_call_key(node)), node)
             if earlier is not node:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -57,12 +58,25 @@ def test_tables_of_several_layers_are_computed_once() -> None:
     [
         (lambda t, x: x.cos() * t + x.cos(), aten.cos.default),
         (lambda t, x: x * torch.rand_like(t) + torch.rand_like(t), aten.rand_like.default),
+        (lambda t, x: x * F.dropout(t) + F.dropout(t), aten.dropout.default),
+        (lambda t, x: x * torch.empty(8).fill_(1) + torch.empty(8).fill_(2), aten.empty.memory_format),
+        (lambda t, x: x * torch.zeros(8).normal_() + torch.zeros(8).normal_(), aten.zeros.default),
         (lambda t, x: (x.sum(), t.cos(), t.cos()), aten.cos.default),
         (lambda t, x: (x.sum(), t.cos()[1:], t.cos()[:2]), aten.cos.default),
         (lambda t, x: x * (t * 2).sin() + (t * 2.0).cos(), aten.mul.Tensor),
         (lambda t, x: x.sum() + (t[:, None] * torch.ones(64, 1)).sum() + (t[:, None] * torch.ones(64, 1)).amax(), None),
     ],
-    ids=["a gradient", "draws", "results", "views are results", "an int and a float", "large values"],
+    ids=[
+        "a gradient",
+        "draws",
+        "dropouts",
+        "memory",
+        "operands of draws",
+        "results",
+        "views are results",
+        "an int and a float",
+        "large values",
+    ],
 )
 def test_other_pairs_of_calls_stay(fn: Callable[..., object], op: object) -> None:
     gm = merged(fn, T, X)
@@ -109,7 +123,7 @@ class CheckpointedTables(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         def layer(x: Tensor) -> Tensor:
             q = (x * torch.arange(x.shape[1], dtype=x.dtype)[:, None].cos()).unsqueeze(1)
-            return x + nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).squeeze(1)
+            return x + F.scaled_dot_product_attention(q, q, q, is_causal=True).squeeze(1)
 
         for _ in range(2):
             x = checkpoint(layer, layer(x), use_reentrant=False)
@@ -119,3 +133,23 @@ class CheckpointedTables(nn.Module):
 def test_a_model_with_tables_in_checkpoints_equals_one_device() -> None:
     x = torch.randn(2, 7, 8, dtype=torch.float64, requires_grad=True)
     assert sp_compile.verify(CheckpointedTables(), x, sp=3).worst < 1e-12
+
+
+FILLS = {
+    "exponential_": lambda x: torch.empty(10, 8).exponential_(),
+    "uniform_": lambda x: x.new_empty(2, 10, 8).uniform_(),
+    "normal_": lambda x: torch.empty(2, 10, 8).normal_(),
+}
+
+
+@pytest.mark.parametrize("fill", FILLS.values(), ids=FILLS)
+def test_draws_into_equal_memory_are_independent(fill: Callable[[Tensor], Tensor]) -> None:
+    def noisy(x: Tensor) -> tuple[Tensor, Tensor]:
+        first = fill(x)
+        q = (x * first).unflatten(-1, (2, 4)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
+        second = fill(x)
+        return (y * second).sum(), (first == second).double().mean()
+
+    compiled = torch.compile(noisy, backend="sp", options={"compiler": "aot_eager"})
+    assert compiled(torch.randn(2, 10, 8, requires_grad=True))[1] < 0.1
