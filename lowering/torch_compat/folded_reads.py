@@ -316,14 +316,21 @@ def fold_small_reads(backend: Callable[..., Any], may_fold: Callable[[Any], bool
     _folding[backend] = may_fold
 
 
-def _may_fold(tx: Any) -> bool:
-    """Return True if values are folded in this compilation; not where the user selects dynamic shapes."""
-    backend, options = tx.output.compiler_fn, None
+def find_backend(output: OutputGraph) -> tuple[Any, Any]:
+    """Return the backend for which Dynamo traces a graph, for a method the function of its class, and its options."""
+    backend: Any = output.compiler_fn
+    options: Any = None
     while hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
     if hasattr(backend, "compiler_fn"):  # torch.compile's wrapper
         backend, options = backend.compiler_fn, backend.kwargs.get("options")
-    may_fold = _folding.get(getattr(backend, "__func__", backend))
+    return getattr(backend, "__func__", backend), options
+
+
+def _may_fold(tx: Any) -> bool:
+    """Return True if values are folded in this compilation; not where the user selects dynamic shapes."""
+    backend, options = find_backend(tx.output)
+    may_fold = _folding.get(backend)
     return may_fold is not None and config.assume_static_by_default and may_fold(options)
 
 

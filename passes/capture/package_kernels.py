@@ -4,14 +4,16 @@
     from causal_conv1d import causal_conv1d_fn                       ->  shifted products
     LigerFusedLinearCrossEntropyFunction.apply(...)                  ->  F.linear, F.cross_entropy
 
-Dynamo does not trace such functions, so that a program with one would be cut into graphs. A function, or a
-`torch.autograd.Function`, is found by its name and by the name of its package, or of a build on a hub. transformers
-wraps these functions, together with one in plain torch for environments without the package; a wrapper is found by the
-name of the function that it wraps. Modules are searched before each compilation, once each.
+Dynamo does not trace such functions, so that a program with one would be cut into graphs. A function, a
+`torch.autograd.Function`, or a module whose forward is replaced, is found by its name and by the name of its package,
+or of a build on a hub. transformers wraps these functions, together with one in plain torch for environments without
+the package; a wrapper is found by the name of the function that it wraps. Modules are searched before each compilation,
+once each.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import re
@@ -132,7 +134,12 @@ def _replace_class(cls: Any) -> None:
     if issubclass(cls, torch.autograd.Function) and cls.__name__ in STAND_INS:
         _replaced.add(cls)
         _replace_apply(cls)
-    elif issubclass(cls, torch.nn.Module) and cls.__name__ in DISABLED_MODULES:
+    elif not issubclass(cls, torch.nn.Module):
+        return
+    elif cls.__name__ in STAND_INS:
+        _replaced.add(cls)
+        _replace_forward(cls)
+    elif cls.__name__ in DISABLED_MODULES:
         _replaced.add(cls)
         # Remove the wrapper that disables Dynamo. Substitutes, as for functions, do not exist for methods.
         cls.forward = inspect.unwrap(cls.forward)
@@ -153,6 +160,24 @@ def _replace_apply(cls: type[torch.autograd.Function]) -> None:
     signature = forward.replace(parameters=arguments)
     stand_in = make_stand_in(cls.__name__, signature, original, drops_unknown=False, results=count)
     torch_compat.trace_in_place_of_apply(cls, stand_in)
+
+
+def _replace_forward(cls: type[torch.nn.Module]) -> None:
+    """Make Dynamo trace the stand-in in place of the forward of a class of modules.
+
+    Substitutes do not exist for methods, so the method becomes one that calls the original forward as a function.
+    """
+    forward = cls.forward
+    original = _make_original_runner(cls.__name__, forward, traced=None)
+    stand_in = make_stand_in(cls.__name__, inspect.signature(forward), original, drops_unknown=False)
+    torch_compat.trace_in_place_of(forward, stand_in)
+
+    @functools.wraps(forward)
+    def call_forward(*args: Any, **kwargs: Any) -> Any:
+        """Call the original forward, or its stand-in where Dynamo traces."""
+        return forward(*args, **kwargs)
+
+    cls.forward = call_forward  # type: ignore[method-assign]
 
 
 def _make_original_runner(

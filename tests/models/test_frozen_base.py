@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import ranks as worker
-from support.parity import VOCAB, Outcome, against_eager, check, sp, text
+from support.parity import VOCAB, Outcome, against_eager, check, compile_options, outcome, sp, text, train_step
 from support.ranks import Ranks
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 import sp_compile
 from sp_compile.passes.capture.stand_ins.quantized_linears import MARK, Subclass, call_with_subclass
@@ -176,10 +177,29 @@ class Packed(nn.Module):
         self.requires_grad_(False)
         self.down, self.up = nn.Linear(wide, 2, bias=False), nn.Linear(2, wide, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def mix(self, x: Tensor) -> Tensor:
         for base in self.bases:
             x = x.cumsum(1).tanh()
             x = base(x) + self.up(self.down(x))
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x).square().mean()
+
+
+class PackedLayer(Packed):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x)
+
+
+class Layered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(PackedLayer(True, "nf4") for _ in "ab")
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
         return x.square().mean()
 
 
@@ -211,3 +231,44 @@ def test_layers_in_4_bits_are_on_shards(nested: bool, kind: str) -> None:
 def test_layers_in_4_bits(ranks: Ranks, nested: bool, kind: str) -> None:
     pytest.importorskip("bitsandbytes")
     check(ranks.run(2, tuned_packed, nested, kind), tolerance=2e-6)
+
+
+@PACKED
+def test_a_gathered_layer_in_4_bits_is_in_one_graph(nested: bool, kind: str) -> None:
+    """FSDP gathers a plain parameter, by which it replaces the weight with its state; the bias has another dtype."""
+    pytest.importorskip("bitsandbytes")
+    model, x = packed(nested, kind)
+    expected, found = [], []
+    for base in model.bases:
+        if base.bias is not None:
+            base.bias.data = base.bias.data.bfloat16()
+        base.weight = nn.Parameter(base.weight.detach().as_subclass(Tensor), requires_grad=False)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="sp", fullgraph=True, options={"compiler": "aot_eager"})
+    for run, results in ((compiled, found), (model, expected)):  # the latter changes the parameters
+        model.zero_grad()
+        loss = run(x)
+        loss.backward()
+        results += [loss.detach(), model.up.weight.grad, model.down.weight.grad]
+    torch.testing.assert_close(found, expected)
+
+
+def tuned_gathered() -> tuple[Outcome, list[str]]:
+    torch.manual_seed(0)
+    alone, x = Layered().to("cpu"), torch.randn(2, 9, 64)
+    torch.manual_seed(0)
+    model = Layered().to("cpu")
+    expected = train_step(alone, alone, (x,))
+    torch._dynamo.reset()
+    counters.clear()
+    run = sp_compile.fully_shard_and_compile(model, worker.mesh(), layers=[PackedLayer], **compile_options())
+    loss, grads = train_step(run, model, (x,))
+    breaks = [text for text in counters["graph_break"] if "Linear4bit" in text or "data" in text]
+    return outcome(loss, [None if g is None else g.full_tensor() for g in grads], *expected), breaks  # type: ignore[attr-defined]
+
+
+def test_layers_in_4_bits_that_fsdp_gathers(ranks: Ranks) -> None:
+    pytest.importorskip("bitsandbytes")
+    outcomes, breaks = zip(*ranks.run(2, tuned_gathered))
+    check(outcomes, tolerance=2e-6)
+    assert not any(breaks)

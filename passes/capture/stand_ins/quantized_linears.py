@@ -3,6 +3,7 @@
     F.linear(x, w)  with w of a tensor subclass  ->  sp.subclass_linear(x, w)
     LinearNF4.apply(x, w)                        ->  sp.subclass_linear(x, w)
     matmul_4bit(x, w, quant_state)               ->  sp.packed_linear(x, w, scales, ...)
+    Linear4bit.forward(module, x)                ->  the same, with casts
 
 The inner tensors of a subclass are no inputs of the trace: its fake is a plain tensor of its shape, with a mark.
 """
@@ -171,6 +172,31 @@ def _compute_4bit(x: Tensor, w: Tensor, state: Any, bias: Tensor | None = None) 
     return torch.ops.sp.packed_linear(x, w, scales, bias, shape, state.blocksize, state.quant_type, state.dtype)
 
 
+def _forward_4bit(module: Any, x: Tensor) -> Any:
+    """Compute the forward of bitsandbytes' Linear4bit, which may replace the weight, or write to `.data`.
+
+    FSDP gathers a weight as a plain parameter. The package replaces it by one of its class with the state of the
+    module. For inference on a CPU, it stores another format of the weight, with the same values.
+    """
+    weight, bias, dtype = module.weight, module.bias, x.dtype
+    state = getattr(weight, "quant_state", None)
+    if state is None:
+        state = getattr(module, "quant_state", None)
+    if state is None:
+        return NotImplemented
+    if not module.compute_type_is_set:
+        module.set_compute_type(x)
+        module.compute_type_is_set = True
+    x = x.to(module.compute_dtype or dtype)
+    if bias is not None and bias.dtype != x.dtype:
+        if bias.requires_grad:  # the package changes the dtype of the parameter
+            return NotImplemented
+        bias = bias.to(x.dtype)
+    y = _compute_4bit(x, weight, state, bias)
+    return y if y is NotImplemented else y.to(dtype)
+
+
 STAND_INS.register("matmul_4bit", KernelStandIn(_compute_4bit))
+STAND_INS.register("Linear4bit", KernelStandIn(_forward_4bit))
 STAND_INS.register("LinearNF4", KernelStandIn(_nf4_linear))
 STAND_INS.register("_Int8MixedPrecisionTrainingLinearFunction", KernelStandIn(_int8_linear))
