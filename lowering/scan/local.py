@@ -46,8 +46,13 @@ def local_scan(
     rows, starts = _to_three_dims(x, dim), _compact_starts(starts, x, dim)
     options = {"op": op, "segmented": starts is not None, "exclusive": exclusive, "reverse": reverse, "total": total}
     problem = ScanProblem.of("scan", rows, dtype, accumulate, **options)
-    out, last = choose_kernel(problem)(problem, rows, starts)  # `last` may be a view of `out`
-    return out.view(x.shape), last.clone().view(_total_shape(x, dim)) if total else last.new_empty(0)
+    out, last = choose_kernel(problem)(problem, rows, starts)
+    if not total:
+        return out.view(x.shape), last.new_empty(0)
+    # Results of an operator must not share memory; some kernels return a view of `out`.
+    is_view = any(last.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for x in (out, rows))
+    last = last.clone() if is_view else last
+    return out.view(x.shape), last.contiguous().view(_total_shape(x, dim))
 
 
 @opaque(

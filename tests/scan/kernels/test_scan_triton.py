@@ -41,8 +41,8 @@ def test_row() -> None:
 
 
 @needs_triton
-def test_recurrences_of_matrices() -> None:
-    python("from support.scans import triton_scans as t; t.check_matrices()")
+def test_launches_and_recurrences_of_matrices() -> None:
+    python("from support.scans import triton_scans as t; t.check_launches(); t.check_matrices()")
 
 
 @pytest.mark.slow
@@ -102,7 +102,7 @@ for way in ("one", "parts"):
         scan.extremes(x, None, "min", False)
         scan.linear(x, x, torch.empty(1, 1), True, True, f32, f32)
         scan.scan(x, None, "logsumexp", False, False, f32, f32)
-assert len(compiled) == 6 * (1 + 3)
+assert len(compiled) == 6 * (1 + 2)
 assert all("mov" in kernel.asm["ptx"] for kernel in compiled)
 """
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
+from unittest import mock
 
 import torch
 from measuring.scans.scan_direct import Direct
 from measuring.scans.scan_schedules import SCHEDULES, using_schedule
 from support.scans.scanning import DTYPES, OPS, linear_scan_by_loop, sample, scan_by_loop
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_compile import exclusive_scan, inclusive_scan, linear_scan, segmented_scan
 from sp_compile.lowering.scan import scan_table as table
 from sp_compile.lowering.scan.affine_scan import ALL_READ, ROW_LAGS
 from sp_compile.lowering.scan.kernels.triton import triton_scan as row
+from sp_compile.lowering.scan.kernels.triton import walk
 from sp_compile.lowering.scan.kernels.triton.dispatch import TileSizes, choose_schedule
 from sp_compile.lowering.scan.kernels.triton.triton_tiles import Sweep
 from sp_compile.lowering.scan.monoids import accumulate_dtype, result_dtype
@@ -22,7 +26,7 @@ from sp_compile.lowering.triton.affine_kernel import scan_affine_rows, total_aff
 
 ROW = Direct(row.TRITON_LOWERING)
 ORDER = list(SCHEDULES)
-SHAPES = (1, 90, 1), (3, 13, 2), (2, 9, 5), (1, 6, 17), (20, 4, 1), (1, 1, 3)
+SHAPES = (1, 90, 1), (3, 13, 2), (2, 30, 5), (1, 6, 17), (20, 4, 1), (1, 1, 3)
 FLAGS = tuple(itertools.product((False, True), repeat=3))
 """exclusive, reverse, segmented"""
 
@@ -179,6 +183,42 @@ def check_way(way: str) -> None:
     with using_schedule(way):
         for check in (check_shapes, check_dtypes, check_specials, check_extremes, check_linear):
             check(way)
+
+
+class _Launches(TorchDispatchMode):
+    """Count launches of the scan kernel, which do not run, and record kernels of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.others = 0, list[str]()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.count += 1
+        return lambda *args, **options: None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and "empty" not in func.name() and func.namespace == "aten":
+            self.others.append(func.name())
+        return func(*args, **kwargs or {})
+
+
+def check_launches() -> None:
+    """A scan is one launch if every line has one program, else two, and no kernel of torch."""
+    ops, f32 = torch.ops.sp, torch.float32
+    x, starts = sample((1, 90, 2), f32), torch.arange(90) % 40 == 3
+    calls = {
+        "scan": lambda: ops.local_scan(x, None, 1, "sum", False, False, f32, f32),
+        "segments": lambda: ops.local_scan(x, starts, 1, "logsumexp", True, True, f32, f32, False),
+        "extremes": lambda: ops.local_extremes(x, None, 1, "max", False),
+        "linear": lambda: ops.local_linear_scan(x, x, x[:, 0], 1, False, True, f32, f32),
+        "linear total": lambda: ops.local_linear_total(x, x, 1, False, True, f32),
+    }
+    for schedule, (name, call) in itertools.product(SCHEDULES, calls.items()):
+        launches = _Launches()
+        stub = mock.patch.object(walk, "_walk_lines", launches)
+        with table.using_lowering("triton"), using_schedule(schedule), stub, launches:
+            call()
+        assert (launches.count, launches.others) == (SCHEDULES.index(schedule) + 1, []), name
 
 
 def check_operators() -> None:

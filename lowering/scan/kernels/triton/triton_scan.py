@@ -30,7 +30,7 @@ def can_run_triton(problem: ScanProblem) -> bool:
 
 
 def scan_triton(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:
-    """Return the scan of x, and the total of the last segment, (outer, inner)."""
+    """Return the scan of x, and the total of the last segment, (outer, inner), if it is requested."""
     from .dispatch import run_sweep
     from .triton_tiles import State, Sweep
 
@@ -43,8 +43,9 @@ def scan_triton(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:
         x, problem.op, neutral, compute, index=torch.int32,  # these scans have no indices
         starts=starts, shift=problem.exclusive, reverse=problem.reverse,
     )  # fmt: skip
-    total = run_sweep(sweep, initial=None, out=State(out), total=True)
-    assert total is not None
+    total = run_sweep(sweep, initial=None, out=State(out), total=problem.total)
+    if total is None:
+        return out.to(dtype), x.new_empty(0)
     return out.to(dtype), total.value.view(x.shape[0], x.shape[2]).to(accumulate)
 
 

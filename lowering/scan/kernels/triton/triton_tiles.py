@@ -220,12 +220,12 @@ def store_tile(out, out_index, address, inside, p, q, LEAF: tl.constexpr):  # ty
 
 
 @triton.jit
-def last_place(x, row, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the last place of a tile: (STEPS, LINES) -> (1, LINES).
+def last_place(x, row, places):  # type: ignore[no-untyped-def]
+    """Return the last of the first ``places`` places of a tile: (STEPS, LINES) -> (1, LINES).
 
     It is a sum in which the other places are 0, because Triton cannot index values in registers.
     """
-    return tl.sum(tl.where(row == STEPS - 1, x, 0), 0, keep_dims=True)
+    return tl.sum(tl.where(row == places - 1, x, 0), 0, keep_dims=True)
 
 
 TRITON_TYPES = {torch.int32: tl.int32, torch.int64: tl.int64, torch.float32: tl.float32, torch.float64: tl.float64}
