@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_compile import exclusive_scan, inclusive_scan, linear_scan, segmented_scan
+from sp_compile.lowering.scan import scan_autograd as autograd
 from sp_compile.lowering.scan import scan_table as table
 from sp_compile.lowering.scan.affine_scan import ALL_READ, ROW_LAGS
 from sp_compile.lowering.scan.kernels.triton import triton_scan as row
@@ -146,6 +147,40 @@ def check_linear(way: str) -> None:
         torch.testing.assert_close((factor * start + state).double(), after, **scale)
 
 
+def check_linear_grads(way: str) -> None:
+    """In one pass, against separate products."""
+    f32 = torch.float32
+    for i, (reverse, with_initial, with_before) in enumerate(FLAGS, ORDER.index(way)):
+        shape = SHAPES[i % 6]
+        a, grad, h = (sample(shape, (f32, torch.bfloat16)[i % 2], seed=3 * i + j) for j in range(3))
+        initial = sample((shape[0], shape[2]), f32, seed=i) if with_initial else None
+        before = sample((shape[0], shape[2]), f32, seed=i + 9) if with_before else None
+        results = []
+        for name in ("triton", "blocked"):
+            with table.using_lowering(name):
+                given = (0.9 * a, grad, initial, h, before, 1, reverse, f32, f32)
+                results.append(torch.ops.sp.local_linear_scan_grads(*given))
+        (w, da), (expected_w, expected_da) = results
+        assert da.dtype == a.dtype
+        torch.testing.assert_close(w, expected_w, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(da, expected_da, **tolerance(a.dtype) if i % 2 else {"rtol": 1e-4, "atol": 1e-4})
+
+
+def check_linear_backward() -> None:
+    """Gradients of the function that users call, in one pass, against those of separate products."""
+    x, a = (sample((2, 30, 3), torch.float32, seed=i).requires_grad_() for i in range(2))
+    initial = sample((2, 3), torch.float32, seed=3).requires_grad_()
+    for reverse in (False, True):
+        found = []
+        for is_fused in (False, True):
+            fused = mock.patch.object(autograd, "_can_fuse_gradients", return_value=is_fused)
+            with table.using_lowering("triton"), fused:
+                h = linear_scan(0.9 * a, x, 1, initial=initial, reverse=reverse)
+                found.append(torch.autograd.grad((h * h.detach().sin()).sum(), (a, x, initial)))
+        for y, z in zip(*found):
+            torch.testing.assert_close(y, z, rtol=1e-4, atol=1e-4)
+
+
 def linear_exactly(a: Tensor, b: Tensor, initial: Tensor | None, reverse: bool, lagged: bool) -> tuple[Tensor, Tensor]:
     """h and what goes out of the recurrence; s = a * (s + b) is a recurrence too."""
     end = 0 if reverse else -1
@@ -181,7 +216,7 @@ def check_matrices() -> None:
 
 def check_way(way: str) -> None:
     with using_schedule(way):
-        for check in (check_shapes, check_dtypes, check_specials, check_extremes, check_linear):
+        for check in (check_shapes, check_dtypes, check_specials, check_extremes, check_linear, check_linear_grads):
             check(way)
 
 
@@ -211,6 +246,7 @@ def check_launches() -> None:
         "segments": lambda: ops.local_scan(x, starts, 1, "logsumexp", True, True, f32, f32, False),
         "extremes": lambda: ops.local_extremes(x, None, 1, "max", False),
         "linear": lambda: ops.local_linear_scan(x, x, x[:, 0], 1, False, True, f32, f32),
+        "linear gradients": lambda: ops.local_linear_scan_grads(x, x, None, x, x[:, 0], 1, True, f32, f32),
         "linear total": lambda: ops.local_linear_total(x, x, 1, False, True, f32),
     }
     for schedule, (name, call) in itertools.product(SCHEDULES, calls.items()):

@@ -27,10 +27,24 @@ from .triton_tiles import (
     load_state,
     load_tile,
     neutral,
+    store_products,
     store_tile,
+    store_total,
     tile_lines,
-    value_of,
 )
+
+
+@triton.jit
+def _scan_tile(  # type: ignore[no-untyped-def]
+    p, q, flag, states_p, states_q, row, OP: tl.constexpr, PAIR: tl.constexpr, SEGMENTED: tl.constexpr
+):
+    """Return the flags and states of a tile, scanned from the state (p, q) unless a segment begins at its first row."""
+    states_p, states_q = combine_where((row == 0) & (flag == 0), p, q, states_p, states_q, OP, PAIR)
+    if SEGMENTED:
+        flag, states_p, states_q = scan_segments(flag, states_p, states_q, OP)
+    else:
+        states_p, states_q = scan_states(states_p, states_q, OP)
+    return flag, states_p, states_q
 
 
 @triton.jit
@@ -56,11 +70,7 @@ def _combine_totals(  # type: ignore[no-untyped-def]
             x, second, totals_flag, line, exists, line, place, 0, k, lines, 0, lines, 1,
             LEAF, NEUTRAL, ACC, INDEX, LEAF == "indexed", False, SEGMENTED, False, False, STEPS, LINES,
         )  # fmt: skip
-        states_p, states_q = combine_where((row == 0) & (flag == 0), p, q, states_p, states_q, OP, PAIR)
-        if SEGMENTED:
-            flag, states_p, states_q = scan_segments(flag, states_p, states_q, OP)
-        else:
-            states_p, states_q = scan_states(states_p, states_q, OP)
+        _flag, states_p, states_q = _scan_tile(p, q, flag, states_p, states_q, row, OP, PAIR, SEGMENTED)
         places = tl.minimum(k - first, STEPS)
         p = last_place(states_p, row, places)
         if PAIR:
@@ -70,29 +80,13 @@ def _combine_totals(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _walk_lines(  # type: ignore[no-untyped-def]
-    x, second, starts, initial, initial_index, totals, totals_second, totals_flag,
-    out, out_index, total, total_second, total_flag,
-    lines, length, inner, part, per_outer, per_time, per_inner,
+def _first_state(  # type: ignore[no-untyped-def]
+    initial, initial_index, totals, totals_second, totals_flag, k, line, exists, lines,
     OP: tl.constexpr, LEAF: tl.constexpr, PAIR: tl.constexpr, NEUTRAL: tl.constexpr, ACC: tl.constexpr,
-    INDEX: tl.constexpr, GIVEN: tl.constexpr, UNIT: tl.constexpr, FLAT: tl.constexpr, EVEN: tl.constexpr,
-    SHARED: tl.constexpr, SEGMENTED: tl.constexpr, SHIFT: tl.constexpr, REVERSE: tl.constexpr,
-    CARRY: tl.constexpr, TOTALS: tl.constexpr, STORE: tl.constexpr, TOTAL: tl.constexpr,
+    INDEX: tl.constexpr, SEGMENTED: tl.constexpr, CARRY: tl.constexpr, TOTALS: tl.constexpr,
     STEPS: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """Scan one part of LINES lines, the places [k * part, (k + 1) * part) in scan order, in tiles of STEPS places.
-
-    k is the program's number along the length. A state has one tensor p or, if PAIR, two, (p, q). With CARRY, lines
-    start from the states ``initial`` (1, lines), else from the neutral state. With TOTALS, part k starts after the
-    ``totals`` (parts, lines) of the parts before it, else as if it were the first. With STORE, results are written to
-    ``out`` and ``out_index``. With TOTAL, the state after the part is written to ``total`` (and `total_second`, and
-    `total_flag` for segments), (parts, lines), or with TOTALS that after the last part, (1, lines). The docstring of
-    the module describes the other arguments.
-    """
-    k = tl.program_id(1).to(tl.int64)
-    inner = inner // UNIT * UNIT  # the same number, but Triton can derive that UNIT divides it
-    line, exists, base = tile_lines(tl.program_id(0), lines, length, inner, FLAT, EVEN, LINES)
-    row = tl.arange(0, STEPS)[:, None]
+    """Return the state (p, q) from which part k starts; the arguments are those of `_walk_lines`."""
     p, q = neutral(LEAF, NEUTRAL, ACC, INDEX, LINES)
     if CARRY:
         p, q = load_state(initial, initial_index, line, exists, p, q, LEAF)
@@ -101,6 +95,37 @@ def _walk_lines(  # type: ignore[no-untyped-def]
             p, q, totals, totals_second, totals_flag, k, line, exists, lines,
             OP, LEAF, PAIR, NEUTRAL, ACC, INDEX, SEGMENTED, STEPS, LINES,
         )  # fmt: skip
+    return p, q
+
+
+@triton.jit
+def _walk_lines(  # type: ignore[no-untyped-def]
+    x, second, starts, initial, initial_index, totals, totals_second, totals_flag,
+    out, out_index, total, total_second, total_flag, states, before_states, products,
+    lines, length, inner, part, per_outer, per_time, per_inner,
+    OP: tl.constexpr, LEAF: tl.constexpr, PAIR: tl.constexpr, NEUTRAL: tl.constexpr, ACC: tl.constexpr,
+    INDEX: tl.constexpr, GIVEN: tl.constexpr, UNIT: tl.constexpr, FLAT: tl.constexpr, EVEN: tl.constexpr,
+    SHARED: tl.constexpr, SEGMENTED: tl.constexpr, SHIFT: tl.constexpr, REVERSE: tl.constexpr,
+    CARRY: tl.constexpr, TOTALS: tl.constexpr, STORE: tl.constexpr, TOTAL: tl.constexpr,
+    PRODUCT: tl.constexpr, FIRST: tl.constexpr, STEPS: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """Scan one part of LINES lines, the places [k * part, (k + 1) * part) in scan order, in tiles of STEPS places.
+
+    k is the program's number along the length. A state has one tensor p or, if PAIR, two, (p, q). With CARRY, lines
+    start from the states ``initial`` (1, lines), else from the neutral state. With TOTALS, part k starts after the
+    ``totals`` (parts, lines) of the parts before it, else as if it were the first. With STORE, results are written to
+    ``out`` and ``out_index``, and with PRODUCT those of `ResultProducts` to ``products``. With TOTAL, the state after
+    the part is written to ``total`` (and `total_second`, and `total_flag` for segments), (parts, lines), or with TOTALS
+    that after the last part, (1, lines). The docstring of the module describes the other arguments.
+    """
+    k = tl.program_id(1).to(tl.int64)
+    inner = inner // UNIT * UNIT  # the same number, but Triton can derive that UNIT divides it
+    line, exists, base = tile_lines(tl.program_id(0), lines, length, inner, FLAT, EVEN, LINES)
+    row = tl.arange(0, STEPS)[:, None]
+    p, q = _first_state(
+        initial, initial_index, totals, totals_second, totals_flag, k, line, exists, lines,
+        OP, LEAF, PAIR, NEUTRAL, ACC, INDEX, SEGMENTED, CARRY, TOTALS, STEPS, LINES,
+    )  # fmt: skip
     has_start = tl.zeros((1, LINES), tl.int32)  # 1 if a segment has begun in this part
     begin = k * part
     end = tl.minimum(begin + part, length)
@@ -113,15 +138,15 @@ def _walk_lines(  # type: ignore[no-untyped-def]
             x, second, starts, line, exists, base, place, begin, length, inner, per_outer, per_time, per_inner,
             LEAF, NEUTRAL, ACC, INDEX, GIVEN, SHARED, SEGMENTED, SHIFT, REVERSE, STEPS, LINES,
         )  # fmt: skip
-        # Combine the carried state with the first row of the tile, unless a segment begins there.
-        states_p, states_q = combine_where((row == 0) & (flag == 0), p, q, states_p, states_q, OP, PAIR)
+        flag, states_p, states_q = _scan_tile(p, q, flag, states_p, states_q, row, OP, PAIR, SEGMENTED)
         if SEGMENTED:
-            flag, states_p, states_q = scan_segments(flag, states_p, states_q, OP)
             has_start = has_start | last_place(flag, row, STEPS)
-        else:
-            states_p, states_q = scan_states(states_p, states_q, OP)
         if STORE:
             store_tile(out, out_index, address, inside, states_p, states_q, LEAF)
+            store_products(
+                states, before_states, products, address, inside, states_p, line, exists, base, place, length, inner,
+                PRODUCT, FIRST, REVERSE,
+            )  # fmt: skip
         p = last_place(states_p, row, STEPS)
         if PAIR:
             q = last_place(states_q, row, STEPS)
@@ -131,15 +156,9 @@ def _walk_lines(  # type: ignore[no-untyped-def]
             p, q = append_last_state(
                 p, q, x, second, exists, base, end, length, inner, OP, LEAF, NEUTRAL, ACC, INDEX, GIVEN, REVERSE
             )  # fmt: skip
-        total_address = k * lines + line
-        if TOTALS:
-            total_address = line
-            exists = exists & (end == length)
-        tl.store(total + total_address, value_of(p, q, LEAF), mask=exists)
-        if LEAF == "linear" or LEAF == "indexed":
-            tl.store(total_second + total_address, q, mask=exists)
-        if SEGMENTED:
-            tl.store(total_flag + total_address, has_start.to(tl.int8), mask=exists)
+        if TOTALS:  # only the last part stores its state, as that of the line
+            k, exists = k * 0, exists & (end == length)
+        store_total(total, total_second, total_flag, k * lines + line, exists, p, q, has_start, LEAF, SEGMENTED)
 
 
 def _run_parts(
@@ -162,15 +181,18 @@ def _run_parts(
     """
     parts = triton.cdiv(sweep.length, part)
     result = sweep.states(1 if totals is not None else parts) if total else None
+    product = None if out is None else sweep.product
+    factors = (None, None, None) if product is None else (product.states, product.first, product.out)
     unused = State(sweep.x, sweep.x, sweep.x)  # a kernel needs a pointer for each argument, even one that it never uses
     before, known, results, sums = initial or unused, totals or unused, out or unused, result or unused
     with use_device(sweep.x):
         _walk_lines[(triton.cdiv(sweep.lines, tile.lines), parts)](
             *sweep.pointers(sweep.x, sweep.second, sweep.starts),
             *sweep.pointers(before.value, before.second, known.value, known.second, known.flag),
-            *sweep.pointers(results.value, results.second, sums.value, sums.second, sums.flag),
+            *sweep.pointers(results.value, results.second, sums.value, sums.second, sums.flag, *factors),
             sweep.lines, sweep.length, sweep.x.shape[2], part, *start_strides(sweep.starts), **sweep.options(tile),
             CARRY=initial is not None, TOTALS=totals is not None, STORE=out is not None, TOTAL=total,
+            PRODUCT=product is not None, FIRST=product is not None and product.first is not None,
         )  # fmt: skip
     return result
 
