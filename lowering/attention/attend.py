@@ -302,8 +302,7 @@ def _key_grad_buffers(k: Tensor, v: Tensor, dtype: torch.dtype, packed: str) -> 
 def _score_bytes(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bool, num_tensors: int) -> int:
     """Return the bytes of the score tensors that one kernel call has at a time if the kernel is dense; else 0.
 
-    A dense kernel computes the matrix of scores. Estimates of memory call this before the attention runs. For tensors
-    on the meta device, the kernel of a GPU is assumed.
+    A dense kernel computes the matrix of scores. For tensors on the meta device, the kernel of a GPU is assumed.
 
     Args:
         q: The queries.
@@ -328,8 +327,8 @@ def _score_bytes(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bo
 def _forward_workspace(workspace: int, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> int:
     """Return the peak memory of the forward, without its operands and results, in bytes, for estimates.
 
-    The peak is at one of two moments. During a kernel call there are its workspace, copies of operands and its own lse.
-    After it, its output and lse may be copied to the results. ``workspace`` is that of a kernel that stores no scores.
+    The peak is during a kernel call, with its workspace, copies of operands and its own lse, or after it, when its out
+    and lse are copied to the results. ``workspace`` is that of a kernel that stores no scores.
     """
     args, _ = LocalArgs.of(arguments)
     num_score_tensors = 4 if args.dropout_p else 3  # of a dense kernel at a time
@@ -369,7 +368,8 @@ def backward_workspace(
 
 
 @opaque(
-    f"attend(Tensor q, Tensor k, Tensor v, {LocalArgs.schema()}, Tensor[]? after=None) -> (Tensor out, Tensor lse)",
+    f"attend(Tensor q, Tensor k, Tensor v, {LocalArgs.schema()}, Tensor[]? after=None, bool filled=True) "
+    "-> (Tensor out, Tensor lse)",
     lambda q, k, v, *_: (
         q.new_empty([*q.shape[:3], v.shape[3]]),
         q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype)),
@@ -389,8 +389,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Te
         q: (B, Hq, Sq, D), any strides.
         k: (B, Hkv, Sk, D), any strides. Hkv divides Hq.
         v: (B, Hkv, Sk, E), any strides.
-        *arguments: The fields of ``LocalArgs``, then ``after``: tensors that must be sent or accumulated before this
-            call. They are not read.
+        *arguments: The fields of ``LocalArgs``, then:
+            after: Tensors that must be sent or accumulated before this call. They are not read.
+            filled: If False, out is undefined before the first and after the last row with keys, as for ``merge_into``.
 
     Returns:
         out (B, Hq, Sq, E) in q's dtype, and lse (B, Hq, Sq), the log-sum-exps of the scaled masked scores in float32 or
@@ -398,7 +399,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Te
 
     Bytes: none.
     """
-    args, _ = LocalArgs.of(arguments)
+    args, others = LocalArgs.of(arguments)
     q, _, scale = _split_scale_sign(q, args.scale)
     masking, accumulator = CallMask.of(q, k, args), SoftmaxAccumulator(q, v.shape[3])
     for strip in _query_strips(q, v, masking, mask_grad=False):
@@ -409,7 +410,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Te
         # The blocks of a strip have the same queries and different keys.
         out, lse = reduce(lambda merged, result: merge(*merged, *result), results)
         accumulator.add(out, lse, strip[0][0].query_rows)
-    return accumulator.total()
+    return accumulator.total(filled=others[1] if len(others) > 1 else True)
 
 
 @opaque(
@@ -449,8 +450,7 @@ def attend_backward(
 
     Bytes: none.
     """
-    args, mask_grad, packed = _parse_backward(arguments)
-    dtype = accumulation_dtype(q.dtype)
+    (args, mask_grad, packed), dtype = _parse_backward(arguments), accumulation_dtype(q.dtype)
     # Accumulators of the results; packed dk and dv are views of the tensor that is sent.
     key_buffers = _key_grad_buffers(k, v, dtype, packed) if packed else None
     dk_buffer, dv_buffer = (None, None) if key_buffers is None else split_keys_values(key_buffers[0], k, v)

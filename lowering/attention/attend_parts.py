@@ -2,6 +2,7 @@
 
     sp::attend_backward_parts   gradients in the kernel's dtype, of the rows that have one; other rows are not written
     sp::add_rows_into           adds these rows to a float32 sum, in place
+    sp::add_rows_to             the same as a new tensor in the dtype of the result, in the last step
 
 The rows that have a gradient depend on the rank and on documents. They are known on the host, as one flag per row.
 
@@ -11,6 +12,8 @@ The rows that have a gradient depend on the rank and on documents. They are know
              sum is rounded once, as is the float32 result of a kernel without fusion
 """
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -158,9 +161,41 @@ def add_rows_into(total: Tensor, parts: list[Tensor], rows: Tensor) -> None:
 
     Bytes: none.
     """
-    totals = [total] if len(parts) == 1 else split_keys_values(total, *parts)
-    # The indices at which flags change: [0, 1, 1, 0, 1] has [1, 3, 4, 5], of the ranges 1 to 3 and 4 to 5 (exclusive).
-    edges = np.flatnonzero(np.diff(rows.numpy().astype(np.int8), prepend=0, append=0)).tolist()
-    for start, stop in zip(edges[::2], edges[1::2]):
-        for x, part in zip(totals, parts):
-            x.narrow(2, start, stop - start).add_(part.narrow(2, start, stop - start))
+    for start, stop, is_added in _row_ranges(rows):
+        for x, part in zip(_totals_of(total, parts), parts):
+            if is_added:
+                x.narrow(2, start, stop - start).add_(part.narrow(2, start, stop - start))
+
+
+@opaque(
+    "add_rows_to(Tensor total, Tensor[] parts, Tensor rows, ScalarType dtype) -> Tensor",
+    lambda total, parts, rows, dtype: torch.empty_like(total, dtype=dtype),
+    replays=False,
+)
+def add_rows_to(total: Tensor, parts: list[Tensor], rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sum of ``add_rows_into`` in another dtype, rounded once, with the strides of ``total``.
+
+    The arguments are those of ``add_rows_into``. Bytes: none.
+    """
+    result = torch.empty_like(total, dtype=dtype)
+    targets, totals = _totals_of(result, parts), _totals_of(total, parts)
+    for start, stop, is_added in _row_ranges(rows):
+        for target, *terms in zip(targets, totals, parts):
+            target, x, part = (y.narrow(2, start, stop - start) for y in (target, *terms))
+            if is_added:  # computed in the wider dtype of the sum
+                torch.add(x, part, out=target)
+            else:
+                target.copy_(x)
+    return result
+
+
+def _totals_of(total: Tensor, parts: list[Tensor]) -> Sequence[Tensor]:
+    """Return the tensor to which each part is added: ``total``, or its views of keys and of values."""
+    return [total] if len(parts) == 1 else split_keys_values(total, *parts)
+
+
+def _row_ranges(rows: Tensor) -> list[tuple[int, int, bool]]:
+    """Return the ranges (start, stop, flag) of rows with equal flags: [0, 1, 1] has (0, 1, False) and (1, 3, True)."""
+    flags = rows.numpy()
+    edges = [0, *(np.flatnonzero(np.diff(flags)) + 1).tolist(), len(flags)]
+    return [(start, stop, bool(flags[start])) for start, stop in pairwise(edges) if start < stop]

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from sp_compile.lowering.base.dtypes import accumulation_dtype
 from sp_compile.lowering.base.errors import SpError
 
 from .gathered_kernel import GatheredKeys
@@ -68,7 +69,8 @@ class _AttentionFunction(Function):
 
         ``tensors`` are the tensors of ``args``, such as the mask. They are operands so that autograd tracks them.
         """
-        out, lse = keys.forward(q, k, v, args.with_tensors(list(tensors)))
+        dtype = q.dtype if sinks is None else accumulation_dtype(q.dtype)  # sinks scale an output before it is rounded
+        out, lse = keys.forward(q, k, v, args.with_tensors(list(tensors)), dtype)
         if sinks is not None:
             out, lse = add_sinks(out, lse, sinks)
         out = out.to(q.dtype)

@@ -21,12 +21,12 @@ The causal part of a contiguous or zigzag shard is cut into full blocks and diag
 """
 
 from collections.abc import Iterator, Sequence
-from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from sp_compile.lowering.base.dtypes import accumulation_dtype
 from sp_compile.lowering.base.frames import FrameArg, frame_folds, pad_to_frame, to_rank_order, to_sequence_order, trim
 from sp_compile.lowering.comm.communicator import current_communicator
 from sp_compile.lowering.masks.score import may_have_fills
@@ -46,11 +46,20 @@ class GatheredKeys(NamedTuple):
     # None, or the order in which ranks store keys, and its inverse (see ``masks/balance_rows.py``)
     orders: Sequence[Tensor] | None = None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, args: LocalArgs) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Gather the keys and values of all ranks, and return out (B, H, s, E) and lse (B, H, s) over all of them."""
-        gathered = self._gather_parts(k, v, args, torch.cat)
-        results = [args.attend(q, keys, values, span) for keys, values, span in gathered]
-        return reduce(lambda merged, result: merge(*merged, *result), results)
+        out: Any = None
+        lse: Any = None
+        is_half = q.dtype != accumulation_dtype(q.dtype)  # merges of other types are traced, for compilers to fuse
+        for keys, values, span in self._gather_parts(k, v, args, torch.cat):
+            block_out, block_lse = args.attend(q, keys, values, span, filled=out is None or not is_half)
+            if out is None:
+                out, lse = block_out, block_lse
+            elif is_half:  # the last one: there are at most two parts
+                out, lse = torch.ops.sp.merge_to(out, lse, block_out, block_lse, dtype)
+            else:
+                out, lse = merge(out, lse, block_out, block_lse)
+        return out, lse
 
     def backward(
         self, upstream: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bool

@@ -112,8 +112,8 @@ def merge_into(out: Tensor, lse: Tensor, block: Tensor, block_lse: Tensor) -> No
     Args:
         out: (..., S, E), contiguous, in lse's dtype.
         lse: (..., S), contiguous, float32 or float64.
-        block: (..., S, E), any dtype and strides.
-        block_lse: (..., S), any strides.
+        block: (..., S, E), any dtype and strides. Not read before the first and after the last row with keys.
+        block_lse: (..., S), any strides. -inf in rows without keys.
 
     Bytes: none.
     """
@@ -126,9 +126,57 @@ def merge_into(out: Tensor, lse: Tensor, block: Tensor, block_lse: Tensor) -> No
         rows = _rows_with_keys(block_lse)
         # `rows` is a slice, so that these are views: the writes below change the accumulators.
         out, lse, block, block_lse = out[..., rows, :], lse[..., rows], block[..., rows, :], block_lse[..., rows]
+    else:
+        block = block.masked_fill((block_lse == -torch.inf).unsqueeze(-1), 0)
     old_weight, block_weight, merged_lse = _merge_weights(lse, block_lse)
     out.mul_(old_weight).addcmul_(block, block_weight)
     lse.copy_(merged_lse)
+
+
+@opaque(
+    "merge_to(Tensor out, Tensor lse, Tensor block, Tensor block_lse, ScalarType dtype) -> (Tensor out, Tensor lse)",
+    lambda out, lse, block, block_lse, dtype: (out.new_empty(out.shape, dtype=dtype), lse.new_empty(lse.shape)),
+)
+def merge_to(out: Tensor, lse: Tensor, block: Tensor, block_lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Merge the results of two blocks to new tensors, of which out has another dtype than the first block.
+
+    In half types it is the first merge, of two half types to an accumulator, and the last one, to the result: no
+    further kernel casts.
+
+    Args:
+        out: (..., S, E), any floating dtype and strides.
+        lse: (..., S), float32 or float64.
+        block: (..., S, E), as for ``merge_into``: not read before the first and after the last row with keys.
+        block_lse: (..., S), any strides.
+        dtype: Dtype of the merged out.
+
+    Returns:
+        out in ``dtype`` and lse, contiguous.
+
+    Bytes: none.
+    """
+    if can_use_triton(out):
+        from sp_compile.lowering.triton.merge_kernel import launch_merge
+
+        return launch_merge(
+            out, lse, block, block_lse, into=(out.new_empty(out.shape, dtype=dtype), lse.new_empty(lse.shape))
+        )
+    total, total_lse = lse.new_empty(out.shape).copy_(out), lse.new_empty(lse.shape).copy_(lse)
+    merge_into(total, total_lse, block, block_lse)
+    return total.to(dtype), total_lse
+
+
+def merge_block(
+    out: Tensor, lse: Tensor, block: Tensor, block_lse: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Merge the results of a block into (out, lse), and return them with out in ``dtype``.
+
+    They are updated in place if out has this dtype, which must then be that of lse.
+    """
+    if out.dtype == dtype == lse.dtype:
+        torch.ops.sp.merge_into(out, lse, block, block_lse)
+        return out, lse
+    return torch.ops.sp.merge_to(out, lse, block, block_lse, dtype)
 
 
 def _rows_with_keys(lse: Tensor) -> slice:
@@ -299,13 +347,15 @@ class SoftmaxAccumulator:
             self._total = self._q.new_empty(self._shape), lse
         return self._total
 
-    def total(self) -> tuple[Tensor, Tensor]:
+    def total(self, filled: bool = True) -> tuple[Tensor, Tensor]:
         """Return out (B, H, S, width) in q's dtype and lse (B, H, S), contiguous.
 
-        Rows without a part, which attend to no key, have out 0 and lse -inf.
+        Rows without a part, which attend to no key, have out 0 and lse -inf. If not ``filled``, out is undefined in
+        such rows before the first part and after the last one.
         """
         out, lse = self._buffers()
-        for gap in self._written.gaps():
-            out.narrow(2, *gap).zero_()
-            lse.narrow(2, *gap).fill_(-torch.inf)
+        for offset, length in self._written.gaps():
+            if filled or 0 < offset < self._shape[2] - length:
+                out.narrow(2, offset, length).zero_()
+            lse.narrow(2, offset, length).fill_(-torch.inf)
         return out.to(self._q.dtype).contiguous(), lse.contiguous()

@@ -103,7 +103,7 @@ class LocalArgs(AttentionArgs):
     group: str  # process group of the spans
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, k_span: Span, after: list[Tensor] | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, k_span: Span, after: list[Tensor] | None = None, filled: bool = True
     ) -> tuple[Tensor, Tensor]:
         """Compute attention of the local queries over some keys, whose result is merged with that of other keys.
 
@@ -113,11 +113,12 @@ class LocalArgs(AttentionArgs):
             v: (B, Hkv, t, E).
             k_span: The span of the keys: which rows of the sequence they are (``masks/spans.py``).
             after: Tensors that must exist before the operator runs, such as the shift of the next keys.
+            filled: As of ``sp::attend``: False if ``merge_into`` or ``merge_to`` merges the result as a block.
 
         Returns:
             out (B, H, s, E) and lse (B, H, s).
         """
-        return torch.ops.sp.attend(q, k, v, *replace(self, k_span=k_span).to_flat(), after)
+        return torch.ops.sp.attend(q, k, v, *replace(self, k_span=k_span).to_flat(), after, filled)
 
     def grads(
         self, upstream: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, k_span: Span, mask_grad: bool,

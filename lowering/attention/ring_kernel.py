@@ -34,6 +34,7 @@ from sp_compile.lowering.masks.block_plan import plan_blocks
 from sp_compile.lowering.masks.blocks import Block, PackedCall, has_masked
 from sp_compile.lowering.masks.spans import Span, shard_span, span_rows
 
+from .merge_blocks import merge_block
 from .op_args import LocalArgs
 
 Cat = Callable[[list[Tensor], int], Tensor]  # torch.cat, or one that waits for another tensor
@@ -82,32 +83,30 @@ class RingKeys(NamedTuple):
         """Return the name of the route by which each rank sends to the rank ``offset`` places further in its ring."""
         return routes.shift_route(self.group, offset, self.stride)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, args: LocalArgs) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Rotate keys and values, and return out (B, H, s, E) and lse (B, H, s) of local queries over all keys.
 
-        In each step, the queries attend to the keys that have arrived, and the next ones are being received.
+        In each step, the queries attend to the keys that have arrived, and the next ones are being received. The first
+        merge reads two results of kernels and the last one writes ``dtype``, so that no cast reads the sum again.
 
         Args:
             q: (B, H, s, D), any floating dtype.
             k: (B, Hkv, t, D), this rank's shard.
             v: (B, Hkv, t, E), this rank's shard.
             args: Arguments of the local queries.
+            dtype: Dtype of out: that of q, or the dtype of lse.
         """
         out: Any = None
         lse: Any = None
-        last_result: Tensor | None = None
         for step in self._ring_steps(k, v, torch.cat):
             # The block runs after the shift of the next keys has started, and after the last block's result exists.
-            after = _drop_none(step.next_shift, last_result)
-            block_out, block_lse = args.attend(q, step.keys, step.values, step.span, after)
-            if out is None:
-                # Cast out to the dtype in which several blocks are accumulated. The next block waits for `block_out`
-                # instead of the cast, which a compiler would write to memory twice: for the wait and as accumulator.
-                out = block_out if self.steps == 1 else block_out.to(block_lse.dtype)
-                lse, last_result = block_lse, block_out
+            after = _drop_none(step.next_shift, out)
+            is_first = out is None
+            block_out, block_lse = args.attend(q, step.keys, step.values, step.span, after, filled=is_first)
+            if is_first:
+                out, lse = block_out, block_lse
             else:
-                torch.ops.sp.merge_into(out, lse, block_out, block_lse)
-                last_result = out
+                out, lse = merge_block(out, lse, block_out, block_lse, dtype if step.next_shift is None else lse.dtype)
         return out, lse
 
     def backward(
@@ -130,7 +129,8 @@ class RingKeys(NamedTuple):
         dmask: Tensor | None = None
         # If fewer steps than ranks are needed, gradients always rotate: a scatter would need a part of every rank.
         method = "travel" if self.steps < self.size else self.grads
-        key_grads = RING_GRADIENTS[method](self)
+        # Sums over all keys are written in the dtype of the operands, to which the caller would cast them.
+        key_grads = RING_GRADIENTS[method](self, k.dtype if k.dtype == v.dtype else accumulation_dtype(k.dtype))
         packed = ""  # the layout of one tensor for dk and dv, which is sent; "" for separate tensors
         if self.steps > 1:
             packed = "stack" if _can_stack(k, v) else "last"
@@ -146,7 +146,7 @@ class RingKeys(NamedTuple):
             else:  # parts are added to the sums that exist
                 narrow = can_keep_query_dtype(q, step.keys, args, step.span)
                 step_dq, dk, dv, q_rows, k_rows, step_dmask = args.grad_parts(*operands, narrow, after)
-                torch.ops.sp.add_rows_into(dq, [step_dq], q_rows)
+                dq = add_part_rows(dq, [step_dq], q_rows, dq.dtype if step.next_shift is not None else q.dtype)
                 key_grads.add_rows([dk, dv], k_rows)
             dmask = accumulate(dmask, step_dmask) if mask_grad else step_dmask
         if self.steps > 1:  # the sums over all ranks
@@ -182,6 +182,17 @@ def accumulate(total: Tensor | None, part: Tensor) -> Tensor:
     if total is None:
         return part
     torch.ops.sp.add_into(total, part)
+    return total
+
+
+def add_part_rows(total: Tensor, parts: list[Tensor], rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Add the rows of ``parts`` to ``total``, as ``sp::add_rows_into``, and return the sum in ``dtype``.
+
+    The total is updated in place if it has this dtype.
+    """
+    if dtype != total.dtype:
+        return torch.ops.sp.add_rows_to(total, parts, rows, dtype)
+    torch.ops.sp.add_rows_into(total, parts, rows)
     return total
 
 
@@ -267,9 +278,12 @@ class _RingGradients:
     after it has started.
     """
 
-    def __init__(self, ring: RingKeys) -> None:
-        """Start with no gradients. `pending` is the shift in progress, which receives the sum of earlier ranks."""
-        self.ring, self.num_added = ring, 0
+    def __init__(self, ring: RingKeys, dtype: torch.dtype) -> None:
+        """Start with no gradients, of which the sum over all ranks has ``dtype``.
+
+        `pending` is the shift in progress, which receives the sum of earlier ranks.
+        """
+        self.ring, self.dtype, self.num_added = ring, dtype, 0
         self.pending: Any = None
 
     def add(self, key_grads: Tensor) -> None:
@@ -280,7 +294,7 @@ class _RingGradients:
         """Add the gradients of one step's keys and values to the sum that rotates with the keys, and send it.
 
         The sum of earlier ranks has been received during the step. It is sent to the next rank; after the last step, to
-        the rank that owns the keys.
+        the rank that owns the keys, in the dtype of the result.
 
         Args:
             parts: Gradients of keys and of values.
@@ -288,8 +302,8 @@ class _RingGradients:
         """
         assert self.pending is not None
         total = current_communicator().wait(self.pending)
-        torch.ops.sp.add_rows_into(total, parts, rows)
-        self._send(total)
+        is_last = self.num_added + 1 == self.ring.steps
+        self._send(add_part_rows(total, parts, rows, self.dtype if is_last else total.dtype))
 
     def _send(self, key_grads: Tensor) -> None:
         """Start to send the packed sum of the gradients of the keys."""
@@ -310,7 +324,7 @@ class _ScatteredGradients:
 
     pending = None  # no shift is in progress between steps
 
-    def __init__(self, ring: RingKeys) -> None:
+    def __init__(self, ring: RingKeys, _dtype: torch.dtype) -> None:
         """Start with no gradients; `step_grads` collects those of each step."""
         self.ring = ring
         self.step_grads: list[Tensor] = []

@@ -13,7 +13,7 @@ from torch import Tensor
 from sp_compile.lowering.base.library import opaque
 
 from .monoids import Pair
-from .scan_table import ScanProblem, choose_kernel
+from .scan_table import ScanProblem, choose_kernel, one_pass_gradients
 
 
 @opaque(
@@ -46,8 +46,13 @@ def local_scan(
     rows, starts = _to_three_dims(x, dim), _compact_starts(starts, x, dim)
     options = {"op": op, "segmented": starts is not None, "exclusive": exclusive, "reverse": reverse, "total": total}
     problem = ScanProblem.of("scan", rows, dtype, accumulate, **options)
-    out, last = choose_kernel(problem)(problem, rows, starts)  # `last` may be a view of `out`
-    return out.view(x.shape), last.clone().view(_total_shape(x, dim)) if total else last.new_empty(0)
+    out, last = choose_kernel(problem)(problem, rows, starts)
+    if not total:
+        return out.view(x.shape), last.new_empty(0)
+    # Results of an operator must not share memory; some kernels return a view of `out`.
+    is_view = any(last.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for x in (out, rows))
+    last = last.clone() if is_view else last
+    return out.view(x.shape), last.contiguous().view(_total_shape(x, dim))
 
 
 @opaque(
@@ -94,6 +99,48 @@ def local_linear_scan(
         initial = initial.reshape(problem.outer, problem.inner).contiguous()
     h: Tensor = choose_kernel(problem)(problem, a_rows, b_rows, initial)
     return h.view(b.shape)
+
+
+@opaque(
+    "local_linear_scan_grads(Tensor a, Tensor grad, Tensor? initial, Tensor h, Tensor? before, int dim, bool reverse, "
+    "ScalarType dtype, ScalarType accumulate) -> (Tensor, Tensor)",
+    lambda a, grad, initial, h, before, dim, reverse, dtype, accumulate: (
+        grad.new_empty(grad.shape, dtype=dtype),
+        a.new_empty(a.shape),
+    ),
+)
+def local_linear_scan_grads(
+    a: Tensor,
+    grad: Tensor,
+    initial: Tensor | None,
+    h: Tensor,
+    before: Tensor | None,
+    dim: int,
+    reverse: bool,
+    dtype: torch.dtype,
+    accumulate: torch.dtype,
+) -> Pair:
+    """Return the gradients w of b and da of a, for h of ``sp::local_linear_scan`` and its cotangent grad.
+
+    w is the lagged recurrence of grad, from w = initial or zeros, and da_i = w_i * h_(i-1). It runs in the direction
+    opposite to that of h, and ``reverse`` is its own. ``before`` is the state of h before its first row, or zeros.
+    Shapes: a, grad and h (..., S, ...) of one shape, initial and before that shape without dim -> w in dtype, da in the
+    dtype of a.
+    Runs: the implementation that `scan_table` selects, in one pass if it has a function for it.
+    """
+    rows, grad_rows, h_rows = (_to_three_dims(x, dim) for x in (a, grad, h))
+    problem = ScanProblem.of("linear", grad_rows, dtype, accumulate, reverse=reverse, lagged=True)
+    shape = problem.outer, problem.inner
+    initial, before = (None if x is None else x.reshape(shape).contiguous() for x in (initial, before))
+    run = one_pass_gradients(problem)
+    if run is not None:
+        w, da = run(problem, rows, grad_rows, initial, h_rows, before)
+        return w.view(grad.shape), da.view(a.shape)
+    w = choose_kernel(problem)(problem, rows, grad_rows, initial)
+    first = h_rows.new_zeros(shape) if before is None else before.to(h_rows.dtype)
+    kept = h_rows[:, 1:] if not reverse else h_rows[:, :-1]
+    previous = torch.cat([kept, first[:, None]] if not reverse else [first[:, None], kept], 1)
+    return w.view(grad.shape), (w * previous[:, : h_rows.shape[1]]).to(a.dtype).view(a.shape)
 
 
 @opaque(

@@ -181,12 +181,42 @@ def recurrence_chunks(
     carries and the final state are None. The final state is None also if the exchange is in steps from rank to rank,
     since only the last rank then computes it.
     """
+    first_states, carry, final = _exchange_states(a, b, initial, spec)
     lagged, exchange, dtype, accumulate = spec
-    options = exchange.rows, exchange.reverse, lagged
+    h = sp.local_linear_scan(a, b, first_states, exchange.rows, exchange.reverse, lagged, dtype, accumulate)
+    return h, carry, final
+
+
+def recurrence_grads(
+    a: Tensor, grad: Tensor, h: Tensor, before: Tensor, spec: RecurrenceSpec
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the gradients w and da of ``sp::local_linear_scan_grads``, and the state of w after the last chunk.
+
+    They are those of `recurrence_chunks` for h, without lag. Not differentiable.
+
+    Args:
+        a: The factors.
+        grad: The cotangent of h.
+        h: The result of the recurrence.
+        before: The states before the chunks, (..., chunks, 1, ...).
+        spec: Options of w: a lagged recurrence in the direction opposite to that of h.
+    """
+    first_states, _, final = _exchange_states(a, grad, None, spec)
+    _, exchange, dtype, accumulate = spec
+    w, da = sp.local_linear_scan_grads(
+        a, grad, first_states, h, before.squeeze(exchange.rows), exchange.rows, exchange.reverse, dtype, accumulate
+    )
+    return w, da, final
+
+
+def _exchange_states(
+    a: Tensor, b: Tensor, initial: Tensor | None, spec: RecurrenceSpec
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the states before the chunks, (..., chunks, ...), and the last two results of `recurrence_chunks`."""
+    lagged, exchange, _, accumulate = spec
     if exchange.is_single:
-        first_state = None if initial is None else initial.unsqueeze(exchange.dim)
-        return sp.local_linear_scan(a, b, first_state, *options, dtype, accumulate), None, None
-    factor, state = (chunks_first(x, exchange) for x in sp.local_linear_total(a, b, *options, accumulate))
+        return None if initial is None else initial.unsqueeze(exchange.dim), None, None
+    totals = sp.local_linear_total(a, b, exchange.rows, exchange.reverse, lagged, accumulate)
+    factor, state = (chunks_first(x, exchange) for x in totals)
     carry, final = recurrence_carry(factor, state, initial, exchange)
-    h = sp.local_linear_scan(a, b, carry.movedim(0, exchange.dim), *options, dtype, accumulate)
-    return h, chunk_rows(carry, exchange), final
+    return carry.movedim(0, exchange.dim), chunk_rows(carry, exchange), final

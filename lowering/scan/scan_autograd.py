@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from sp_compile.lowering.base.dtypes import accumulation_dtype
+from sp_compile.lowering.triton import AVAILABLE
 
 from .carries import CarryExchange, last_end, previous_ends
 from .monoids import MONOIDS, Pair, accumulate_dtype, is_later_extreme
@@ -35,6 +36,7 @@ from .rank_chunks import (
     join_boundaries,
     last_rows,
     recurrence_chunks,
+    recurrence_grads,
     scan_chunks,
     segment_starts,
     shift_rows,
@@ -160,15 +162,27 @@ class _RecurrenceFunction(Function):
         dtype = accumulation_dtype(grad.dtype)
         # The adjoint of a recurrence is the lagged one in the other direction, and vice versa.
         backward_spec = RecurrenceSpec(not spec.lagged, back, dtype, spec.accumulate)
-        w, carried, final = recurrence_with_grad(a, grad, initial=None, spec=backward_spec)
         da = dinitial = None
-        if needs_a and spec.lagged:
-            da = h * shift_rows(w, _carried_states(w, carried, first=None, exchange=back), back)
-        elif needs_a:
-            da = w * shift_rows(h, _carried_states(h, carry, initial, spec.exchange), spec.exchange)
+        if needs_a and not spec.lagged and _can_fuse_gradients(a):
+            before = _carried_states(h, carry, initial, spec.exchange)
+            w, da, final = recurrence_grads(a, grad, h, before, backward_spec)
+        else:
+            w, carried, final = recurrence_with_grad(a, grad, initial=None, spec=backward_spec)
+            if needs_a and spec.lagged:
+                da = h * shift_rows(w, _carried_states(w, carried, first=None, exchange=back), back)
+            elif needs_a:
+                da = w * shift_rows(h, _carried_states(h, carry, initial, spec.exchange), spec.exchange)
         if needs_initial:
             dinitial = _final_state(a, w, final, lagged=backward_spec.lagged, exchange=back).to(spec.dtype)
         return None if da is None else da.to(a.dtype), w.to(ctx.b_dtype), dinitial, None
+
+
+def _can_fuse_gradients(x: Tensor) -> bool:
+    """Return True if one kernel should compute both gradients of a recurrence: on a GPU, without second derivatives.
+
+    Elsewhere a compiler fuses the product with its consumers.
+    """
+    return AVAILABLE and x.device.type == "cuda" and not torch.is_grad_enabled()
 
 
 def _scan_vjp(grad: Tensor, x: Tensor, y: Tensor, carry: Tensor | None, cuts: Tensor | None, spec: ScanSpec) -> Tensor:

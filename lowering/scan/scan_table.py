@@ -57,6 +57,7 @@ class ScanLowering(NamedTuple):
     extremes: Callable[..., Any] | None = None  # running max or min, and its index
     linear: Callable[..., Any] | None = None  # linear recurrence
     linear_total: Callable[..., Any] | None = None  # affine map of all rows
+    linear_grads: Callable[..., Any] | None = None  # gradients of a recurrence in one pass; optional
     is_torch: bool = False  # the functions only call an operator of torch
 
 
@@ -68,6 +69,11 @@ register_lowering, choose_lowering, using_lowering = LOWERINGS.register, LOWERIN
 def choose_kernel(problem: ScanProblem) -> Callable[..., Any]:
     """Return the function that runs the problem: of the first implementation that fits, the one of its kind."""
     return getattr(LOWERINGS[choose_lowering(problem)], problem.kind)
+
+
+def one_pass_gradients(problem: ScanProblem) -> Callable[..., Any] | None:
+    """Return the function by which the implementation of a recurrence computes its gradients in one pass, if any."""
+    return getattr(LOWERINGS[choose_lowering(problem)], "linear_grads", None)
 
 
 def is_torch_lowering(problem: ScanProblem) -> bool:

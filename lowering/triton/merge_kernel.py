@@ -31,9 +31,11 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     batch, head, position = row // (heads * length), row // length % heads, row % length
 
     a, b = tl.load(lse_a + row, mask=row_mask, other=0.0), tl.load(lse_b + row, mask=row_mask, other=0.0)
-    if IN_PLACE:  # rows without keys in the second operand are not written
+    # Rows without keys in the second operand are not read from it, and in place they are not written.
+    mask_b = mask & (b != float("-inf"))
+    if IN_PLACE:
         row_mask = row_mask & (b != float("-inf"))
-        mask = mask & row_mask
+        mask = mask_b
     max_lse = tl.maximum(a, b)
     finite_max = tl.where(max_lse == float("-inf"), 0.0, max_lse)
     exp_a, exp_b = tl.exp(a - finite_max), tl.exp(b - finite_max)
@@ -44,8 +46,9 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     offset_a = batch * batch_a + head * head_a + position * row_a + column
     offset_b = batch * batch_b + head * head_b + position * row_b + column
     x = tl.load(out_a + offset_a, mask=mask, other=0.0).to(total.dtype)
-    y = tl.load(out_b + offset_b, mask=mask, other=0.0).to(total.dtype)
-    tl.store(out + row * width + column, x * (exp_a / divisor) + y * (exp_b / divisor), mask=mask)
+    y = tl.load(out_b + offset_b, mask=mask_b, other=0.0).to(total.dtype)
+    merged = x * (exp_a / divisor) + y * (exp_b / divisor)
+    tl.store(out + row * width + column, merged.to(out.dtype.element_ty), mask=mask)
     tl.debug_barrier()  # several threads read a row's lse, and one of them overwrites it
     tl.store(lse + row, finite_max + tl.log(total), mask=row_mask)
 
@@ -53,15 +56,15 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
 def launch_merge(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, into: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Merge two attention results with one launch; results are contiguous, in the dtype of lse.
+    """Merge two attention results with one launch; results are contiguous, new ones in the dtype of lse.
 
     Args:
         out_a: (..., S, E), any floating dtype.
         lse_a: (..., S), floating.
-        out_b: (..., S, E).
+        out_b: (..., S, E). Not read in rows whose lse is -inf.
         lse_b: (..., S).
-        into: Tensors for the results, out and lse; new ones if None. They may be out_a and lse_a, as every element is
-            read before it is written.
+        into: Tensors for the results, out of any floating dtype and lse; new ones if None. They may be out_a and lse_a,
+            as every element is read before it is written.
 
     Returns:
         out (..., S, E) and lse (..., S).

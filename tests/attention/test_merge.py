@@ -89,8 +89,14 @@ def in_place(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tupl
     return out, lse
 
 
+def to_new(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """``merge`` by the operator that a ring begins and ends with; rows without keys in b are not read."""
+    out_b = out_b.masked_fill((lse_b == -math.inf).all(0).all(0)[:, None], math.nan)
+    return torch.ops.sp.merge_to(out_a, lse_a, out_b, lse_b, lse_a.dtype)
+
+
 @pytest.mark.sampled(every=14)
-@pytest.mark.parametrize("fn", [merge, in_place])
+@pytest.mark.parametrize("fn", [merge, in_place, to_new])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "lse_dtype"),
@@ -109,6 +115,7 @@ def test_added_in_place() -> None:
 def test_opcheck() -> None:
     (out, lse, *block), _ = halves(1.0)
     torch.library.opcheck(torch.ops.sp.merge_into.default, (out, lse, *block))
+    torch.library.opcheck(torch.ops.sp.merge_to.default, (out, lse, *block, torch.bfloat16))
     torch.library.opcheck(torch.ops.sp.add_into.default, (out, block[0]))
 
 
@@ -138,6 +145,15 @@ def in_place(out_a, lse_a, out_b, lse_b):
     return launch_merge(out, lse, out_b, lse_b, into=(out, lse))
 
 test_merge.check(in_place)
+
+out_a, lse_a, out_b, lse_b = (x.float() for x in test_merge.halves(1.0)[0])
+lse_b[:, :, :9] = lse_b[:, :, 30:] = -torch.inf
+want = test_merge.merge(out_a, lse_a, out_b, lse_b)
+out_b[:, :, :9] = out_b[:, :, 30:] = torch.nan
+for dtype in (torch.float32, torch.bfloat16):
+    results = torch.empty(out_a.shape, dtype=dtype), torch.empty_like(lse_a)
+    launch_merge(out_a, lse_a, out_b, lse_b, into=results)
+    torch.testing.assert_close(results, (want[0].to(dtype), want[1]))
 """
 
 
@@ -180,8 +196,11 @@ def test_rows_are_added(dtype: torch.dtype, narrow: bool, packed: str) -> None:
     assert k_rows.tolist() == [i < 6 for i in range(ROWS)]
     parts[0][:, :, :4] = parts[1][:, :, 6:] = parts[2][:, :, 6:] = torch.nan
     queries, keys = torch.ones_like(dq), torch.ones_like(both)
-    sp.add_rows_into(queries, parts[:1], q_rows)
-    sp.add_rows_into(keys, parts[1:], k_rows)
+    for total, added, rows in ((queries, parts[:1], q_rows), (keys, parts[1:], k_rows)):
+        rounded = sp.add_rows_to(total, added, rows, torch.bfloat16)
+        assert rounded.stride() == total.stride()
+        sp.add_rows_into(total, added, rows)
+        assert torch.equal(rounded, total.bfloat16())
     tolerance = {"rtol": 1e-2, "atol": 1e-2} if narrow else {"rtol": 0, "atol": 0}
     torch.testing.assert_close(queries, 1 + dq, **tolerance)
     torch.testing.assert_close(keys, 1 + both, **tolerance)
@@ -217,6 +236,7 @@ def test_opcheck_of_parts(narrow: bool) -> None:
     torch.library.opcheck(sp.attend_backward_parts.default, (*operands, *arguments, False, narrow, [operands[0]]))
     dq = torch.zeros(2, 4, ROWS, 8)
     torch.library.opcheck(sp.add_rows_into.default, (dq, [dq.bfloat16()], torch.arange(ROWS) < 5))
+    torch.library.opcheck(sp.add_rows_to.default, (dq, [dq.bfloat16()], torch.arange(ROWS) < 5, torch.bfloat16))
 
 
 @pytest.mark.parametrize(

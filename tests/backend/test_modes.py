@@ -15,11 +15,11 @@ import sp_compile
 from sp_compile.lowering.base.library import COMPOSITES
 
 REPLAYED = """
-add_into from_bytes grad_token local_affine_scan local_affine_total local_extremes local_linear_scan local_linear_total local_scan
-merge_into pack pack_by_owner rank to_bytes
+add_into from_bytes grad_token local_affine_scan local_affine_total local_extremes local_linear_scan
+local_linear_scan_grads local_linear_total local_scan merge_into merge_to pack pack_by_owner rank to_bytes
 """.split()
 NEVER_REPLAYED = """
-add_rows_into add_stored_grad attend attend_backward attend_backward_parts balance_rows balance_tables local_attention_kernel
+add_rows_into add_rows_to add_stored_grad attend attend_backward attend_backward_parts balance_rows balance_tables local_attention_kernel
 local_attention_kernel_backward offload offloaded pieces
 reload reloaded run_tiles shared
 """.split()

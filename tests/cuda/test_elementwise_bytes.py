@@ -1,7 +1,7 @@
 """Bytes that elementwise kernels of ring and gathered attention move on a GPU, per element of the queries.
 
-Before parts were added to sums in their own dtype, the ring moved 84.3 forward and 419.0 backward; with grouped heads
-78.3 and 211.2.
+Before parts were added to sums in their own dtype, and sums begun and ended without casts, the ring moved 84.3 forward
+and 419.0 backward, with grouped heads 78.3 and 211.2, and filled 3.5 with zeros.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def counted(setting: Setting) -> tuple[Counted, list[Tensor]]:
 @pytest.mark.parametrize(
     ("setting", "forward", "backward"),
     [
-        pytest.param(Setting("travel", n=8), 84.3, 230.0, id="ring"),
-        pytest.param(Setting("travel", n=8, heads=8), 78.3, 116.7, id="ring, grouped heads", marks=slow),
-        pytest.param(Setting("scatter"), 47.6, 238.3, id="scatter"),
-        pytest.param(Setting("gather"), 37.4, 146.5, id="gathered"),
-        pytest.param(Setting("gather", heads=8), 31.4, 67.0, id="gathered, grouped heads", marks=slow),
+        pytest.param(Setting("travel", n=8), 68.8, 210.5, id="ring"),
+        pytest.param(Setting("travel", n=8, heads=8), 62.8, 108.5, id="ring, grouped heads", marks=slow),
+        pytest.param(Setting("scatter"), 34.1, 238.3, id="scatter"),
+        pytest.param(Setting("gather"), 27.4, 146.5, id="gathered"),
+        pytest.param(Setting("gather", heads=8), 21.4, 67.0, id="gathered, grouped heads", marks=slow),
     ],
 )
 def test_bytes(gpu: AbsentGpu, setting: Setting, forward: float, backward: float) -> None:
@@ -36,3 +36,5 @@ def test_bytes(gpu: AbsentGpu, setting: Setting, forward: float, backward: float
     for a, b in zip(found.values, wanted, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=0, atol=TOLERANCE * b.abs().max().item())
     assert [round(found.forward, 1), round(found.backward, 1)] == [forward, backward]
+    if setting.keys == "travel":  # rows without a result are skipped; the other ways send gradients of all keys
+        assert found.zeros == 0

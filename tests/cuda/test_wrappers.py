@@ -41,11 +41,10 @@ attend step 0 of 1
 wait 1
 2 = shift:1:1 bfloat16[2, 1, 4, 131072, 128]
 attend step 1 of 1, 2
-kernel
-merge_into
+merge_to
 wait 2
 attend step 2 of 2
-merge_into
+merge_to
 kernel
 product
 kernel x 3
@@ -70,15 +69,14 @@ add_rows_into of 2
 5 = shift:1:1 float32[2, 1, 4, 131072, 128]
 wait 4
 attend_backward_parts step 2 of 4, 5
-add_rows_into
+add_rows_to
 wait 5
-add_rows_into of 5
-6 = shift:-2:1 float32[2, 1, 4, 131072, 128]
+add_rows_to of 5
+6 = shift:-2:1 bfloat16[2, 1, 4, 131072, 128]
 wait 6
 kernel
 product
 7 = all_reduce bfloat16[1048576]
-kernel x 2
 product
 8 = all_reduce bfloat16[1048576]
 wait 8
@@ -223,7 +221,8 @@ kernel
 attend step 0 of 1
 wait 2
 attend step 0 of 2
-kernel x 2
+merge_to
+kernel
 product
 kernel x 3
 3 = all_reduce float32[]
@@ -275,9 +274,8 @@ kernel
 attend step 0 of 2
 wait 2
 attend step 1 of 2
+merge_to
 kernel
-merge_into
-kernel x 2
 3 = among:2 bfloat16[2, 4, 16777216]
 wait 3
 kernel
@@ -301,10 +299,10 @@ attend_backward step 0 of 3
 4 = shift:1:2 float32[2, 1, 2, 262144, 128]
 wait 3
 attend_backward_parts step 1 of 3, 4
-add_rows_into
+add_rows_to
 wait 4
-add_rows_into of 4
-5 = shift:-1:2 float32[2, 1, 2, 262144, 128]
+add_rows_to of 4
+5 = shift:-1:2 bfloat16[2, 1, 2, 262144, 128]
 wait 5
 kernel
 6 = among:2 bfloat16[2, 2, 67108864]

@@ -62,9 +62,10 @@ def test_results_share_no_memory(row: str, length: int) -> None:
     with using_lowering(row):
         out, total = scan(x, 1, "sum")
         h = sp.local_linear_scan(x, x, None, 1, False, False, x.dtype, x.dtype)
+        w, da = sp.local_linear_scan_grads(x, x, None, x, None, 1, True, x.dtype, x.dtype)
         factor, state = sp.local_linear_total(x, x, 1, False, False, x.dtype)
         values, _ = sp.local_extremes(x, None, 1, "max", False)
-    results = [out, total, h, factor, state, values, x]
+    results = [out, total, h, w, da, factor, state, values, x]
     pointers = [result.untyped_storage().data_ptr() for result in results if result.numel()]
     assert len(set(pointers)) == len(pointers)
 
@@ -83,6 +84,10 @@ ARGUMENTS: list[tuple[Any, tuple[Any, ...]]] = [
     (sp.local_scan, (torch.rand(()), None, 0, "max", False, False, torch.float32, torch.float32)),
     (sp.local_extremes, (torch.rand(4, 3).t(), torch.tensor([True, False, True, False]), -1, "min", True)),
     (sp.local_linear_scan, (*torch.rand(2, 3, 4), None, 1, False, True, torch.float32, torch.float64)),
+    (
+        sp.local_linear_scan_grads,
+        (*torch.rand(2, 3, 4), None, *torch.rand(1, 3, 4), None, 1, True, *[torch.float32] * 2),
+    ),
     (sp.local_linear_total, (*torch.rand(2, 3, 4, 2), 1, True, False, torch.float64)),
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -84,16 +85,23 @@ def _recurrences(cases: list[Recurrence]) -> list[list[Tensor]]:
     return out
 
 
+def _fused_recurrences(cases: list[Recurrence]) -> list[list[Tensor]]:
+    """With both gradients by one operator, as on a GPU."""
+    with mock.patch("sp_compile.lowering.scan.scan_autograd._can_fuse_gradients", return_value=True):
+        return _recurrences(cases)
+
+
 @pytest.mark.sampled(every=6)
+@pytest.mark.parametrize("run", [_recurrences, _fused_recurrences])
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_recurrences(ranks, n: int) -> None:
+def test_recurrences(ranks, n: int, run: Callable[..., Any]) -> None:
     cases = [
         Recurrence(reverse=reverse, layout=layout, exchange=exchange, initial=initial)
         for reverse in (False, True)
         for initial in (False, True)
         for layout, exchange in (("contiguous", "gather"), ("contiguous", "steps"), ("zigzag", "auto"))
     ]
-    found = ranks.run(n, _recurrences, cases)
+    found = ranks.run(n, run, cases)
     for i, case in enumerate(cases):
         wanted = case.expected()
         close(case, [rows[i] for rows in found], wanted[:3])

@@ -167,7 +167,7 @@ def ring_candidate(shape: AttentionShape, machine: Machine, layout: str, ulysses
     last_hop = 1 if hops else 0  # from the last rank to the owner; none if no rank needs keys of another one
     # Each hop adds the gradients of a step to a sum: both are read, and the sum is written.
     travel_step = machine.together(compute_backward, hop_seconds + grad_hop_seconds) + machine.copy(3 * grad_bytes)
-    travel = hops * travel_step + last_hop * grad_hop_seconds
+    travel = hops * travel_step + last_hop * hop_seconds  # the sums return in the dtype of the keys
     # Each hop copies the gradients of a step to a part; all parts are stacked by owner, and the received ones summed.
     scatter = hops * machine.together(compute_backward, hop_seconds)
     scatter += machine.copy((2 * hops + 2 * places + places + 1) * grad_bytes)
@@ -208,17 +208,18 @@ def ring_sends(call: OpCall, n: int, ulysses: int, hops: int) -> tuple[Size, Siz
     relayout = relayout_bytes(call, heads.exchange_bytes(1), n)
     key_bytes = heads.repeat_keys(ulysses)  # keys and values, with heads repeated until `ulysses` divides their number
     forward = exchange + relayout + hops * collective_bytes("shift", key_bytes, places)
-    # As in `RingKeys.backward`, gradients of keys travel with the keys and one hop further, or are reduce-scattered: a
-    # rank then sends those of all places but its own.
+    # As in `RingKeys.backward`, gradients of keys travel with the keys, then one hop in the dtype of the keys. Or
+    # they are reduce-scattered: a rank then sends those of all places but its own. `widening` is the size of a
+    # gradient's element, in multiples of a key's.
     if not hops:  # no rank needs keys of another one
         grad_sends = 0
     elif hops < places - 1 or call["grads"] == "travel":
-        grad_sends = hops + 1
+        grad_sends = hops * heads.widening + 1
     else:
-        grad_sends = places - 1
-    # `widening` is the size of a gradient's element, in multiples of a key's. The backward exchanges gradients where
-    # the forward exchanges values, and sends keys around again: it sends `forward`, too.
-    return forward, forward + grad_sends * heads.widening * key_bytes
+        grad_sends = (places - 1) * heads.widening
+    # The backward exchanges gradients where the forward exchanges values, and sends keys around again: it sends
+    # `forward`, too.
+    return forward, forward + grad_sends * key_bytes
 
 
 register_strategy(

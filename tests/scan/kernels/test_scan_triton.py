@@ -41,8 +41,10 @@ def test_row() -> None:
 
 
 @needs_triton
-def test_recurrences_of_matrices() -> None:
-    python("from support.scans import triton_scans as t; t.check_matrices()")
+def test_launches_and_recurrences() -> None:
+    python(
+        "from support.scans import triton_scans as t; t.check_launches(); t.check_linear_backward(); t.check_matrices()"
+    )
 
 
 @pytest.mark.slow
@@ -89,11 +91,13 @@ JITFunction.__getitem__ = lambda kernel, grid: lambda *args, **options: compiled
 from measuring.scans.scan_direct import Direct
 from measuring.scans.scan_schedules import using_schedule
 from sp_compile.lowering.scan.kernels.triton import triton_scan as row
+from sp_compile.lowering.scan.scan_table import ScanProblem
 
 f32, bf16, i64 = torch.float32, torch.bfloat16, torch.int64
 scan = Direct(row.TRITON_LOWERING)
 x, starts = torch.empty(1, 2**20, 1), torch.empty(1, 2**20, 1, dtype=torch.bool)
 few = torch.empty(1, 2**16, 8, dtype=torch.int32)
+grads = ScanProblem.of("linear", x, f32, f32, reverse=True, lagged=True)
 for way in ("one", "parts"):
     with using_schedule(way):
         scan.scan(x, None, "sum", False, False, f32, f32)
@@ -101,8 +105,9 @@ for way in ("one", "parts"):
         scan.scan(few, None, "sum", False, False, i64, i64)
         scan.extremes(x, None, "min", False)
         scan.linear(x, x, torch.empty(1, 1), True, True, f32, f32)
+        row.linear_grads_triton(grads, x, x.to(bf16), None, x, torch.empty(1, 1))
         scan.scan(x, None, "logsumexp", False, False, f32, f32)
-assert len(compiled) == 6 * (1 + 3)
+assert len(compiled) == 7 * (1 + 2)
 assert all("mov" in kernel.asm["ptx"] for kernel in compiled)
 """
 

@@ -32,7 +32,7 @@ aten, sp = torch.ops.aten, torch.ops.sp
 
 ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 OVERWRITES = {"copy_", "zero_", "fill_"}
-"""Operators that write an operand without reading it."""
+"""Operators that write an operand without reading it, as those that write to `out`."""
 
 
 @dataclass
@@ -75,14 +75,17 @@ class CountBytes(Watch):
         is_counted = func not in KERNELS and func not in PRODUCTS and func not in self.glue
         if not is_counted or func.is_view or name in ALLOCATIONS:
             return out
+        given = [*zip(args, func._schema.arguments)]
+        given += [(kwargs[x.name], x) for x in func._schema.arguments if kwargs and x.name in kwargs]
         written = [
-            x for given, argument in zip(args, func._schema.arguments)
+            x for value, argument in given
             if argument.alias_info is not None and argument.alias_info.is_write
-            for x in tree_leaves(given)
+            for x in tree_leaves(value)
         ]  # fmt: skip
         results = [x for x in tree_leaves(out) if isinstance(x, Tensor) and not any(x is y for y in written)]
         read = [] if name.startswith("new_") else tree_leaves((args, kwargs))
-        read = [x for x in read if not (name in OVERWRITES and any(x is y for y in written))]
+        overwrites = name in OVERWRITES or func._overloadname == "out"
+        read = [x for x in read if not (overwrites and any(x is y for y in written))]
         moved = [x for x in (*read, *written, *results) if isinstance(x, Borrowed)]
         self.add(name, *moved)
         if name in {"zero_", "zeros", "new_zeros", "zeros_like"} and not self.is_paused:
@@ -99,15 +102,18 @@ def _merge_by_kernel(
     """Compute `launch_merge` by arithmetic, and count the rows that its kernel reads and writes."""
     mode = _active.mode
     with mode.paused():
-        merged = merge_blocks.merge_pointwise(out_a, lse_a, out_b, lse_b)
+        read_b = out_b.masked_fill((lse_b == -torch.inf).unsqueeze(-1), 0)
+        merged = merge_blocks.merge_pointwise(out_a, lse_a, read_b, lse_b)
         if into is None:
             into, moved = merged, [out_a, out_b, merged[0]]
-        else:  # rows without keys in the block are neither read nor written
-            rows = (give_back(lse_b) != -torch.inf).flatten(0, -2).any(0).nonzero()
-            half = slice(int(rows[0]), int(rows[-1]) + 1) if len(rows) else slice(0)
-            moved = [x[..., half, :] for x in (out_a, out_b, into[0])]
+        else:
             for x, value in zip(into, merged):
                 x.copy_(value)
+            # Rows without keys in the block are not read from it, and in place they are neither read nor written.
+            rows = (give_back(lse_b) != -torch.inf).flatten(0, -2).any(0).nonzero()
+            half = slice(int(rows[0]), int(rows[-1]) + 1) if len(rows) else slice(0)
+            others = half if into[0] is out_a else slice(None)
+            moved = [out_a[..., others, :], out_b[..., half, :], into[0][..., others, :]]
     mode.add("merge", *moved)
     return into
 
@@ -125,9 +131,11 @@ BODIES: dict[Any, Callable[..., Any]] = {
     sp.attend.default: attend.attend,
     sp.attend_backward.default: attend.attend_backward,
     sp.merge_into.default: merge_blocks.merge_into,
+    sp.merge_to.default: merge_blocks.merge_to,
     sp.add_into.default: merge_blocks.add_into,
     sp.attend_backward_parts.default: attend_parts.attend_backward_parts,
     sp.add_rows_into.default: attend_parts.add_rows_into,
+    sp.add_rows_to.default: attend_parts.add_rows_to,
 }
 """Bodies of the operators of attention, which are counted in place of the operators."""
 
@@ -198,7 +206,7 @@ def count(setting: Setting) -> Counted:
         q, k, v, grad = (borrow(x.transpose(1, 2).contiguous().transpose(1, 2)) for x in shards[rank])
         args, keys = setting.arguments(), setting.source()
         with _counting() as forward, torch.no_grad():
-            out, lse = keys.forward(q, k, v, args)
+            out, lse = keys.forward(q, k, v, args, q.dtype)
             out = out.to(q.dtype)
         with _counting() as backward, torch.no_grad():
             grads = keys.backward((grad, out, lse), q, k, v, args, False)[:3]

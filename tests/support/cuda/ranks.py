@@ -34,8 +34,10 @@ def blocks_on_gpu() -> Iterator[list[Seen]]:
         seen.append(watch.seen)
         return tuple(map(give_back, out))
 
-    def attend(self: LocalArgs, q: Tensor, k: Tensor, v: Tensor, k_span: Any, after: Any = None) -> Any:
-        return run(bodies.attend, replace(self, k_span=k_span), q, k, v)
+    def attend(
+        self: LocalArgs, q: Tensor, k: Tensor, v: Tensor, k_span: Any, after: Any = None, filled: bool = True
+    ) -> Any:
+        return run(bodies.attend, replace(self, k_span=k_span), q, k, v, None, filled)
 
     def grads(
         self: LocalArgs, given: Any, q: Tensor, k: Tensor, v: Tensor, k_span: Any, mask_grad: bool, after: Any = None,

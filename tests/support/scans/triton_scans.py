@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
+from unittest import mock
 
 import torch
 from measuring.scans.scan_direct import Direct
 from measuring.scans.scan_schedules import SCHEDULES, using_schedule
 from support.scans.scanning import DTYPES, OPS, linear_scan_by_loop, sample, scan_by_loop
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_compile import exclusive_scan, inclusive_scan, linear_scan, segmented_scan
+from sp_compile.lowering.scan import scan_autograd as autograd
 from sp_compile.lowering.scan import scan_table as table
 from sp_compile.lowering.scan.affine_scan import ALL_READ, ROW_LAGS
 from sp_compile.lowering.scan.kernels.triton import triton_scan as row
+from sp_compile.lowering.scan.kernels.triton import walk
 from sp_compile.lowering.scan.kernels.triton.dispatch import TileSizes, choose_schedule
 from sp_compile.lowering.scan.kernels.triton.triton_tiles import Sweep
 from sp_compile.lowering.scan.monoids import accumulate_dtype, result_dtype
@@ -22,7 +27,7 @@ from sp_compile.lowering.triton.affine_kernel import scan_affine_rows, total_aff
 
 ROW = Direct(row.TRITON_LOWERING)
 ORDER = list(SCHEDULES)
-SHAPES = (1, 90, 1), (3, 13, 2), (2, 9, 5), (1, 6, 17), (20, 4, 1), (1, 1, 3)
+SHAPES = (1, 90, 1), (3, 13, 2), (2, 30, 5), (1, 6, 17), (20, 4, 1), (1, 1, 3)
 FLAGS = tuple(itertools.product((False, True), repeat=3))
 """exclusive, reverse, segmented"""
 
@@ -142,6 +147,40 @@ def check_linear(way: str) -> None:
         torch.testing.assert_close((factor * start + state).double(), after, **scale)
 
 
+def check_linear_grads(way: str) -> None:
+    """In one pass, against separate products."""
+    f32 = torch.float32
+    for i, (reverse, with_initial, with_before) in enumerate(FLAGS, ORDER.index(way)):
+        shape = SHAPES[i % 6]
+        a, grad, h = (sample(shape, (f32, torch.bfloat16)[i % 2], seed=3 * i + j) for j in range(3))
+        initial = sample((shape[0], shape[2]), f32, seed=i) if with_initial else None
+        before = sample((shape[0], shape[2]), f32, seed=i + 9) if with_before else None
+        results = []
+        for name in ("triton", "blocked"):
+            with table.using_lowering(name):
+                given = (0.9 * a, grad, initial, h, before, 1, reverse, f32, f32)
+                results.append(torch.ops.sp.local_linear_scan_grads(*given))
+        (w, da), (expected_w, expected_da) = results
+        assert da.dtype == a.dtype
+        torch.testing.assert_close(w, expected_w, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(da, expected_da, **tolerance(a.dtype) if i % 2 else {"rtol": 1e-4, "atol": 1e-4})
+
+
+def check_linear_backward() -> None:
+    """Gradients of the function that users call, in one pass, against those of separate products."""
+    x, a = (sample((2, 30, 3), torch.float32, seed=i).requires_grad_() for i in range(2))
+    initial = sample((2, 3), torch.float32, seed=3).requires_grad_()
+    for reverse in (False, True):
+        found = []
+        for is_fused in (False, True):
+            fused = mock.patch.object(autograd, "_can_fuse_gradients", return_value=is_fused)
+            with table.using_lowering("triton"), fused:
+                h = linear_scan(0.9 * a, x, 1, initial=initial, reverse=reverse)
+                found.append(torch.autograd.grad((h * h.detach().sin()).sum(), (a, x, initial)))
+        for y, z in zip(*found):
+            torch.testing.assert_close(y, z, rtol=1e-4, atol=1e-4)
+
+
 def linear_exactly(a: Tensor, b: Tensor, initial: Tensor | None, reverse: bool, lagged: bool) -> tuple[Tensor, Tensor]:
     """h and what goes out of the recurrence; s = a * (s + b) is a recurrence too."""
     end = 0 if reverse else -1
@@ -177,8 +216,45 @@ def check_matrices() -> None:
 
 def check_way(way: str) -> None:
     with using_schedule(way):
-        for check in (check_shapes, check_dtypes, check_specials, check_extremes, check_linear):
+        for check in (check_shapes, check_dtypes, check_specials, check_extremes, check_linear, check_linear_grads):
             check(way)
+
+
+class _Launches(TorchDispatchMode):
+    """Count launches of the scan kernel, which do not run, and record kernels of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.others = 0, list[str]()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.count += 1
+        return lambda *args, **options: None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and "empty" not in func.name() and func.namespace == "aten":
+            self.others.append(func.name())
+        return func(*args, **kwargs or {})
+
+
+def check_launches() -> None:
+    """A scan is one launch if every line has one program, else two, and no kernel of torch."""
+    ops, f32 = torch.ops.sp, torch.float32
+    x, starts = sample((1, 90, 2), f32), torch.arange(90) % 40 == 3
+    calls = {
+        "scan": lambda: ops.local_scan(x, None, 1, "sum", False, False, f32, f32),
+        "segments": lambda: ops.local_scan(x, starts, 1, "logsumexp", True, True, f32, f32, False),
+        "extremes": lambda: ops.local_extremes(x, None, 1, "max", False),
+        "linear": lambda: ops.local_linear_scan(x, x, x[:, 0], 1, False, True, f32, f32),
+        "linear gradients": lambda: ops.local_linear_scan_grads(x, x, None, x, x[:, 0], 1, True, f32, f32),
+        "linear total": lambda: ops.local_linear_total(x, x, 1, False, True, f32),
+    }
+    for schedule, (name, call) in itertools.product(SCHEDULES, calls.items()):
+        launches = _Launches()
+        stub = mock.patch.object(walk, "_walk_lines", launches)
+        with table.using_lowering("triton"), using_schedule(schedule), stub, launches:
+            call()
+        assert (launches.count, launches.others) == (SCHEDULES.index(schedule) + 1, []), name
 
 
 def check_operators() -> None:

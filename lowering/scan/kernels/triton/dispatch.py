@@ -6,6 +6,7 @@ On an H100 the chosen schedule was the faster one for every shape of `benchmarks
 Importing this module needs triton.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -27,8 +28,8 @@ class TileSizes:
 
 # Bytes of states per warp of a tile, for 64-bit states without flags; with half the warps some spill on sm_90.
 WARP_BYTES = 1024
-# Tile sizes in Triton's interpreter: small, so that small tensors have several tiles.
-INTERPRETER_SIZES = TileSizes(walk=(128, 1), programs=2, min_tiles=2)
+# Tile sizes in Triton's interpreter: small, so that small tensors have several tiles, and many parts.
+INTERPRETER_SIZES = TileSizes(walk=(128, 1), programs=16, min_tiles=2)
 
 
 def choose_schedule(across: int, along: int, multiprocessors: int, sizes: TileSizes) -> str:
@@ -63,7 +64,7 @@ def run_sweep(sweep: Sweep, initial: State | None, out: State | None, total: boo
         total: True to return the total.
 
     Returns:
-        The total, (1, lines), if requested. The schedule in parts computes it in any case, and always returns it.
+        The total, (1, lines), if requested.
     """
     sizes = tile_sizes()
     tile_bytes, warps = sizes.walk  # bytes of the states of a tile, and warps of its program
@@ -76,10 +77,11 @@ def run_sweep(sweep: Sweep, initial: State | None, out: State | None, total: boo
     multiprocessors = _multiprocessors(sweep.x.device)
     if choose_schedule(across, along, multiprocessors, sizes) == "one":
         return scan_single_pass(sweep, tile, initial, out, total)
-    # Parts of each line, enough to keep the device busy: `sizes.programs` programs per multiprocessor.
-    num_parts = min(triton.cdiv(sizes.programs * multiprocessors, across), along)
+    # Parts of each line, enough to keep the device busy: `sizes.programs` programs per multiprocessor. A program also
+    # reads the totals of the parts before its own: not more tiles of them than its part has, on average.
+    num_parts = min(triton.cdiv(sizes.programs * multiprocessors, across), along, math.isqrt(2 * tile.steps * along))
     steps_of_part = tile.steps * triton.cdiv(along, num_parts)
-    return scan_in_parts(sweep, tile, steps_of_part, initial, out)
+    return scan_in_parts(sweep, tile, steps_of_part, initial, out, total)
 
 
 def _floor_power_of_2(number: int) -> int:

@@ -9,6 +9,7 @@ x is (outer, length, inner), contiguous; starts is None or bool (outer|1, length
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,7 +31,7 @@ def can_run_triton(problem: ScanProblem) -> bool:
 
 
 def scan_triton(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:
-    """Return the scan of x, and the total of the last segment, (outer, inner)."""
+    """Return the scan of x, and the total of the last segment, (outer, inner), if it is requested."""
     from .dispatch import run_sweep
     from .triton_tiles import State, Sweep
 
@@ -43,8 +44,9 @@ def scan_triton(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:
         x, problem.op, neutral, compute, index=torch.int32,  # these scans have no indices
         starts=starts, shift=problem.exclusive, reverse=problem.reverse,
     )  # fmt: skip
-    total = run_sweep(sweep, initial=None, out=State(out), total=True)
-    assert total is not None
+    total = run_sweep(sweep, initial=None, out=State(out), total=problem.total)
+    if total is None:
+        return out.to(dtype), x.new_empty(0)
     return out.to(dtype), total.value.view(x.shape[0], x.shape[2]).to(accumulate)
 
 
@@ -74,6 +76,22 @@ def linear_triton(problem: ScanProblem, a: Tensor, b: Tensor, initial: Tensor | 
         before = None if initial is None else State(initial.to(sweep.compute).reshape(1, -1))
         run_sweep(sweep, initial=before, out=State(h), total=False)
     return h
+
+
+def linear_grads_triton(
+    problem: ScanProblem, a: Tensor, grad: Tensor, initial: Tensor | None, h: Tensor, before: Tensor | None
+) -> Pair:
+    """Return the gradients w and da of ``sp::local_linear_scan_grads``; before is (outer, inner)."""
+    from .dispatch import run_sweep
+    from .triton_tiles import ResultProducts, State
+
+    w, da = grad.new_empty(grad.shape, dtype=problem.result), torch.empty_like(a)
+    if grad.numel():
+        sweep = _recurrence_sweep(problem, a, grad)
+        sweep = replace(sweep, product=ResultProducts(h, None if before is None else before.reshape(-1), da))
+        first = None if initial is None else State(initial.to(sweep.compute).reshape(1, -1))
+        run_sweep(sweep, initial=first, out=State(w), total=False)
+    return w, da
 
 
 def linear_total_triton(problem: ScanProblem, a: Tensor, b: Tensor) -> Pair:
@@ -108,5 +126,7 @@ def _state_dtype(accumulate: torch.dtype) -> torch.dtype:
     return torch.float32 if accumulate.is_floating_point else torch.int32
 
 
-TRITON_LOWERING = ScanLowering(can_run_triton, scan_triton, extremes_triton, linear_triton, linear_total_triton)
+TRITON_LOWERING = ScanLowering(
+    can_run_triton, scan_triton, extremes_triton, linear_triton, linear_total_triton, linear_grads_triton
+)
 register_lowering("triton", TRITON_LOWERING, priority=lambda problem: 20)

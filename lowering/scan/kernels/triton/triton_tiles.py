@@ -220,12 +220,42 @@ def store_tile(out, out_index, address, inside, p, q, LEAF: tl.constexpr):  # ty
 
 
 @triton.jit
-def last_place(x, row, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the last place of a tile: (STEPS, LINES) -> (1, LINES).
+def store_products(  # type: ignore[no-untyped-def]
+    states, first, out, address, inside, p, line, exists, base, place, length, inner,
+    PRODUCT: tl.constexpr, FIRST: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """With PRODUCT, store the products of a `ResultProducts`: of each result p with the state of the next place.
+
+    With FIRST, the last place reads ``first``, else 0.
+    """
+    if PRODUCT:
+        has_next = inside & (place + 1 < length)
+        source = states + base + _time_at(place + 1, length, REVERSE) * inner
+        state = tl.load(source, mask=has_next, other=0).to(p.dtype)
+        if FIRST:
+            state = tl.where(has_next, state, tl.load(first + line, mask=exists, other=0).to(p.dtype))
+        tl.store(out + address, (p * state).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def store_total(  # type: ignore[no-untyped-def]
+    total, total_second, total_flag, address, exists, p, q, flag, LEAF: tl.constexpr, SEGMENTED: tl.constexpr
+):
+    """Store the states (p, q) of all lines, and their flags if there are segments."""
+    tl.store(total + address, value_of(p, q, LEAF), mask=exists)
+    if LEAF == "linear" or LEAF == "indexed":
+        tl.store(total_second + address, q, mask=exists)
+    if SEGMENTED:
+        tl.store(total_flag + address, flag.to(tl.int8), mask=exists)
+
+
+@triton.jit
+def last_place(x, row, places):  # type: ignore[no-untyped-def]
+    """Return the last of the first ``places`` places of a tile: (STEPS, LINES) -> (1, LINES).
 
     It is a sum in which the other places are 0, because Triton cannot index values in registers.
     """
-    return tl.sum(tl.where(row == STEPS - 1, x, 0), 0, keep_dims=True)
+    return tl.sum(tl.where(row == places - 1, x, 0), 0, keep_dims=True)
 
 
 TRITON_TYPES = {torch.int32: tl.int32, torch.int64: tl.int64, torch.float32: tl.float32, torch.float64: tl.float64}
@@ -255,6 +285,19 @@ class Tile:
 
 
 @dataclass(frozen=True)
+class ResultProducts:
+    """The products of the results of a scan with other states, of the next places, as a second result.
+
+    The result p of a place is multiplied by the state of the next place in scan order. The scan is the reverse of the
+    one that has computed these states, so that it is the state before the row.
+    """
+
+    states: Tensor  # like x
+    first: Tensor | None  # (lines,), the states before the first row, which the last place reads; None for zeros
+    out: Tensor  # memory for the products, like x
+
+
+@dataclass(frozen=True)
 class Sweep:
     """An inclusive scan of x (outer, length, inner) along its length; with shift, of the elements one place earlier."""
 
@@ -267,6 +310,7 @@ class Sweep:
     starts: Tensor | None = None  # bool or int8, (outer|1, length, inner|1)
     shift: bool = False  # scan the elements one place earlier
     reverse: bool = False  # scan from the last row
+    product: ResultProducts | None = None  # a second result, where results are stored
 
     @property
     def leaf(self) -> str:
