@@ -155,7 +155,7 @@ def _of_rank(scene: Scene, fault: Fault, rank: int, reports: Reports) -> Iterato
     for event in events:
         if event.kind in ("wrong", "raw"):
             yield (Outcome.WRONG if event.kind == "wrong" else Outcome.RAW), f"on step {event.step}: {event.words}"
-        waited = re.search(r"timed out after (\d+) s", event.words)
+        waited = re.search(r"(?:timed out|exited,) after (\d+) s", event.words)
         if event.kind == "refused" and waited and int(waited[1]) > 2 * TIMEOUT:
             yield Outcome.HANG, f"waited too long, on step {event.step}: {event.words}"
     refusals = [event for event in events if event.kind == "refused" and event.step != AFTER]
