@@ -79,6 +79,7 @@ def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = 
 torch_compat.on_eager(sp, must_run_eagerly, warn_eager_fallback, warn_fsdp_submodules)
 torch_compat.trace_tensor_checks()
 torch_compat.fold_small_reads(sp, can_fold_reads)
+torch_compat.trace_leaves(sp)
 
 
 def lower_or_keep(

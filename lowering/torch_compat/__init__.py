@@ -11,6 +11,7 @@ from .dynamo import *
 from .flex import *
 from .folded_reads import *
 from .groups import *
+from .leaves import *
 from .names import *
 from .ops import *
 from .tensors import *

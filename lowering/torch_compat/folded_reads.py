@@ -316,14 +316,27 @@ def fold_small_reads(backend: Callable[..., Any], may_fold: Callable[[Any], bool
     _folding[backend] = may_fold
 
 
-def _may_fold(tx: Any) -> bool:
-    """Return True if values are folded in this compilation; not where the user selects dynamic shapes."""
+def find_backend(tx: Any) -> tuple[Any, Any]:
+    """Find the backend for which Dynamo traces.
+
+    Args:
+        tx: Dynamo's translator.
+
+    Returns:
+        The backend, a function, and the options that were passed to `torch.compile`, or None.
+    """
     backend, options = tx.output.compiler_fn, None
     while hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
     if hasattr(backend, "compiler_fn"):  # torch.compile's wrapper
         backend, options = backend.compiler_fn, backend.kwargs.get("options")
-    may_fold = _folding.get(getattr(backend, "__func__", backend))
+    return getattr(backend, "__func__", backend), options
+
+
+def _may_fold(tx: Any) -> bool:
+    """Return True if values are folded in this compilation; not where the user selects dynamic shapes."""
+    backend, options = find_backend(tx)
+    may_fold = next((may for own, may in _folding.items() if own is backend), None)  # others need no hash
     return may_fold is not None and config.assume_static_by_default and may_fold(options)
 
 

@@ -34,6 +34,7 @@ from sp_compile.lowering.torch_compat import (
     replace_meta_constants,
     resume_trace,
     skip_graph_printing,
+    trace_leaves,
 )
 from sp_compile.passes.capture.capture import cache_captures
 from sp_compile.passes.capture.user_program import CapturedGraphs, UserProgram
@@ -293,6 +294,7 @@ class DryRun:
 
 # A dry run traces the program once for all configurations, with full inputs.
 fold_small_reads(DryRun.backend, lambda _: True)
+trace_leaves(DryRun.backend)
 
 
 def split_kwargs(
