@@ -1,9 +1,10 @@
 """Trace `x.requires_grad_()` of a value inside of a program, if it has no effect outside of it.
 
 transformers' `enable_input_require_grads` makes the output of a frozen embedding require a gradient, for checkpoints
-with use_reentrant=True. Dynamo breaks the graph at such a call if a result of the program depends on `x`: AOTAutograd
-drops the call, so that results without another operand that requires a gradient would not require one. Other results
-do not change. Here the graph runs on fake tensors without the calls; they are removed if every result still requires a
+with use_reentrant=True; models of audio assign `x.requires_grad = True`. Dynamo breaks the graph at the assignment, and
+at the call if a result of the program depends on `x`: AOTAutograd drops the call, so that results without another
+operand that requires a gradient would not require one. Other results do not change. Here the assignment is traced as
+the call, and the graph runs on fake tensors without the calls; they are removed if every result still requires a
 gradient that did so with them.
 """
 
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.output_graph import FakeRootModule, OutputGraph
-from torch._dynamo.variables import TensorVariable
+from torch._dynamo.variables import TensorVariable, builtin
 from torch.fx import Interpreter, Node
 
 from .folded_reads import find_backend
@@ -21,13 +22,14 @@ from .thread_state import preserve_thread_state
 
 CALL = "requires_grad_"
 
-_with_input_grads: set[Callable[..., Any]] = set()  # backends
+_with_input_grads: list[Callable[..., Any]] = []  # backends
 
 
 def trace_input_grads(backend: Callable[..., Any]) -> None:
     """Make Dynamo remove calls of `requires_grad_` from programs of this backend where that changes no result.
 
-    Dynamo has no hook for this, so the first call wraps the method that refuses such programs.
+    Dynamo has no hook for this, so the first call wraps the method that refuses such programs, and the function that
+    sets an attribute.
 
     Args:
         backend: The backend, a function; for a method, the function of its class.
@@ -35,7 +37,40 @@ def trace_input_grads(backend: Callable[..., Any]) -> None:
     check: Callable[..., Any] | None = getattr(OutputGraph, "_check_requires_grad_intermediate_outputs", None)
     if check is not None and not _with_input_grads:  # torch 2.13
         OutputGraph._check_requires_grad_intermediate_outputs = _remove_calls_or(check)  # type: ignore[method-assign]
-    _with_input_grads.add(backend)
+        setter: Any = getattr(builtin, "SetAttrBuiltinVariable", None)
+        if hasattr(setter, "_call_setattr"):
+            setter._call_setattr = _call_or(setter._call_setattr)
+    _with_input_grads.append(backend)
+
+
+def _has_input_grads(output: OutputGraph) -> bool:
+    """Return True if the graph is traced for a backend that `trace_input_grads` was called with."""
+    backend = find_backend(output)[0]
+    return any(own is backend for own in _with_input_grads)
+
+
+def _call_or(assign: Callable[..., Any]) -> Callable[..., Any]:
+    """Return Dynamo's function that sets an attribute, which traces `x.requires_grad = True` as the call."""
+
+    @functools.wraps(assign)
+    def set_attribute(self: Any, tx: Any, obj: Any, name: Any, value: Any) -> Any:
+        """Set an attribute, and return the value."""
+        # In a region of its own, such as that of a checkpoint, Dynamo does not find leaves that its results depend on.
+        can_call = isinstance(obj, TensorVariable) and len(tx.output.tracers) == 1 and not obj.source
+        is_mark = can_call and all(x.is_python_constant() for x in (name, value))
+        is_mark = is_mark and (name.as_python_constant(), value.as_python_constant()) == ("requires_grad", True)
+        if is_mark and _can_have_gradient(obj.as_proxy().node) and _has_input_grads(tx.output):
+            obj.call_method(tx, CALL, [value], {})
+            return value
+        return assign(self, tx, obj, name, value)
+
+    return set_attribute
+
+
+def _can_have_gradient(node: Node) -> bool:
+    """Return True for a tensor with a dtype of gradients."""
+    example = node.meta.get("example_value")
+    return isinstance(example, torch.Tensor) and (example.is_floating_point() or example.is_complex())
 
 
 def _remove_calls_or(check: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,7 +80,7 @@ def _remove_calls_or(check: Callable[..., Any]) -> Callable[..., Any]:
     def remove_calls(self: Any, results: Sequence[Any], tx: Any) -> Any:
         """Remove the calls of `requires_grad_` of a graph whose results do not depend on them."""
         calls = [n for n in self.graph.nodes if n.op == "call_method" and n.target == CALL]
-        is_own = bool(calls) and find_backend(self)[0] in _with_input_grads
+        is_own = bool(calls) and _has_input_grads(self)
         if not is_own or not _is_without_effect(self, calls, results):
             return check(self, results, tx)
         for call in calls:

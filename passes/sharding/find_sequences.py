@@ -1,4 +1,4 @@
-"""Find the sequences of a graph: the classes of dims that attention, scans or recurrences run along.
+"""Find the sequences of a graph: the classes of dims that attention, scans or convolutions run along.
 
 Evidence is an op, such as attention, and the dim that is a sequence because of it; the user's dims come first. Two
 classes are rivals if one value has both: only one of its dims can be sharded. The one with which a rank has the least
@@ -32,7 +32,7 @@ from .attention_axes import softmax_attended_dims
 from .axes import Atom, Axes, Dim, Evidence, Split, attended_dims, value_factors
 from .factors import BoundRule
 from .rule import lookup_rule
-from .sharded_work import ATTENTION_EVIDENCE, LARGE_SHARE, RowWork, SequenceCandidate, largest_share
+from .sharded_work import ATTENTION_EVIDENCE, LARGE_SHARE, RowWork, SequenceCandidate, convolved_dims, largest_share
 
 WINDOWED_EVIDENCE = "attention in windows of its positions"  # the rows of windows, which `choose_rows` may choose
 SELECTIONS = parse_overloads("gather index_select index.Tensor")  # of keys and values
@@ -232,8 +232,7 @@ def _find_evidence(
             axes.sequences.update(axes.find(a.name) for a in axes.dims[node, 0][dim % len(shape)])
         return
     chunk_sources = _chunk_sources(gm, axes)
-    found = list(_found_dims(gm, axes, chunk_sources))
-    if not found:
+    if not (found := list(_found_dims(gm, axes, chunk_sources))):
         return
     # `found` is ordered by kind, the strongest one first.
     strongest = [x for x in found if x.kind == found[0].kind]
@@ -481,6 +480,7 @@ EVIDENCE: dict[str, Callable[[GraphModule, Axes], Evidence]] = {
     ATTENTION_EVIDENCE[1]: softmax_attended_dims,
     "scans": _scanned_dims,
     "scans with a function": _combined_dims,
+    "convolutions along one dim": convolved_dims,
     LAST_EVIDENCE: _related_dims,
 }
 

@@ -26,7 +26,7 @@ from sp_compile.passes.graph.call import OpCall, node_shape, node_tensors
 from sp_compile.passes.graph.sizes import Size, as_sizes, assume_large, ceil_div, size_product
 
 from .attention_axes import ATTENTION, ATTENTION_OF_TORCH, op_strategy
-from .axes import Atom, Axes
+from .axes import Atom, Axes, Evidence
 from .factors import BoundRule, dim_factors, flatten_dims
 from .placement import PlacementPlan, Replicate, Shard
 from .rule import lookup_rule, transfer_of
@@ -377,6 +377,24 @@ def _convolution_flops(call: OpCall) -> float:
     is_transposed = "output_padding" in call.args and call.get("transposed", True)
     shape = call.shape() if is_transposed else as_sizes(call.results()[0].shape)
     return 2.0 * assume_large(size_product(shape) * size_product(call.shape("weight")[1:]))
+
+
+def convolved_dims(gm: GraphModule, axes: Axes) -> Evidence:
+    """Yield (convolution, dim of its operand) for convolutions along one dim, each of whose windows has several rows.
+
+    Those along several dims, as over images, are no evidence for one of these.
+
+    Args:
+        gm: Graph.
+        axes: Its axes.
+    """
+    for node in gm.graph.nodes:
+        call, rule = lookup_rule(node) or (None, None)
+        if call is None or rule is None or "weight" not in call.args or len(rule.slides) != 1:
+            continue
+        ((factor, sliding),) = rule.slides.items()
+        if call.ndim("weight") == 3 and sliding.width > 1 and factor in rule.operands[0]:
+            yield node, axes.dims[call.operands[0], 0][rule.operands[0].index(factor)]
 
 
 def _matrix_flops(call: OpCall) -> float:

@@ -17,7 +17,9 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import sp_compile
 from sp_compile.lowering.torch_compat import has_policy
+from sp_compile.passes.context import NoteKind
 
 aten = torch.ops.aten
 D = 16
@@ -130,3 +132,47 @@ def test_policies_travel_with_their_nodes() -> None:
     assert_same(step(compiled, model, torch.ones(2, 8, D)), step(model, model, torch.ones(2, 8, D)))
     for node in backend.graphs[0].graph.nodes:
         assert has_policy(node) == ("recompute" in node.meta)
+
+
+class Marked(nn.Module):
+    """Convolutions and an attention, whose first operand is marked as a leaf for checkpoints in training.
+
+    With `marks="assign"` as in models of audio, and with "call" as by `enable_input_require_grads()`.
+    """
+
+    def __init__(self, marks: str, returns_leaf: bool = False) -> None:
+        super().__init__()
+        self.marks, self.returns_leaf = marks, returns_leaf
+        self.encode = nn.Sequential(nn.Conv1d(1, 4, 5, 2), nn.GroupNorm(4, 4), nn.Conv1d(4, 4, 3, 2))
+        self.project = nn.Linear(4, 4)
+
+    def forward(self, sound: torch.Tensor) -> Any:
+        x = sound[:, None] * 2
+        if self.marks == "assign":
+            x.requires_grad = True
+        else:
+            x.requires_grad_()
+        q = self.project(checkpoint(self.encode, x, use_reentrant=False).mT)
+        y = F.scaled_dot_product_attention(q, q, q)
+        return (y, x) if self.returns_leaf else y
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("marks", ["assign", "call"])
+def test_marked_leaf_is_in_one_graph(marks: str, n: int) -> None:
+    """Its graph has all of the FLOPs on shards; the results and gradients are those of eager code."""
+    torch.manual_seed(0)
+    report = sp_compile.verify(Marked(marks).double(), torch.randn(2, 83).double(), sp=n)
+    assert not report.find_notes(NoteKind.GRAPH_BREAK)
+    assert report.work.flops_share == 1
+
+
+def test_result_that_is_a_marked_leaf_breaks_the_graph() -> None:
+    """Eager code gives the leaf its gradient, which a graph would not."""
+    model, sound = Marked("assign", returns_leaf=True), torch.randn(2, 83)
+    y, leaf = torch.compile(model, backend="sp", options={"compiler": "eager"})(sound)
+    y.sum().backward()
+    expected, expected_leaf = model(sound)
+    expected.sum().backward()
+    assert leaf.is_leaf
+    torch.testing.assert_close(leaf.grad, expected_leaf.grad)

@@ -320,3 +320,33 @@ def test_a_rank_has_the_rows_of_complete_strides(length, n):
     assert report.worst < 1e-12
     assert not report.fallbacks
     assert report.work.flops_share == 1.0
+
+
+class Encoder(nn.Module):
+    """Convolutions of a sound with uneven strides, and one with an even kernel, without an attention.
+
+    A graph break after them leaves such a piece of a speech model. Its only scan is over the mask of the sound.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(
+            *[nn.Conv1d(1, 4, 10, 5, bias=False), nn.GroupNorm(4, 4), nn.GELU()],
+            *[nn.Conv1d(4, 4, 3, 2), nn.GELU(), nn.Conv1d(4, 4, 2, 2)],
+        )
+        self.positions = nn.Conv1d(4, 4, 6, padding=3, groups=2)
+
+    def forward(self, sound, mask):
+        x, lengths = self.layers(sound[:, None]), mask.cumsum(1)[:, -1]
+        return (x + self.positions(x)[..., :-1]) / lengths[:, None, None]
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_convolutions_without_attention_are_on_shards(n):
+    sound, mask = torch.randn(2, 811, dtype=torch.float64), torch.ones(2, 811, dtype=torch.int64)
+    mask[1, 600:] = 0
+    report = sp_compile.verify(Encoder().double(), sound, mask, sp=n)
+    assert report.worst < 1e-12
+    assert not report.fallbacks
+    assert report.work.flops_share == 1.0

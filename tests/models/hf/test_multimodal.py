@@ -196,8 +196,8 @@ WORK: dict[Build, tuple[float, float, int]] = {
     qwen3_vl: (0.99, 0.96, 1),
     qwen25_vl: (0.99, 0.95, 1),
     whisper: (0.99, 0.99, 0),
-    wav2vec2: (0.87, 0.66, 3),
-    hubert: (0.87, 0.66, 3),
+    wav2vec2: (0.99, 0.91, 2),
+    hubert: (0.99, 0.91, 2),
 }
 
 
