@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 
 from sp_compile.generation import must_run_eagerly
 from sp_compile.lowering import torch_compat
-from sp_compile.lowering.base.garbage import freeze_old_objects
+from sp_compile.lowering.base.garbage import reduce_collections
 from sp_compile.lowering.base.options import AnyOptions, can_fold_reads
 from sp_compile.passes.capture import package_kernels  # noqa: F401  (Dynamo traces stand-ins)
 from sp_compile.passes.capture.uncaptured import UnsplitDecision, warn_unsplit
@@ -62,7 +62,7 @@ def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = 
     with session.publish_interrupt(gm):
         try:
             session.start(gm)
-            with session.show_compiling(gm), freeze_old_objects():  # heartbeats and a progress line
+            with session.show_compiling(gm), reduce_collections():  # heartbeats and a progress line
                 lowered, run = lower_or_keep(program, options, session, partial(compile_rank_program, mode=mode))
         except torch_compat.RestartAnalysis:  # Dynamo traces the program again, on every rank
             raise

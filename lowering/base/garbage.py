@@ -1,4 +1,4 @@
-"""Keep Python's garbage collector from visiting the objects of a program again and again during a compilation."""
+"""Reduce the work of Python's garbage collector while programs are traced and compiled."""
 
 from __future__ import annotations
 
@@ -8,18 +8,24 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def freeze_old_objects() -> Iterator[None]:
+def reduce_collections(threshold: int | None = None) -> Iterator[None]:
     """Exclude the objects that exist at the start of the block from garbage collections inside it.
 
-    A compilation creates many objects, and so triggers many collections, each of which visits all objects of torch and
-    of the model. Objects of the block itself are collected as usual. The block does nothing if the program has frozen
-    objects itself, which must stay frozen, or if it is inside another such block.
+    Tracing creates many objects, and so triggers many collections, each of which visits all objects of torch and of the
+    model: up to a fifth of the time. Objects of the block itself are collected as usual. If the program has frozen
+    objects itself, which must stay frozen, or in another such block, nothing is frozen.
+
+    Args:
+        threshold: Number of new objects at which the youngest generation is collected; None for that of the program.
     """
-    if gc.get_freeze_count():
-        yield
-        return
-    gc.freeze()
+    thresholds, has_frozen = gc.get_threshold(), gc.get_freeze_count() > 0
+    if not has_frozen:
+        gc.freeze()
+    if threshold is not None:
+        gc.set_threshold(threshold, *thresholds[1:])
     try:
         yield
     finally:
-        gc.unfreeze()
+        gc.set_threshold(*thresholds)
+        if not has_frozen:
+            gc.unfreeze()

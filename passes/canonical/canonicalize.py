@@ -27,14 +27,10 @@ and in attention/
     parse_masks        masks computed from positions  ->  is_causal, no mask, or sp.masked_attention with a predicate
     heads              repeated key and value heads   ->  enable_gqa
 
-and, once all of these have run
-
-    merge_repeats      equal calls                    ->  one call
-
-Each is a module of this folder with a registered pass; its docstring lists what it leaves unchanged. `requires` and
-`provides` order the passes, and new files are discovered automatically; add a line to this list. A form that others
-match, such as a product in a mask, changes after them: require the properties that their passes provide. Bytes moved:
-none.
+Each is a module of this folder with a registered pass; its docstring lists what it leaves unchanged. After all of them,
+the pipeline runs `merge_repeats`, which replaces equal calls by one. `requires` and `provides` order the passes, and
+new files are discovered automatically; add a line to this list. A form that others match, such as a product in a mask,
+changes after them: require the properties that their passes provide. Bytes moved: none.
 """
 
 from __future__ import annotations

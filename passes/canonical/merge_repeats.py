@@ -7,8 +7,8 @@ Models compute rotary tables and masks in every layer. Later passes, and the tra
 node. Unchanged: values with a gradient, whose summands would be added in another order; random draws, memory without
 values (`empty`), and operands of draws, since compilers merge draws from equal operands; values in regions of a
 checkpoint, merged with others of the same region only; values that share memory with a result, to which callers may
-write; and values with more bytes than any with a gradient, such as a mask of S x S, which would be kept for all layers.
-Bytes moved: none.
+write; and values with more bytes than any with a gradient, such as a mask of S x S, which would be kept for all layers,
+so that nothing is merged in a graph without gradients. Bytes moved: none.
 """
 
 from __future__ import annotations

@@ -13,12 +13,10 @@ kernel. The state is parameters, gradients and optimizer state. A choice is one 
 
 from __future__ import annotations
 
-import gc
 import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -28,6 +26,7 @@ from torch import nn
 
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.frames import CONTIGUOUS, LAYOUTS
+from sp_compile.lowering.base.garbage import reduce_collections
 from sp_compile.passes.capture.user_program import CapturedGraphs
 from sp_compile.passes.context import NoteKind
 from sp_compile.passes.cost.attention_cost import (
@@ -235,7 +234,7 @@ class StepPlanner:
                 continue
             configs_to_run = [(config.ranks, self._dry_run_options(**config.options)) for config in requested]
             try:
-                with checkpoint_layers(self.blocks if checkpoint else []), _reduce_gc():
+                with checkpoint_layers(self.blocks if checkpoint else []), reduce_collections(GC_THRESHOLD):
                     dry_runs = run_layers(self._dry_run(configs_to_run, checkpoint, self.per_weight), layers)
             except SpError as error:  # none of `requested` is possible
                 is_first_call = not self._steps and requested == list(configs)
@@ -280,7 +279,7 @@ class StepPlanner:
         strategy = next(strategy.name for strategy in attention_strategies() if strategy.always)
         cost = {**self.options["cost"], "memory": 1e18}  # so much that every attention fits
         config = SAMPLE_RANKS, self._dry_run_options(attention=strategy, layout="auto", cost=cost)
-        with _reduce_gc():
+        with reduce_collections(GC_THRESHOLD):
             run = self._dry_run([config], checkpoint=False, per_weight=None)
             (result,) = run_few_layers(run, similar_layers(self.model))
         count: dict[AttentionShape, float] = {}
@@ -442,19 +441,6 @@ class StepPlanner:
 
 
 PLAN_OPTIONS = "attention", "layout"  # options that a plan varies for each number of ranks
-
-
-@contextmanager
-def _reduce_gc() -> Iterator[None]:
-    """Make the garbage collector ignore existing objects and run rarely; it takes a fifth of a dry run otherwise."""
-    thresholds = gc.get_threshold()
-    gc.freeze()
-    gc.set_threshold(GC_THRESHOLD, *thresholds[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
-        gc.unfreeze()
 
 
 def _best_candidate(shape: AttentionShape, kind: str, layout: str, machine: Machine) -> Candidate | None:

@@ -1,9 +1,11 @@
-"""The progress line of long work: its delay, its text, and cases without it."""
+"""The progress line of long work: its delay, its text, and cases without it. Garbage collections during the work."""
 
 from __future__ import annotations
 
 import io
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -196,3 +198,25 @@ def test_work_inside_of_work_is_a_step_of_it(seen: list[str]) -> None:
         assert len(progress._active_lines) == 1
     set_step("nothing is going on")
     assert seen == ["outer: capture", "outer: a step"]
+
+
+def test_compilation_does_not_visit_old_objects() -> None:
+    """Objects of the program are collected again after it, and what it has frozen itself stays frozen."""
+    program = """
+import gc, torch, sp_compile
+counts = []
+def compiler(graph, inputs):
+    counts.append(gc.get_freeze_count())
+    return graph.forward
+x = torch.randn(1, 8, 4, 4)
+attention = lambda x: torch.nn.functional.scaled_dot_product_attention(x, x, x)
+run = torch.compile(attention, backend="sp", options={"compiler": compiler})
+run(x)
+assert counts[0] > 10_000 and gc.get_freeze_count() == 0, counts
+torch.compiler.reset()
+gc.freeze()
+frozen = gc.get_freeze_count()
+run(x)
+assert counts[1] <= frozen and gc.get_freeze_count() > 10_000, counts
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
