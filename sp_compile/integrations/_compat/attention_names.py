@@ -340,8 +340,8 @@ def _compute_masks_before(layer: torch.nn.Module) -> None:
 
     def run_with_masks(*args: Any, **kwargs: Any) -> Any:
         """Return the result of the layer's forward."""
-        args, kwargs = pytree.tree_map_only(MaskArguments, MaskArguments.compute_mask, (args, kwargs))
-        return forward(*args, **kwargs)
+        computed = {key: _compute_given_mask(value) for key, value in kwargs.items()}
+        return forward(*map(_compute_given_mask, args), **computed)
 
     name = _class_before_fsdp(layer).__name__
     run_with_masks.__code__ = CODES.setdefault(name, run_with_masks.__code__.replace(co_name=name))
@@ -359,3 +359,15 @@ def _with_parts(configs: Iterable[Any]) -> list[Any]:
         found.update((id(part), part) for part in new)
         pending += new
     return [*found.values()]
+
+
+def _compute_given_mask(value: Any) -> Any:
+    """Return the mask if an argument of a layer is `MaskArguments`, and a new dict if a dict has some.
+
+    Other arguments are returned as they are, since a layer may write to them, as to a cache.
+    """
+    if isinstance(value, MaskArguments):
+        return value.compute_mask()
+    if type(value) is dict and any(isinstance(mask, MaskArguments) for mask in value.values()):
+        return {key: _compute_given_mask(mask) for key, mask in value.items()}
+    return value
