@@ -165,7 +165,8 @@ def compute_masks_in_layers(model: torch.nn.Module, units: Iterable[torch.nn.Mod
     """Make the layers of a model of transformers compute their masks, if they are compiled separately.
 
     Otherwise the model computes a mask of S x S before its layers, and the mask is an input of each, on every rank.
-    The names of attention functions do not change, since the code of some models compares them.
+    The names of attention functions do not change, since the code of some models compares them. A mask function that
+    the user registers, before or after, is not replaced: it gets the same arguments as without this package.
 
     Args:
         model: The model, or a wrapper of one.
@@ -176,7 +177,8 @@ def compute_masks_in_layers(model: torch.nn.Module, units: Iterable[torch.nn.Mod
     """
     parts = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
     for name, function in MASK_FUNCTIONS.items():
-        AttentionMaskInterface.register(name, functools.partial(_delay_mask, function))
+        if AttentionMaskInterface()[name] is function:  # not a function of the user, nor the one registered here before
+            AttentionMaskInterface.register(name, functools.partial(_delay_mask, function))
     for config in (m.config for m in parts):
         if id(config) not in DELAYED:
             DELAYED[id(config)] = True

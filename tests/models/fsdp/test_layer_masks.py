@@ -182,6 +182,45 @@ def test_a_layer_writes_to_the_callers_arguments() -> None:
     assert layer({"full": mask, "window": None}, mask) == ({"full": 0, "window": None}, 0)
 
 
+@pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("name", ["sdpa", "eager"])
+def test_a_registered_mask_function_is_kept(name: str, is_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the user, for models that are prepared and others, eager and compiled: here the mask of a prefix."""
+    from transformers import masking_utils
+
+    from sp_compile.integrations._compat.attention_names import MASK_FUNCTIONS, compute_masks_in_layers
+
+    table = {**masking_utils.AttentionMaskInterface._global_mapping, **MASK_FUNCTIONS}
+    monkeypatch.setattr(masking_utils.AttentionMaskInterface, "_global_mapping", table)
+
+    def mask_prefix(*args: Any, **kwargs: Any) -> Tensor:
+        mask: Tensor = MASK_FUNCTIONS[name](*args, **{**kwargs, "allow_is_causal_skip": False}).clone()
+        mask[..., :4] = True if name == "sdpa" else 0.0
+        return mask
+
+    def read_loss(model: Any) -> Tensor:
+        loss: Tensor = model(input_ids=ids, labels=ids).loss
+        return loss.detach()
+
+    def prepare() -> None:
+        compute_masks_in_layers(prepared, [prepared.model.layers[0]])
+
+    torch.manual_seed(0)
+    user: Any = build("llama")
+    user.set_attn_implementation(name)
+    prepared, ids = copy.deepcopy(user), torch.arange(12)[None]
+    causal = read_loss(user)
+    if not is_first:
+        prepare()
+    masking_utils.AttentionMaskInterface.register(name, mask_prefix)
+    expected = read_loss(user)
+    assert abs(expected - causal) > 1e-4
+    prepare()
+    compiled = torch.compile(prepared, backend="eager")
+    for model in (user, prepared, compiled):
+        assert abs(read_loss(model) - expected) < LOSS
+
+
 CASES = [
     pytest.param("llama", "packed", False),
     pytest.param("eager", "packed", False),
