@@ -136,20 +136,22 @@ def first_frame(trace: str, code: CodeType, name: str) -> str:
 
 
 def first_called_frame(traces: list[str]) -> str:
-    """Return the outermost frame of the first of several stack traces, as "forward at folder/file.py:12".
+    """Return the outermost frame of a program outside of torch and this package, as "forward at folder/file.py:12".
 
-    Functions of this package that call the forward of a model are left out, and so is what else they compute.
+    Of several stack traces, the one with the fewest frames before such a frame is read. Traces without such a frame,
+    as of ops that functions of this package compute themselves, are read only if there are no others.
 
     Args:
         traces: The stack traces of the nodes of a program.
 
     Returns:
-        "" if no stack trace has a frame. If all frames are of torch or of this package, the first one.
+        "" if no stack trace has a frame. If all frames are of torch or of this package, the first one of a trace.
     """
     calls = [frames for frames in map(_FRAME.findall, traces) if frames]
     if not calls:
         return ""
-    frames = min(calls, key=_count_foreign)
+    reaching = [frames for frames in calls if _count_foreign(frames) < len(frames)]
+    frames = min(reaching or calls, key=_count_foreign)
     file, line, function, _ = frames[_count_foreign(frames) % len(frames)]  # the first one if all are foreign
     return f"{function} at {_short_path(file)}:{line}"
 

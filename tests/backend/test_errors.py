@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
 import sp_compile
-from sp_compile.lowering.base.errors import CaptureError
+from sp_compile.lowering.base.errors import CaptureError, first_called_frame
 from sp_compile.passes.capture import uncaptured
 from sp_compile.passes.capture.uncaptured import wrap_failures
 from sp_compile.runtime import compile_failure
@@ -282,6 +282,20 @@ def test_a_failure_inside_of_a_pass_has_the_users_line(monkeypatch: pytest.Monke
     match = r"SP213: .*AssertionError: broken, .*model.py:12: return x.cumsum\(1\)"
     with pytest.raises(CaptureError, match=match), wrap_failures():
         _fail_at(node)
+
+
+def test_a_program_is_named_by_a_frame_of_the_user() -> None:
+    """Also if other traces are shorter, and have frames of torch alone."""
+    own = ["/home/user/model.py", "/home/user/layers.py"]
+    torch_file = torch.nn.functional.__file__
+    inside, through, direct = (
+        "".join(f'  File "{file}", line {line}, in call\n    x\n' for line, file in enumerate(files, 1))
+        for files in ([torch_file] * 2, [torch_file] * 3 + own, [torch_file, *own])
+    )
+    assert first_called_frame([inside, through]) == "call at user/model.py:4"
+    assert first_called_frame([inside, through, direct]) == "call at user/model.py:2"
+    assert first_called_frame(["", inside]) == "call at nn/functional.py:1"
+    assert first_called_frame([""]) == ""
 
 
 def test_tests_see_a_failure_inside_of_a_pass() -> None:

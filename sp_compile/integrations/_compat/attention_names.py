@@ -165,7 +165,8 @@ def compute_masks_in_layers(model: torch.nn.Module, units: Iterable[torch.nn.Mod
     """Make the layers of a model of transformers compute their masks, if they are compiled separately.
 
     Otherwise the model computes a mask of S x S before its layers, and the mask is an input of each, on every rank.
-    The names of attention functions do not change, since the code of some models compares them.
+    The names of attention functions do not change, since the code of some models compares them. A mask function that
+    the user registers, before or after, is not replaced: it gets the same arguments as without this package.
 
     Args:
         model: The model, or a wrapper of one.
@@ -176,7 +177,8 @@ def compute_masks_in_layers(model: torch.nn.Module, units: Iterable[torch.nn.Mod
     """
     parts = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
     for name, function in MASK_FUNCTIONS.items():
-        AttentionMaskInterface.register(name, functools.partial(_delay_mask, function))
+        if AttentionMaskInterface()[name] is function:  # not a function of the user, nor the one registered here before
+            AttentionMaskInterface.register(name, functools.partial(_delay_mask, function))
     for config in (m.config for m in parts):
         if id(config) not in DELAYED:
             DELAYED[id(config)] = True
@@ -340,8 +342,8 @@ def _compute_masks_before(layer: torch.nn.Module) -> None:
 
     def run_with_masks(*args: Any, **kwargs: Any) -> Any:
         """Return the result of the layer's forward."""
-        args, kwargs = pytree.tree_map_only(MaskArguments, MaskArguments.compute_mask, (args, kwargs))
-        return forward(*args, **kwargs)
+        computed = {key: _compute_given_mask(value) for key, value in kwargs.items()}
+        return forward(*map(_compute_given_mask, args), **computed)
 
     name = _class_before_fsdp(layer).__name__
     run_with_masks.__code__ = CODES.setdefault(name, run_with_masks.__code__.replace(co_name=name))
@@ -359,3 +361,15 @@ def _with_parts(configs: Iterable[Any]) -> list[Any]:
         found.update((id(part), part) for part in new)
         pending += new
     return [*found.values()]
+
+
+def _compute_given_mask(value: Any) -> Any:
+    """Return the mask if an argument of a layer is `MaskArguments`, and a new dict if a dict has some.
+
+    Other arguments are returned as they are, since a layer may write to them, as to a cache.
+    """
+    if isinstance(value, MaskArguments):
+        return value.compute_mask()
+    if type(value) is dict and any(isinstance(mask, MaskArguments) for mask in value.values()):
+        return {key: _compute_given_mask(mask) for key, mask in value.items()}
+    return value

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -35,19 +37,28 @@ def batch_of(sizes: list[tuple[int, int]]) -> dict[str, Tensor]:
     return {**batch, "pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": types}
 
 
+@contextmanager
+def record_warnings() -> Iterator[list[str]]:
+    """Yield a list to which messages of Dynamo are added in the context."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("torch._dynamo")
+    logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
+
+
 def train(build: Any, checkpoint: bool) -> tuple[list[tuple[float, float, list[set[str]]]], list[str]]:
     """Return for each size the errors of loss and gradients, and the sp:: ops of the new graphs; messages of Dynamo."""
     new: list[set[str]] = []
-    messages: list[str] = []
 
     def compiler(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         """Record the ops."""
         new.append({str(node.target) for node in graph.graph.nodes if str(node.target).startswith("sp.")})
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
-
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("torch._dynamo").addHandler(handler)
 
     torch.manual_seed(0)
     transformers.logging.set_verbosity_error()
@@ -57,20 +68,20 @@ def train(build: Any, checkpoint: bool) -> tuple[list[tuple[float, float, list[s
         copy.deepcopy(single), mesh(), compiler=compiler, cost={}, checkpoint=checkpoint
     )
     found = []
-    for sizes in SIZES:
-        torch.manual_seed(1)
-        batch = batch_of(sizes)
-        single.zero_grad()
-        model.zero_grad()
-        new.clear()
-        expected = single(**batch).loss
-        expected.backward()
-        loss = model(**batch).loss
-        loss.backward()
-        pairs = zip(model.parameters(), single.parameters(), strict=True)
-        worst = max(0.0 if q.grad is None else float((p.grad.full_tensor() - q.grad).abs().max()) for p, q in pairs)
-        found.append((float((loss - expected).detach().abs()), worst, list(new)))
-    logging.getLogger("torch._dynamo").removeHandler(handler)
+    with record_warnings() as messages:
+        for sizes in SIZES:
+            torch.manual_seed(1)
+            batch = batch_of(sizes)
+            single.zero_grad()
+            model.zero_grad()
+            new.clear()
+            expected = single(**batch).loss
+            expected.backward()
+            loss = model(**batch).loss
+            loss.backward()
+            pairs = zip(model.parameters(), single.parameters(), strict=True)
+            worst = max(0.0 if q.grad is None else float((p.grad.full_tensor() - q.grad).abs().max()) for p, q in pairs)
+            found.append((float((loss - expected).detach().abs()), worst, list(new)))
     return found, messages
 
 

@@ -143,6 +143,84 @@ def test_layers_get_masks_of_the_selected_attention(name: str) -> None:
     assert torch.equal(torch.compile(make_mask, backend="eager", fullgraph=True)(config), make_mask(other))
 
 
+def test_a_layer_writes_to_the_callers_arguments() -> None:
+    """As to a cache that pytree can rebuild, of which the next token is computed."""
+    from sp_compile.integrations._compat.attention_names import (
+        MaskArguments,
+        _compute_masks_before,
+        compute_masks_in_layers,
+    )
+
+    class Cache(transformers.DynamicCache):  # type: ignore[misc, name-defined]
+        """A cache that pytree copies, as it does those of transformers once they can be exported."""
+
+    def rebuild(layers: Any, context: Any) -> Any:
+        cache = Cache()
+        cache.layers = [copy.copy(layer) for layer in layers]
+        return cache
+
+    def generate() -> list[int]:
+        options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        tokens: list[int] = model.generate(ids, cache=Cache(), use_cache=True, **options)[0].tolist()
+        return tokens
+
+    torch.utils._pytree.register_pytree_node(Cache, lambda cache: (list(cache.layers), None), rebuild)
+    torch.manual_seed(0)
+    model: Any = build("llama").eval()
+    for weight in model.parameters():
+        nn.init.normal_(weight, std=0.5)
+    ids = torch.arange(3, 15)[None]
+    expected = generate()
+    compute_masks_in_layers(model, [model.model.layers[0]])
+    assert generate() == expected
+
+    layer, given = nn.Module(), ([1], {"mask": None}, (2,))
+    layer.forward = lambda *args, **kwargs: (*args, *kwargs.values())  # type: ignore[method-assign]
+    _compute_masks_before(layer)
+    assert all(x is y for x, y in zip(layer(*given, states=given[0]), (*given, given[0]), strict=True))
+    mask = MaskArguments(int, {})
+    assert layer({"full": mask, "window": None}, mask) == ({"full": 0, "window": None}, 0)
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("name", ["sdpa", "eager"])
+def test_a_registered_mask_function_is_kept(name: str, is_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the user, for models that are prepared and others, eager and compiled: here the mask of a prefix."""
+    from transformers import masking_utils
+
+    from sp_compile.integrations._compat.attention_names import MASK_FUNCTIONS, compute_masks_in_layers
+
+    table = {**masking_utils.AttentionMaskInterface._global_mapping, **MASK_FUNCTIONS}
+    monkeypatch.setattr(masking_utils.AttentionMaskInterface, "_global_mapping", table)
+
+    def mask_prefix(*args: Any, **kwargs: Any) -> Tensor:
+        mask: Tensor = MASK_FUNCTIONS[name](*args, **{**kwargs, "allow_is_causal_skip": False}).clone()
+        mask[..., :4] = True if name == "sdpa" else 0.0
+        return mask
+
+    def read_loss(model: Any) -> Tensor:
+        loss: Tensor = model(input_ids=ids, labels=ids).loss
+        return loss.detach()
+
+    def prepare() -> None:
+        compute_masks_in_layers(prepared, [prepared.model.layers[0]])
+
+    torch.manual_seed(0)
+    user: Any = build("llama")
+    user.set_attn_implementation(name)
+    prepared, ids = copy.deepcopy(user), torch.arange(12)[None]
+    causal = read_loss(user)
+    if not is_first:
+        prepare()
+    masking_utils.AttentionMaskInterface.register(name, mask_prefix)
+    expected = read_loss(user)
+    assert abs(expected - causal) > 1e-4
+    prepare()
+    compiled = torch.compile(prepared, backend="eager")
+    for model in (user, prepared, compiled):
+        assert abs(read_loss(model) - expected) < LOSS
+
+
 CASES = [
     pytest.param("llama", "packed", False),
     pytest.param("eager", "packed", False),

@@ -227,7 +227,7 @@ def test_work_on_shards(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_positions_between_graphs() -> None:
-    """The method that computes positions of image tokens in Python is one graph break, and none without images."""
+    """The method that computes positions of image tokens in Python is at most one graph break."""
     model, _ = qwen25_vl(True)
     batch = tokens(4, 8)
     image = {
