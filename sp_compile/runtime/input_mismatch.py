@@ -104,9 +104,9 @@ def _value_error(
         error = _data_error(format_mismatch(f"{summary} batches ({_shorten_names(names)})", rows), has_shards)
     elif differing <= weights:
         # Unequal at the first call: other seeds or checkpoints. Later: the ranks have trained differently.
-        code, reason = ("SP635", "") if is_later else ("SP642", ", as with another seed on each")
-        summary = f"weights or buffers differ between ranks{reason} ({_shorten_names(names)})"
-        error = SpError(code, format_mismatch(summary, rows))
+        reason = "" if is_later else ", as with another seed on each"
+        cause = format_mismatch(f"weights or buffers differ between ranks{reason} ({_shorten_names(names)})", rows)
+        error = SpError("SP635", cause) if is_later else SpError("SP642", cause)
     else:
         error = SpError("SP633", format_mismatch(f"{summary} values", rows))
     if not compared.is_assumed:

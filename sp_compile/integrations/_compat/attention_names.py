@@ -119,34 +119,8 @@ class MaskArguments:
     def __len__(self) -> int:
         return len(self._compute_tensor())
 
-    def __eq__(self, other: object) -> Any:
-        return self._compute_tensor() == other
-
-    def __ne__(self, other: object) -> Any:
-        return self._compute_tensor() != other
-
-    def __invert__(self) -> Any:
-        return ~self._compute_tensor()
-
-    def __and__(self, other: Any) -> Any:
-        return self._compute_tensor() & other
-
-    def __or__(self, other: Any) -> Any:
-        return self._compute_tensor() | other
-
-    def __mul__(self, other: Any) -> Any:
-        return self._compute_tensor() * other
-
-    def __add__(self, other: Any) -> Any:
-        return self._compute_tensor() + other
-
-    def __rsub__(self, other: Any) -> Any:
-        return other - self._compute_tensor()
-
     def __hash__(self) -> int:
         return id(self)
-
-    __rand__, __ror__, __rmul__, __radd__ = __and__, __or__, __mul__, __add__
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -159,6 +133,18 @@ class MaskArguments:
         flags = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         mask: torch.Tensor = self.function(**{**self.arguments, **flags})
         return mask
+
+
+def _use_mask(operator: str) -> Callable[..., Any]:
+    """Return a method that calls the operator of the mask, such as "__lt__"."""
+    return lambda self, *others: getattr(self._compute_tensor(), operator)(*others)
+
+
+_REFLECTED = (
+    "and or xor add sub mul truediv floordiv mod pow matmul".split()
+)  # operators with a form for the second operand
+for _name in (*"eq ne lt le gt ge neg invert abs".split(), *_REFLECTED, *(f"r{name}" for name in _REFLECTED)):
+    setattr(MaskArguments, f"__{_name}__", _use_mask(f"__{_name}__"))
 
 
 def compute_masks_in_layers(model: torch.nn.Module, units: Iterable[torch.nn.Module]) -> None:

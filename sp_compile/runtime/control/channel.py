@@ -242,8 +242,7 @@ class ControlChannel:
         waited_for_message = 0.0 if place else waited  # ranks do not announce waits in collectives of the program
         absent = self._absent_ranks(waited_for_message)
         who = f"rank {', '.join(map(str, absent))}" if absent else "other ranks"
-        is_lost = any("Connection closed" in line or "Connection reset" in line for line in error_lines)
-        end = "lost the connection, as if a rank had exited," if is_lost else "timed out"
+        end = "lost the connection, as if a rank had exited," if "Connection closed" in str(error) else "timed out"
         timeout = f"{operation} and {end} after {waited:.0f} s"
         stop = f"rank {stopped.rank} stopped: {stopped.text}" if stopped.text else ""
         heading = f"{who} did not arrive: rank {dist.get_rank()} {timeout}{details}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -104,7 +105,11 @@ def test_code_may_use_the_mask_as_a_tensor() -> None:
     causal = torch.ones(5, 5, dtype=torch.bool).tril() & padding[:, None, None]
     assert copy.copy(mask).arguments is arguments
     assert len(mask) == 2
-    for operator in (lambda x: ~x, lambda x: 1.0 - x * 2.0, lambda x: x == 0, lambda x: x != 0, lambda x: 1.0 + x):
+    operators: list[Callable[[Any], Tensor]] = [
+        lambda x: ~x, lambda x: 1.0 - x * 2.0, lambda x: x == 0, lambda x: x != 0, lambda x: 1.0 + x, lambda x: x < 1,
+        lambda x: x >= 1, lambda x: x / 2, lambda x: x * 1.0 - 1, lambda x: x & x[:1], lambda x: causal ^ x,
+    ]  # fmt: skip
+    for operator in operators:
         assert torch.equal(operator(mask), operator(causal))
     for function in (read, torch.compile(read, backend="eager", fullgraph=True)):
         assert torch.equal(function(mask), read(causal))
