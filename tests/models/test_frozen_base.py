@@ -160,8 +160,9 @@ def test_adapters_in_bf16(ranks: Ranks, base: Callable[[Tensor], nn.Module]) -> 
 
 def test_a_linear_layer_of_keyword_arguments() -> None:
     x, w = torch.randn(2, 4), torch.randn(3, 4)
-    setattr(w, MARK, Subclass("Int8"))
-    found = call_with_subclass(torch.nn.functional.linear, (), {"input": x, "weight": w}, Subclass("Int8"))
+    subclass = Subclass("Int8", has_row_linear=True)
+    setattr(w, MARK, subclass)
+    found = call_with_subclass(torch.nn.functional.linear, (), {"input": x, "weight": w}, subclass)
     torch.testing.assert_close(found, x @ w.mT)
 
 
