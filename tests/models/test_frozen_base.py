@@ -227,6 +227,23 @@ def test_layers_in_4_bits_are_on_shards(nested: bool, kind: str) -> None:
     assert report.work.flops_share == 1
 
 
+@pytest.mark.parametrize("kind", ["LinearNF4", "LinearFP4"])
+def test_modules_named_like_a_function_of_torchao(kind: str) -> None:
+    """torchao has an autograd.Function LinearNF4, which has a stand-in; this module is one of bitsandbytes."""
+    bnb = pytest.importorskip("bitsandbytes")
+    model, x = packed(True, "nf4")
+    torch.manual_seed(0)
+    layer = getattr(bnb.nn, kind)(64, 64, bias=False, compute_dtype=torch.float32).requires_grad_(False)
+    model.bases[1] = layer.to("cpu")
+    torch._dynamo.reset()
+    counters.clear()
+    report = sp_compile.verify(model, x, sp=2)
+    assert report.worst < 2e-6
+    assert not report.fallbacks
+    assert report.work.flops_share == 1
+    assert not counters["graph_break"]
+
+
 @PACKED
 @pytest.mark.sampled(every=2)
 def test_layers_in_4_bits(ranks: Ranks, nested: bool, kind: str) -> None:

@@ -224,6 +224,8 @@ def _forward_4bit(module: Any, x: Tensor) -> Any:
 
 
 STAND_INS.register("matmul_4bit", KernelStandIn(_compute_4bit))
-STAND_INS.register("Linear4bit", KernelStandIn(_forward_4bit))
-STAND_INS.register("LinearNF4", KernelStandIn(_nf4_linear))
-STAND_INS.register("_Int8MixedPrecisionTrainingLinearFunction", KernelStandIn(_int8_linear))
+STAND_INS.register("Linear4bit", KernelStandIn(_forward_4bit, kind=torch.nn.Module))
+STAND_INS.register("LinearNF4", KernelStandIn(_nf4_linear, kind=torch.autograd.Function))
+STAND_INS.register(
+    "_Int8MixedPrecisionTrainingLinearFunction", KernelStandIn(_int8_linear, kind=torch.autograd.Function)
+)
