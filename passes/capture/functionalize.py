@@ -38,7 +38,7 @@ from . import view_inverses
 from .aliases import Aliases, node_storages
 
 aten = torch.ops.aten
-DATA_FIX = "Assign before the compiled model; load a base of bitsandbytes in 4 bits (load_in_4bit=True) in place of 8."
+DATA_FIX = "Assign before the compiled model, or write x.copy_(y). Replace a package's layer that assigns."
 RENORM_BEFORE = "Omit max_norm, and call torch.embedding_renorm_ under no_grad before the compiled model."
 COMPLEX_ERROR = {aten.silu_.default: "x * x.sigmoid()"}  # wrong gradient of complex inputs -> replacement
 

@@ -5,10 +5,10 @@
     LigerFusedLinearCrossEntropyFunction.apply(...)                  ->  F.linear, F.cross_entropy
 
 Dynamo does not trace such functions, so that a program with one would be cut into graphs. A function, a
-`torch.autograd.Function`, or a module whose forward is replaced, is found by its name and by the name of its package,
-or of a build on a hub. transformers wraps these functions, together with one in plain torch for environments without
-the package; a wrapper is found by the name of the function that it wraps. Modules are searched before each compilation,
-once each.
+`torch.autograd.Function`, or a module whose forward is replaced, is found by its kind, its name and the name of its
+package, or of a build on a hub. transformers wraps these functions, together with one in plain torch for environments
+without the package; a wrapper is found by the name of the function that it wraps. Modules are searched before each
+compilation, once each.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sp_compile.lowering.scan.attention_kernels import KERNELS, register_kernel
 
 from .stand_ins import loss_stand_ins, quantized_linears, state_space_stand_ins  # noqa: F401  (fill the table)
 from .stand_ins.image_stand_ins import replace_methods
-from .stand_ins.kernel_stand_ins import DOCUMENTS, STAND_INS, make_stand_in
+from .stand_ins.kernel_stand_ins import DOCUMENTS, has_stand_in, make_stand_in
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def _kernel_functions(module: ModuleType) -> Iterator[tuple[str, FunctionType, b
             if wrapped is None and not _is_kernel_package(function.__module__ or ""):
                 continue
             name = wrapped or function.__name__
-            if name in STAND_INS:
+            if has_stand_in(name, FunctionType):
                 yield name, function, wrapped is not None
 
 
@@ -131,12 +131,12 @@ def _replace_class(cls: Any) -> None:
     """Make Dynamo trace stand-ins of a class of a package, if there are any; does nothing if it does so already."""
     if cls in _replaced:
         return
-    if issubclass(cls, torch.autograd.Function) and cls.__name__ in STAND_INS:
+    if issubclass(cls, torch.autograd.Function) and has_stand_in(cls.__name__, torch.autograd.Function):
         _replaced.add(cls)
         _replace_apply(cls)
     elif not issubclass(cls, torch.nn.Module):
         return
-    elif cls.__name__ in STAND_INS:
+    elif has_stand_in(cls.__name__, torch.nn.Module):
         _replaced.add(cls)
         _replace_forward(cls)
     elif cls.__name__ in DISABLED_MODULES:

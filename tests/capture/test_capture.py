@@ -123,6 +123,13 @@ def test_error_of_a_view_or_write_names_the_line(f: Callable[..., Any], line: st
     assert f"{code}: " in str(caught.value)
 
 
+def test_advice_on_assignments_names_no_package() -> None:
+    compiled, _ = compile_function(assign_data)
+    with pytest.raises(Exception, match=r"SP223.*x\.copy_\(y\)") as caught:
+        compiled(torch.randn(4, 8, requires_grad=True))
+    assert "bitsandbytes" not in str(caught.value)
+
+
 def test_refuses_a_changed_input_that_overlaps_another() -> None:
     def f(x, y):
         x.add_(1)

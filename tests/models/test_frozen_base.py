@@ -160,8 +160,9 @@ def test_adapters_in_bf16(ranks: Ranks, base: Callable[[Tensor], nn.Module]) -> 
 
 def test_a_linear_layer_of_keyword_arguments() -> None:
     x, w = torch.randn(2, 4), torch.randn(3, 4)
-    setattr(w, MARK, Subclass("Int8"))
-    found = call_with_subclass(torch.nn.functional.linear, (), {"input": x, "weight": w}, Subclass("Int8"))
+    subclass = Subclass("Int8", has_row_linear=True)
+    setattr(w, MARK, subclass)
+    found = call_with_subclass(torch.nn.functional.linear, (), {"input": x, "weight": w}, subclass)
     torch.testing.assert_close(found, x @ w.mT)
 
 
@@ -224,6 +225,23 @@ def test_layers_in_4_bits_are_on_shards(nested: bool, kind: str) -> None:
     assert report.worst < 2e-6
     assert not report.fallbacks
     assert report.work.flops_share == 1
+
+
+@pytest.mark.parametrize("kind", ["LinearNF4", "LinearFP4"])
+def test_modules_named_like_a_function_of_torchao(kind: str) -> None:
+    """torchao has an autograd.Function LinearNF4, which has a stand-in; this module is one of bitsandbytes."""
+    bnb = pytest.importorskip("bitsandbytes")
+    model, x = packed(True, "nf4")
+    torch.manual_seed(0)
+    layer = getattr(bnb.nn, kind)(64, 64, bias=False, compute_dtype=torch.float32).requires_grad_(False)
+    model.bases[1] = layer.to("cpu")
+    torch._dynamo.reset()
+    counters.clear()
+    report = sp_compile.verify(model, x, sp=2)
+    assert report.worst < 2e-6
+    assert not report.fallbacks
+    assert report.work.flops_share == 1
+    assert not counters["graph_break"]
 
 
 @PACKED

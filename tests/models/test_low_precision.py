@@ -15,6 +15,7 @@ from support.ranks import Ranks, mesh
 from torch import Tensor, nn
 
 import sp_compile
+from sp_compile.passes.capture.stand_ins.quantized_linears import MARK, mark_subclass
 
 torchao = pytest.importorskip("torchao")
 
@@ -146,6 +147,44 @@ def test_scales_of_inputs(granularity: str, is_split: bool, caplog: pytest.LogCa
         found = torch.compile(model, backend="sp", options={"compiler": "aot_eager", "cost": {}})(x)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
     assert ("SP229" in caplog.text) != is_split
+
+
+@pytest.mark.parametrize(("dim", "is_scaled"), [(-1, False), (0, True), (None, False)])
+def test_scales_over_rows(dim: int | None, is_scaled: bool) -> None:
+    """`PerRow(dim=0)` has a scale for each column, of all rows."""
+    from torchao.quantization import Float8Tensor
+    from torchao.quantization.granularity import PerRow
+    from torchao.quantization.quantize_.workflows import QuantizeTensorToFloat8Kwargs
+
+    settings = None if dim is None else QuantizeTensorToFloat8Kwargs(granularity=PerRow(dim=dim))
+    weight = Float8Tensor.from_hp(torch.randn(WIDTH, WIDTH), act_quant_kwargs=settings)
+    mark = getattr(mark_subclass(torch.empty(WIDTH, WIDTH), weight), MARK)
+    assert mark.has_row_linear
+    assert mark.is_scaled_by_all_rows == is_scaled
+
+
+def test_an_observer_reads_all_rows() -> None:
+    from torchao.prototype.gptq.observer import GPTQObserverTensor
+
+    weight = GPTQObserverTensor.from_hp(torch.randn(WIDTH, WIDTH))
+    assert not getattr(mark_subclass(torch.empty(WIDTH, WIDTH), weight), MARK).has_row_linear
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_a_class_that_may_read_all_rows_runs_whole(recipe: str) -> None:
+    """This class computes float8 products in F.linear, tensorwise with scales of all rows; half of them are large."""
+    from torchao.prototype.moe_training.config import Float8TrainingOpConfig
+    from torchao.prototype.moe_training.tensor import Float8TrainingWeightWrapperTensor
+
+    torch.manual_seed(0)
+    model, x = Attention(), torch.randn(1, 64, WIDTH)
+    config = Float8TrainingOpConfig(out_dtype=torch.float32, float8_linear_recipe=recipe)
+    for layer in (model.qkv, model.out):
+        layer.weight = nn.Parameter(Float8TrainingWeightWrapperTensor(layer.weight.detach(), config))
+    x[:, :32] *= 100
+    report = sp_compile.verify(model, x.requires_grad_(), sp=2)
+    assert report.worst < ROUNDING
+    assert report.fallbacks
 
 
 def _compare_all(kinds: list[str]) -> list[Outcome]:

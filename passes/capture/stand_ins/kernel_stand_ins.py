@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -40,9 +41,18 @@ class KernelStandIn(NamedTuple):
 
     compute: Callable[..., Any]  # the function; its result is NotImplemented for values that it does not support
     options: frozenset[str] = frozenset()  # names that it accepts beyond its signature
+    kind: type = FunctionType  # what is replaced: a function, `autograd.Function` (its `apply`) or a Module (`forward`)
 
 
 STAND_INS: Table[KernelStandIn] = Table("stand-ins of kernel functions")
+
+
+def has_stand_in(name: str, kind: type) -> bool:
+    """Return True if the table has a stand-in of this name and kind.
+
+    Packages give one name to different things: torchao's LinearNF4 is an autograd.Function, bitsandbytes' a module.
+    """
+    return name in STAND_INS and STAND_INS[name].kind is kind
 
 
 class ArgumentNames(NamedTuple):

@@ -216,7 +216,8 @@ for _name, _compute, _options in (
     ("LigerFusedLinearCrossEntropyFunction", _linear_cross_entropy, CROSS_ENTROPY_OPTIONS | {"use_token_scaling"}),
     ("LigerCrossEntropyFunction", _cross_entropy_of_logits, CROSS_ENTROPY_OPTIONS | {"weight"}),
     ("FusedLinearCrossEntropyFunction", _linear_cross_entropy_of_fla, frozenset[str]()),
-    ("linear_cross_entropy", _cut_cross_entropy, frozenset[str]()),
-    ("_use_triton", _selects_rows, frozenset[str]()),
 ):
-    STAND_INS.register(_name, KernelStandIn(_compute, _options))
+    STAND_INS.register(_name, KernelStandIn(_compute, _options, torch.autograd.Function))
+
+STAND_INS.register("linear_cross_entropy", KernelStandIn(_cut_cross_entropy))
+STAND_INS.register("_use_triton", KernelStandIn(_selects_rows))

@@ -24,13 +24,25 @@ from sp_compile.lowering.torch_compat import pytree
 from .kernel_stand_ins import STAND_INS, KernelStandIn
 
 MARK = "sp_subclass"  # attribute of the plain fake of an input of a tensor subclass: a Subclass
+NO_WEIGHT = "a tensor subclass, which is supported as the weight of a linear layer only"
 # Linear layers whose gradients are quantized with scales of all rows, by the name of the weight's class.
 SCALED_LINEARS: dict[str, Callable[[Tensor, Tensor, Tensor | None, Any], Any]] = {
     "Int8MixedPrecisionTrainingLinearWeight": trace_int8_linear
 }
-
-
 CAST_WEIGHT = "Float8TrainingTensor"  # the class of a weight that FSDP has cast to float8 before gathering it
+# Classes of weights, by package, whose linear layer computes each row of its result, and of the gradient of its input,
+# from the same row alone; the gradient of the weight is a sum over rows. Settings of `_is_scaled_by_all_rows` except
+# some weights. The method of any other class may read all rows, for a scale or a statistic, so it runs unsplit.
+ROW_LINEARS: dict[str, frozenset[str]] = {
+    "torchao": frozenset(
+        f"""
+        {CAST_WEIGHT} Int8QuantizedTrainingLinearWeight Int8MixedPrecisionTrainingLinearWeight
+        BitNetTrainingLinearWeight BitNetPacked2bitLinearWeight
+        AffineQuantizedTensor NF4Tensor Float8Tensor MXTensor NVFP4Tensor Int8Tensor IntxUnpackedToInt8Tensor
+        Int4Tensor Int4PlainInt32Tensor Int4PreshuffledTensor Int4TilePackedTo4dTensor Int4OpaqueTensor
+        """.split()
+    )
+}
 
 
 class Subclass(NamedTuple):
@@ -38,6 +50,7 @@ class Subclass(NamedTuple):
 
     name: str  # of the class
     config: Any = None  # settings of a layer of `SCALED_LINEARS`
+    has_row_linear: bool = False  # the class is one of `ROW_LINEARS`
     is_scaled_by_all_rows: bool = False  # see `_is_scaled_by_all_rows`
     has_views: bool = True  # False if sums of the gradient over ranks are impossible, see `_has_views`
 
@@ -45,7 +58,9 @@ class Subclass(NamedTuple):
 def mark_subclass(fake: Tensor, x: Tensor) -> Tensor:
     """Mark the fake of an input as that of a tensor subclass, such as a quantized weight; return it."""
     config = x.config if _has_scaled_linear(type(x)) else None
-    setattr(fake, MARK, Subclass(type(x).__name__, config, _is_scaled_by_all_rows(x), _has_views(x)))
+    package, name = type(x).__module__.split(".")[0], type(x).__name__
+    has_row_linear = name in ROW_LINEARS.get(package, ())
+    setattr(fake, MARK, Subclass(name, config, has_row_linear, _is_scaled_by_all_rows(x), _has_views(x)))
     return fake
 
 
@@ -81,7 +96,7 @@ def _has_scaled_linear(cls: type) -> bool:
 
 
 def _is_scaled_by_all_rows(x: Tensor) -> bool:
-    """Return True for a weight whose linear layer casts its input with one scale for all rows.
+    """Return True for a weight whose linear layer casts its input with scales that several rows share.
 
     A rank has some of the rows. torchao computes the scale in each call (`act_quant_kwargs`), unless the weight stores
     a fixed one (`act_quant_scale`).
@@ -93,8 +108,10 @@ def _is_scaled_by_all_rows(x: Tensor) -> bool:
         return True
     granularity: Any = getattr(settings, "granularity", None)
     if type(granularity).__name__ == "PerBlock":
-        return bool(granularity.block_size[0] != 1)
-    return granularity is not None and type(granularity).__name__ not in ("PerRow", "PerToken", "PerGroup")
+        return any(size != 1 for size in granularity.block_size[:-1])
+    if type(granularity).__name__ == "PerRow":  # `dim` is the dim that shares a scale
+        return bool(getattr(granularity, "dim", -1) != -1)
+    return granularity is not None and type(granularity).__name__ not in ("PerToken", "PerGroup")
 
 
 def find_subclass(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Subclass | None:
@@ -104,7 +121,7 @@ def find_subclass(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Subclass | N
 
 
 def call_with_subclass(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], subclass: Subclass) -> Any:
-    """Run a call with an operand of a tensor subclass: a linear layer, whose rows are independent of each other.
+    """Run a call with an operand of a tensor subclass: a linear layer whose rows are independent of each other.
 
     Args:
         target: The function.
@@ -113,8 +130,8 @@ def call_with_subclass(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         subclass: The mark of the operand.
 
     Raises:
-        CaptureError: It is another call, which may depend on how the class stores its values, or the layer computes a
-            scale of all rows.
+        CaptureError: It is another call, which may depend on how the class stores its values, or the layer reads all
+            rows, or may do so.
     """
     if target == "t" and subclass.name == CAST_WEIGHT:
         transposed = args[0].t()
@@ -129,19 +146,29 @@ def call_with_subclass(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     is_weight = is_linear and not hasattr(args[0] if args else kwargs["x"], MARK)  # the input is a plain tensor
     if is_weight and subclass.config is not None:
         return _call_scaled_linear(subclass, *args, **kwargs)
-    if is_weight and subclass.has_views and not subclass.is_scaled_by_all_rows:
+    has_independent_rows = subclass.has_row_linear and not subclass.is_scaled_by_all_rows
+    if is_weight and subclass.has_views and has_independent_rows:
         return torch.ops.sp.subclass_linear(*args, **kwargs)
-    reason = "a tensor subclass, which is supported as the weight of a linear layer only"
-    fix: str | None = None
-    if is_weight and not subclass.has_views:
-        reason, fix = (
+    reason, fix = _describe_refusal(subclass) if is_weight else (NO_WEIGHT, None)
+    raise CaptureError("SP229", f"{getattr(target, '__name__', target)} reads a {subclass.name}, {reason}.", fix)
+
+
+def _describe_refusal(subclass: Subclass) -> tuple[str, str]:
+    """Return why a linear layer with a weight of a subclass runs unsplit, and what to change."""
+    if not subclass.has_row_linear:
+        return (
+            "a weight of a class whose linear layer may read all rows, of which a rank has only some",
+            "Use one of the quantizations of docs/tiles.md, or dequantize the weight before the compiled model.",
+        )
+    if not subclass.has_views:
+        return (
             "a weight with a gradient, whose class implements no views",
             "Dequantize the weight before the compiled model.",
         )
-    elif is_weight:
-        reason = "a weight with which inputs are cast by one scale of all rows, of which a rank has only some"
-        fix = "Quantize with a scale for each row (granularity=PerRow()), or dequantize the weight."
-    raise CaptureError("SP229", f"{getattr(target, '__name__', target)} reads a {subclass.name}, {reason}.", fix)
+    return (
+        "a weight with which inputs are cast by scales of several rows, of which a rank has only some",
+        "Quantize with a scale for each row (granularity=PerRow()), or dequantize the weight.",
+    )
 
 
 def _call_scaled_linear(subclass: Subclass, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Any:
@@ -197,6 +224,8 @@ def _forward_4bit(module: Any, x: Tensor) -> Any:
 
 
 STAND_INS.register("matmul_4bit", KernelStandIn(_compute_4bit))
-STAND_INS.register("Linear4bit", KernelStandIn(_forward_4bit))
-STAND_INS.register("LinearNF4", KernelStandIn(_nf4_linear))
-STAND_INS.register("_Int8MixedPrecisionTrainingLinearFunction", KernelStandIn(_int8_linear))
+STAND_INS.register("Linear4bit", KernelStandIn(_forward_4bit, kind=torch.nn.Module))
+STAND_INS.register("LinearNF4", KernelStandIn(_nf4_linear, kind=torch.autograd.Function))
+STAND_INS.register(
+    "_Int8MixedPrecisionTrainingLinearFunction", KernelStandIn(_int8_linear, kind=torch.autograd.Function)
+)
