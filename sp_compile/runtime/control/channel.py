@@ -239,8 +239,7 @@ class ControlChannel:
         error_lines = str(error or "").splitlines()
         details = (f", in {place}" if place else "") + (f"\n{error_lines[0][:200]}" if error_lines else "")
         operation = " ".join(_operation_and_line(message)).strip()
-        waited_for_message = 0.0 if place else waited  # ranks do not announce waits in collectives of the program
-        absent = self._absent_ranks(waited_for_message)
+        absent = self._absent_ranks(0.0 if place else waited)  # ranks do not announce waits in a program's collectives
         who = f"rank {', '.join(map(str, absent))}" if absent else "other ranks"
         end = "lost the connection, as if a rank had exited," if "Connection closed" in str(error) else "timed out"
         timeout = f"{operation} and {end} after {waited:.0f} s"
