@@ -241,7 +241,7 @@ class ControlChannel:
         operation = " ".join(_operation_and_line(message)).strip()
         absent = self._absent_ranks(0.0 if place else waited)  # ranks do not announce waits in a program's collectives
         who = f"rank {', '.join(map(str, absent))}" if absent else "other ranks"
-        end = "lost the connection, as if a rank had exited," if "Connection closed" in str(error) else "timed out"
+        end = "lost the connection, as if a rank had exited," if isinstance(error, ConnectionError) else "timed out"
         timeout = f"{operation} and {end} after {waited:.0f} s"
         stop = f"rank {stopped.rank} stopped: {stopped.text}" if stopped.text else ""
         heading = f"{who} did not arrive: rank {dist.get_rank()} {timeout}{details}"
