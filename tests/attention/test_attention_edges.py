@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from support.capturing import simulating
 from support.models import Decoder, check, floats, rotated, seeded, tokens
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -132,6 +133,32 @@ def test_heads_that_broadcast(attention: str, heads: str) -> None:
         return F.scaled_dot_product_attention(*HEADS[heads](q, k, v), is_causal=True)
 
     check(seeded(lambda: Decoder(attend)), tokens(LENGTH), sp=4, attention=attention)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_heads_of_a_symbolic_size(ranks: int) -> None:
+    """No exchange of heads: 4 * (32 // size) for queries equals 8 * (16 // size) for keys for some sizes only."""
+
+    class OfAnySize(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(8, width) for width in (32, 16, 16))
+
+        def forward(self, x: Tensor, size: int) -> Tensor:
+            q, k, v = (f(x).view(1, LENGTH, -1, size).transpose(1, 2) for f in (self.q, self.k, self.v))
+            q, k, v = q.repeat(1, 4, 1, 1), k.repeat(1, 8, 1, 1), v.repeat(1, 8, 1, 1)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+    torch._dynamo.reset()
+    model, x = seeded(OfAnySize), floats(1, LENGTH, 8)
+    compiled = torch.compile(model, backend=simulating(ranks, [], cost={}), dynamic=True)
+    with torch.no_grad():
+        for size in (4, 8):
+            torch.testing.assert_close(compiled(x, size), model(x, size), rtol=1e-9, atol=1e-9)
+    torch._dynamo.reset()
+    requested = torch.compile(model, backend=simulating(2, [], cost={}, attention="ulysses"), dynamic=True)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"SP402.*not proved to be multiples"):
+        requested(x, 4)
 
 
 @pytest.mark.parametrize("op", ["ring", "gathered", "masked"])

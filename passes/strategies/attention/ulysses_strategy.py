@@ -32,11 +32,11 @@ from sp_compile.passes.cost.attention_cost import AttentionShape, Candidate, Str
 from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.node_info import node_info
-from sp_compile.passes.graph.sizes import Size, as_sizes, is_divisor, is_same_size
+from sp_compile.passes.graph.sizes import Size, as_sizes, exact_quotient, is_divisor, is_same_size
 from sp_compile.passes.sharding.attention_axes import ATTENTION
 from sp_compile.passes.sharding.placement import Demand, Placement, Shard
 
-from .base import SEQUENCE_FROM_END, AttentionPass, register_strategy, sequence_shard
+from .base import SEQUENCE_FROM_END, AttentionPass, head_counts, register_strategy, sequence_shard
 
 sp, aten = torch.ops.sp, torch.ops.aten
 HEADS_FROM_END = -3
@@ -77,6 +77,8 @@ class AttendWithUlysses(AttentionPass):
             have = self.plan.of(operand)
             if isinstance(have, Shard) and sequence_shard(self.plan, call, i) is None:
                 return f"{operand.name} is sharded on dim {have.dim}, not on its sequence"
+        if _fewest_heads(call) is None:  # one frame cannot split them: 64 // s heads of q and 2 * (32 // s) of k
+            return f"the numbers of heads {head_counts(call)} are not proved to be multiples of one of them"
         return None
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
@@ -170,9 +172,9 @@ class AttendWithUlysses(AttentionPass):
                 moved[x] = have
         groups = _group_by_frame(moved)
         # The heads of q, k and v are split by one frame, in which the operand with the fewest heads has one head per
-        # position and another has several: with 8 heads of q and 2 of k, a position is 1 head of k and 4 of q. A
-        # symbolic number of heads is not compared and counts as the fewest.
-        heads = min((call.shape(i)[HEADS_FROM_END] for i in range(3)), key=lambda h: h if isinstance(h, int) else 0)
+        # position and another has several: with 8 heads of q and 2 of k, a position is 1 head of k and 4 of q.
+        heads = _fewest_heads(call)
+        assert heads is not None, call.node  # see `_unsupported_reason`
         heads_dim = (HEADS_FROM_END, (1, heads, 0, heads))
         exchanged: dict[Node, Node] = {}
         with self.graph.inserting_before(node):
@@ -231,6 +233,12 @@ class AttendWithUlysses(AttentionPass):
         values = [x.meta["val"] for x in operands]
         results = self.emit(sp.all_to_all.default, args, values, node)
         return [self.emit(operator.getitem, (results, i), value, node) for i, value in enumerate(values)]
+
+
+def _fewest_heads(call: OpCall) -> Size | None:
+    """Return the number of heads of q, k or v of which all three are provably multiples; None if there is none."""
+    counts = head_counts(call)
+    return next((fewest for fewest in counts if all(exact_quotient(n, fewest) is not None for n in counts)), None)
 
 
 def _group_by_frame(moved: dict[Node, Shard]) -> list[list[Node]]:
