@@ -157,7 +157,7 @@ def test_heads_of_a_symbolic_size(ranks: int) -> None:
             torch.testing.assert_close(compiled(x, size), model(x, size), rtol=1e-9, atol=1e-9)
     torch._dynamo.reset()
     requested = torch.compile(model, backend=simulating(2, [], cost={}, attention="ulysses"), dynamic=True)
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"SP402.*not proved to be multiples"):
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"SP402"):
         requested(x, 4)
 
 
