@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 from sp_compile.lowering.torch_compat import enter_autocast, exit_autocast, pytree, storage_of
 from sp_compile.passes.base import Pass
 from sp_compile.passes.context import PassContext
+from sp_compile.passes.graph.edit import REGION_META
 from sp_compile.passes.graph.mutation import is_mutation, is_pure
 from sp_compile.passes.graph.node_info import META_KEY
 from sp_compile.passes.graph.rank_rng import is_random
@@ -34,8 +35,6 @@ UNINITIALIZED = frozenset(
     for name in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
     for overload in getattr(torch.ops.aten, name).overloads()
 )
-# Keys of `node.meta` that checkpoint regions set; the compiler computes such values again in the backward.
-_REGION_META = ("recompute", "ac_graph_id", "custom")
 
 
 class MergeRepeats(Pass):
@@ -83,4 +82,4 @@ def _call_key(node: Node) -> tuple[Any, ...]:
     """Return a hashable value that is equal for equal calls in the same region of a checkpoint; 1 and 1.0 differ."""
     leaves, structure = pytree.tree_flatten((node.args, node.kwargs))
     arguments = tuple((type(x), x if isinstance(x, Node) else repr(x)) for x in leaves)
-    return node.target, structure, arguments, *(repr(node.meta.get(key)) for key in _REGION_META)
+    return node.target, structure, arguments, *(repr(node.meta.get(key)) for key in REGION_META)

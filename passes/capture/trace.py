@@ -21,7 +21,7 @@ from sp_compile.lowering import torch_compat
 from sp_compile.lowering.base.errors import CaptureError, SpError, node_line
 from sp_compile.lowering.scaled_linear import trace_scaled_linear
 from sp_compile.lowering.torch_compat import FakeTensorMode, active_tracer, make_fx, pytree
-from sp_compile.passes.graph.edit import INHERITED_META
+from sp_compile.passes.graph.edit import INHERITED_META, REGION_META
 from sp_compile.passes.graph.modes import disable_autocast
 
 from .regions import inline_regions
@@ -201,7 +201,7 @@ class _TracingInterpreter(Interpreter):
         """
         forward, backward, *operands = args
         # Tags of a checkpoint around the call, which also apply to the ops of the forward.
-        tags = {k: v for k, v in get_current_meta().items() if k in ("recompute", "ac_graph_id", "custom")}
+        tags = {k: v for k, v in get_current_meta().items() if k in REGION_META}
         with torch_compat.suspend_trace(self.fake_mode):  # the ops inside are no nodes of the outer trace
             out = target(*args, **kwargs)
             leaves = _make_leaves(operands)

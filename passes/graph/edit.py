@@ -19,8 +19,10 @@ from .mutation import is_pure
 from .sizes import Size, SizeBuilder, is_same_shape
 
 aten = torch.ops.aten
+# keys of `node.meta` that regions set, such as a checkpoint, whose values the compiler computes again in the backward
+REGION_META = ("recompute", "ac_graph_id", "custom")
 # keys of `node.meta` that a new node inherits from the node that it replaces
-INHERITED_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "recompute", "ac_graph_id", "custom")
+INHERITED_META = ("stack_trace", "nn_module_stack", "source_fn_stack", *REGION_META)
 
 
 class GraphEditor:
