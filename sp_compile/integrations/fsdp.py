@@ -165,17 +165,23 @@ def _checkpointed_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _trace_embedding(embedding: torch.nn.Embedding) -> None:
-    """Replace the forward of an embedding that is a unit of FSDP by a function that torch.compile traces.
+    """Replace the forward of an embedding by a function that torch.compile traces as a graph of its own.
 
-    Dynamo would skip the forward itself, as code of `torch.nn`, and run it eagerly on full rows. It traces `embed`,
-    which is code of this package. The graph of the embedding has no attention, from which its sequence would follow.
-    The caller therefore names the argument `embedded_ids` in the option `seq_dims`.
+    Dynamo would skip the forward of a unit of FSDP, as code of `torch.nn`, and run it eagerly on full rows. It traces
+    `embed`, which is code of this package. The graph of the embedding has no attention, from which its sequence would
+    follow. The caller therefore names the argument `embedded_ids` in the option `seq_dims`. An embedding that is a part
+    of a unit, such as one with a tied head, is called by a function at which the graph of that unit ends.
     """
     forward = type(embedding).forward
 
-    @functools.wraps(embedding.forward)
     def embed(embedded_ids: torch.Tensor) -> Any:
         """Return the embeddings of ids, whose last dim is the sequence."""
         return forward(embedding, embedded_ids)
 
-    embedding.forward = embed  # type: ignore[method-assign]
+    @torch.compiler.disable(recursive=False)
+    def end_graph_and_embed(embedded_ids: torch.Tensor) -> Any:
+        """Return the embeddings of ids; a graph starts here, or in `embed` if Dynamo skips this function."""
+        return embed(embedded_ids)
+
+    run = embed if isinstance(embedding, FSDPModule) else end_graph_and_embed
+    embedding.forward = functools.wraps(embedding.forward)(run)  # type: ignore[method-assign]
