@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from measuring.attention_ranks import Case, cases, work
 from measuring.counting import Counts
-from measuring.tables import markdown, processor
+from measuring.tables import commit, markdown, processor
 
 RESULTS = Path(__file__).parent / "results" / "attention_cpu.md"
 TARGETS = {"ulysses": 1.05, "ring": 1.15, "gather": 1.10}
@@ -97,6 +97,7 @@ def hand_table(found: list[dict]) -> Table:
 def report(args: argparse.Namespace, tables: list[Table]) -> str:
     facts = [
         f"- {date.today()}, {processor()}, {os.cpu_count()} logical CPUs; all ranks share one, with one thread each",
+        f"- commit {commit()}",
         f"- torch {torch.__version__}, Python {platform.python_version()}, {platform.system()} {platform.release()}",
         f"- `python benchmarks/attention.py {' '.join(sys.argv[1:])}".rstrip() + "`",
         f"- S = {args.seq}, {args.heads} heads of {args.head_dim}, batch 1, float32, causal; {args.rounds} rounds",

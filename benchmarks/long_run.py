@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from measuring.gloo_ranks import joined
-from measuring.tables import markdown, processor
+from measuring.tables import commit, markdown, processor
 from rich.console import Console
 from rich.table import Table
 from torch._dynamo.utils import counters
@@ -90,7 +90,7 @@ def main() -> None:
     Console().print(table)
     about = [
         "# A long run",
-        f"- {time.strftime('%Y-%m-%d')}, {processor()}; torch {torch.__version__}",
+        f"- {time.strftime('%Y-%m-%d')}, {processor()}; torch {torch.__version__}; commit {commit()}",
         f"- `python benchmarks/long_run.py --ranks {given.ranks} --steps {given.steps} --lengths {given.lengths}`: "
         f"{time.monotonic() - begun:.0f} s",
     ]

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from compare import memory_table, run_alone, run_ranks
 from measuring import shards
 from measuring.steps import CASES, compare
-from measuring.tables import markdown, processor
+from measuring.tables import commit, markdown, processor
 from measuring.tiled_variants import VOCAB, Run, compared, compile_seconds, growth
 from train_lm import parse_args
 
@@ -99,7 +99,7 @@ def tiles_of_peers(console: Console, given: argparse.Namespace) -> None:
         table = compared(Run(given.tokens, given.tiles, ranks, given.repeats, given.only))
         console.print(title, table)
         command = f"--tiles {given.tiles} --tokens {given.tokens} --ranks {ranks} --repeats {given.repeats}"
-        about = f"`python benchmarks/memory.py {command}`, {date.today()}, {processor()}"
+        about = f"`python benchmarks/memory.py {command}`, {date.today()}, {processor()}, commit {commit()}"
         _, *others = path.read_text().split("\n## ") if path.exists() else [""]
         others = [text.strip() for text in others if not text.startswith(f"{title}\n")]
         sections = [*others, f"{title}\n\n{about}\n\n{markdown(table)}"]
@@ -120,7 +120,7 @@ therefore larger than the number of tiles.
 
 
 def growing(console: Console) -> None:
-    text = GROWTH.format(about=f"{date.today()}, {processor()}")
+    text = GROWTH.format(about=f"{date.today()}, {processor()}, commit {commit()}")
     for made in (compile_seconds, growth):
         table = made()
         console.print(table)

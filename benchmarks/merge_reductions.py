@@ -30,7 +30,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 sys.path.insert(0, str(Path(__file__).parent))
 
 from measuring.gloo_ranks import joined
-from measuring.tables import markdown
+from measuring.tables import commit, markdown
 
 RESULTS = Path(__file__).parent / "results" / "merge_reductions_cpu.md"
 TARGET = 0.10
@@ -148,6 +148,7 @@ def fits(lines: list) -> Table:
 def report(args: argparse.Namespace, tables: list[Table]) -> str:
     facts = [
         f"- {date.today()}, {os.cpu_count()} vCPU, {args.mesh[0]} x {args.mesh[1]} Gloo processes of one thread",
+        f"- commit {commit()}",
         f"- torch {torch.__version__}, Python {platform.python_version()}",
         f"- `python benchmarks/merge_reductions.py {' '.join(sys.argv[1:])}".rstrip() + "`",
         f"- float32; {args.rounds} rounds, the slowest rank of each, the mean of their middle half",

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from measuring.scans.scan_cases import Times, cases, time_of
 from measuring.scans.scan_linear import WIDTH, extra_bytes, fresh, slope
-from measuring.tables import markdown, processor
+from measuring.tables import commit, markdown, processor
 
 RESULTS = Path(__file__).parent / "results" / "scans_cpu.md"
 KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
@@ -101,6 +101,7 @@ def memory_table(small: bool) -> Table:
 def report(args: argparse.Namespace, tables: list[Table]) -> str:
     facts = [
         f"- {date.today()}, {processor()}, {os.cpu_count()} logical CPUs shared with other programs; one thread",
+        f"- commit {commit()}",
         f"- torch {torch.__version__}, Python {platform.python_version()}, {platform.system()} {platform.release()}",
         f"- `python benchmarks/scans.py {' '.join(sys.argv[1:])}".rstrip() + "`",
         f"- CPU time; medians of the ratios within each of {args.rounds} rounds",

@@ -206,6 +206,7 @@ def main() -> None:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         text = [f"## {table.title}\n\n{markdown(table)}" for table in tables]
         checks = "\n".join(f"- {line}" for line in lines)
+        args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text("\n\n".join(["# Permutes around all-to-alls", facts(device), checks, *text]) + "\n")
         console.print(f"written: {os.path.relpath(args.output)}")
 

@@ -251,6 +251,7 @@ def times(args: argparse.Namespace, device: torch.device, console: Console) -> N
             for cells in timed(case, clock, args.repeats, sizes, device):
                 report.add_row(*cells)
                 console.print("  ".join(cells))
+            args.output.parent.mkdir(parents=True, exist_ok=True)
             args.output.write_text(f"# Scans on one GPU\n\n{facts()}\n\n{markdown(report)}\n")
         del case
         torch.cuda.empty_cache()
