@@ -383,7 +383,8 @@ def test_a_read_that_waits_is_warned_of_before_the_timeout(
     with caplog.at_level("WARNING"), pytest.raises(SpError, match="SP622") as failure:
         waiting.are_all_equal(Message(READ_VERB, "y", 1))
     (warning,) = (record.args for record in caplog.records if record.name == channel.__name__)
-    assert warning == (0, str(Message(READ_VERB, "y", 1)), "", ERRORS["SP604"].fix)
+    assert str(Message(READ_VERB, "y", 1)) in warning
+    assert ERRORS["SP604"].fix in warning[-1]
     assert f"rank 0, 1, 2: {waiting.last_fields[0]}" in str(failure.value)
 
 

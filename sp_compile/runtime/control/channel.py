@@ -45,10 +45,11 @@ from sp_compile.lowering.torch_compat import (
 from .message import CALL_VERB, LIKELY_CAUSE, NO_RANK, READ_VERB, EarlierValue, FieldValue, Message, StopNotice
 from .peers import PeerLinks, PeerListener
 from .store import Arrival, package_store, query_store
+from .waits import STORE_DELAY, WaitRecord, describe_by_operation
 
 GROUP_ENDED = "The process group cannot be used any more, since some of its collectives did not end."
 READ_SECONDS = 10.0  # seconds within which all ranks should read a value
-STORE_DELAY = 2.0  # seconds of a wait before the store is read
+LATE_SECONDS = 30.0  # seconds within which all ranks should arrive in another exchange
 RETRY_SECONDS = 5.0  # seconds within which a rank that has raised in a call makes the next one
 CONNECT_TIMEOUT = timedelta(seconds=60)  # timeout of connecting after all ranks have arrived
 POLL_INTERVAL = 0.005  # seconds between checks for ranks that have not connected
@@ -81,11 +82,13 @@ class ControlChannel:
     exchanges: int = 0  # number of exchanges so far
     # start of the last wait, number of heartbeats of all ranks, time at which this number was last seen to increase
     heartbeats: tuple[float, int, float] = (0.0, 0, 0.0)
-    announced: int = -1  # number of exchanges before the last one whose wait was announced in the store
-    warned: float = 0.0  # start of the read whose wait was logged
+    warned: float = 0.0  # start of the last wait that was logged
     process: int = field(default_factory=os.getpid)  # PID that created the channel; a forked process inherits it
     # live models, each its number and weak references to its parameters, by the identities of the parameters
     models: dict[tuple[int, ...], tuple[int, list[Any]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.waits = WaitRecord(self.name, self.ranks, self.store)
 
     def are_all_equal(self, message: Message) -> bool:
         """Return True, on every rank, if all ranks announce equal messages and none requires the complete messages.
@@ -140,6 +143,7 @@ class ControlChannel:
         except OSError as error:
             raise self.fail_timeout(message, time.monotonic() - start_time, error) from error
         finally:
+            self.waits.end()
             if not finished and not self.broken:  # after an interrupt, messages of the others remain in transit
                 self.broken = f"rank {dist.get_rank()} {message} and was interrupted"
                 publish_stop(f"it {message} and was interrupted", continues=True, within=self.name)
@@ -183,22 +187,28 @@ class ControlChannel:
         """Raise SpError if a wait exceeds the timeout, or another rank has stopped; announce and log a long wait."""
         waited = time.monotonic() - start_time
         is_compiling = self._has_compiling_rank(start_time)  # in every check, to record when heartbeats arrive
-        if message.verb == READ_VERB and waited > READ_SECONDS and self.warned != start_time:
-            self.warned = start_time
-            text = "rank %d %s %s and waits for the other ranks. %s"
-            log.warning(text, dist.get_rank(), *_operation_and_line(message), ERRORS["SP604"].fix)
         is_late = waited > self.timeout.total_seconds() and not is_compiling
         stopped = self._find_stop(message) if waited > STORE_DELAY else NO_RANK
-        # Announce a long wait in the store, for errors of the others. In a group of two, the absent rank is the other.
-        if waited > STORE_DELAY and self.announced != self.exchanges and len(self.ranks) > 2:
-            self.announced = self.exchanges
-            with suppress(RuntimeError):  # the rank that hosts the store is lost
-                query_store(lambda: self.store.set(f"waits/{dist.get_rank()}", str(self.exchanges)), None)
+        if waited > STORE_DELAY:
+            self.waits.announce(self.exchanges, str(message))
         # A rank that has raised may catch the exception and make the next call, so a call waits RETRY_SECONDS for it.
         may_come = message.verb == CALL_VERB and waited <= RETRY_SECONDS
         is_lost = not stopped.continues or (stopped.raised and not may_come)
         if is_late or is_lost:
             raise self.fail_timeout(message, waited)
+        if waited > (READ_SECONDS if message.verb == READ_VERB else LATE_SECONDS) and not is_compiling:
+            self._warn_late(message, start_time, waited)
+
+    def _warn_late(self, message: Message, start_time: float, waited: float) -> None:
+        """Log, once a wait, the ranks that have not arrived, what they did last and the operation of this rank."""
+        if self.warned == start_time:
+            return
+        self.warned, absent = start_time, self.waits.absent_ranks(waited, self.exchanges)
+        operation = " ".join(_operation_and_line(message)).strip()
+        last, seconds = self.waits.describe_late(absent, self.last_fields), self.timeout.total_seconds()
+        text = "%s did not arrive within %.0f s: rank %d %s and waits, for at most %.0f s. %s%s"
+        fix = f" {ERRORS['SP604'].fix}" if message.verb == READ_VERB else ""
+        log.warning(text, _name_ranks(absent), waited, dist.get_rank(), operation, seconds, last, fix)
 
     @property
     def last(self) -> str:
@@ -232,15 +242,13 @@ class ControlChannel:
         stopped = self._find_stop(message)
         if stopped.raised:
             return self.break_group(stopped, str(message))
-        last_calls = []  # lines with the ranks of each last call
-        for last_call in dict.fromkeys(self.last_fields):
-            ranks = [str(rank) for rank, fields in zip(self.ranks, self.last_fields) if fields == last_call]
-            last_calls.append(f"  last operation of rank {', '.join(ranks)}: {last_call}")
+        operations = dict(zip(self.ranks, self.last_fields))
+        last_calls = [f"  last operation of {line}" for line in describe_by_operation(operations)]
         error_lines = str(error or "").splitlines()
         details = (f", in {place}" if place else "") + (f"\n{error_lines[0][:200]}" if error_lines else "")
         operation = " ".join(_operation_and_line(message)).strip()
-        absent = self._absent_ranks(0.0 if place else waited)  # ranks do not announce waits in a program's collectives
-        who = f"rank {', '.join(map(str, absent))}" if absent else "other ranks"
+        # Ranks do not announce waits in a program's collectives.
+        who = _name_ranks(self.waits.absent_ranks(0.0 if place else waited, self.exchanges))
         end = "lost the connection, as if a rank had exited," if isinstance(error, ConnectionError) else "timed out"
         timeout = f"{operation} and {end} after {waited:.0f} s"
         stop = f"rank {stopped.rank} stopped: {stopped.text}" if stopped.text else ""
@@ -250,23 +258,6 @@ class ControlChannel:
         # The notice is for this group only: this rank may take part in exchanges of others.
         publish_stop(text.replace("\n", " "), counts={self.name: self.exchanges}, within=self.name)
         return SpError("SP622", self.broken) if message.verb == READ_VERB else SpError("SP621", self.broken)
-
-    def _absent_ranks(self, waited: float) -> list[int]:
-        """Return the ranks that do not wait in this exchange; [] if that is not known, as after a short wait."""
-        others = [rank for rank in self.ranks if rank != dist.get_rank()]
-        if len(others) == 1:  # the only rank that this one can wait for
-            return others
-        if waited < 2 * STORE_DELAY:  # ranks that wait may not have announced it yet
-            return []
-        with suppress(RuntimeError):  # the rank that hosts the store is lost
-            # A rank that waits in this exchange has announced the same number of exchanges before it as this rank has.
-            return [rank for rank in others if query_store(partial(self._waiting_at, rank), -1) != self.exchanges]
-        return []
-
-    def _waiting_at(self, rank: int) -> int:
-        """Return the number of exchanges before the last one in which a rank had to wait, or -1."""
-        key = f"waits/{rank}"
-        return int(self.store.get(key)) if self.store.check([key]) else -1
 
     def break_group(self, notice: StopNotice, operation: str) -> SpError:
         """Mark the channel as broken by a rank that has raised, publish that, and return the error.
@@ -386,6 +377,11 @@ def _forget_model(models: dict[tuple[int, ...], Any], key: tuple[int, ...], _ref
 def _operation_and_line(message: Message) -> tuple[str, str]:
     """Return the operation of a rank and, for a read, the user's line ("at FILE:3: y"); "" for other operations."""
     return str(message), message.note if message.verb == READ_VERB else ""
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    """Return the ranks for a message, such as "rank 1, 3"; "other ranks" for none."""
+    return f"rank {', '.join(map(str, ranks))}" if ranks else "other ranks"
 
 
 _own_stop: list[StopNotice] = []  # last notice of this rank
