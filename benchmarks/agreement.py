@@ -6,7 +6,8 @@ The program computes nothing, so that only the checks are measured: its inputs a
 Calls with and without checks, the exchange of a check alone, and an all-gather of Gloo of the same number of bytes take
 turns; medians over the calls, of the slowest rank. CPU time is that of all threads of a rank. Then CPU time alone: of
 the checksums of weights, which are compared once in `check_every` calls. The simulation (`measuring/exchange_model.py`)
-takes its CPU time a message from the measured exchange of two ranks, and is compared with the measured ones of more.
+takes its CPU time a message from the measured exchange of two ranks, and is compared with the measured ones of more. A
+step of 100 graphs is simulated with the measured CPU time of a call.
 """
 
 import argparse
@@ -20,7 +21,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from measuring.exchange_model import DelayModel, exposed_microseconds, ring_distances, round_distances
+from measuring.exchange_model import (
+    DelayModel,
+    StepModel,
+    exposed_microseconds,
+    exposed_step_microseconds,
+    ring_distances,
+    round_distances,
+)
 from measuring.gloo_ranks import joined
 from measuring.tables import describe_run, markdown
 from rich.console import Console
@@ -41,6 +49,8 @@ WIDTH, LAYERS = 64, 75
 SHARE = 0.005  # of a step: limit for the comparison of all weights, by which `check_every` was chosen
 NETWORK = 25.0  # us, latency of a TCP message between hosts of a data center, with waking the receiving process
 SIMULATED_RANKS = (8, 64, 512)
+FORMS = {"all-gather of Gloo": ring_distances, "exchange": round_distances}
+DEVICE_TIMES = (0, 500, 1000, 2000, 5000)  # us, of a graph on the device; 0 if it waits for the host
 WAYS = ("call alone", "all-gather of Gloo", "exchange", "agreed call")
 RESULTS = Path(__file__).parent / "results" / "agreement.md"
 
@@ -113,24 +123,40 @@ def simulation(found: dict[int, dict[str, tuple[float, float]]]) -> tuple[str, T
     Args:
         found: `measured` by number of ranks, with an entry for 2.
     """
-    forms = {"all-gather of Gloo": ring_distances, "exchange": round_distances}
     # A rank of two sends one message and receives one. Gloo's threads may take more CPU time than wall time.
-    cpus = {name: min(found[2][name]) / 2 for name in forms}
-    far = Table("ranks", *(f"{name}, median (99 %)" for name in forms))
+    cpus = {name: min(found[2][name]) / 2 for name in FORMS}
+    far = Table("ranks", *(f"{name}, median (99 %)" for name in FORMS))
     # The same CPU time a message for both forms: that of the package's exchange, of which Gloo takes a multiple.
     network = DelayModel(NETWORK, cpus["exchange"])
     for n in SIMULATED_RANKS:
-        results = [exposed_microseconds(n, distances(n), network) for distances in forms.values()]
+        results = [exposed_microseconds(n, distances(n), network) for distances in FORMS.values()]
         far.add_row(str(n), *(f"{median:,.0f} ({high:,.0f})" for median, high in results))
-    near = Table("ranks", *(f"{name}, {kind}" for name in forms for kind in ("simulated", "measured")))
+    near = Table("ranks", *(f"{name}, {kind}" for name in FORMS for kind in ("simulated", "measured")))
     for n in sorted(found):
         row = [str(n)]
-        for name, distances in forms.items():
+        for name, distances in FORMS.items():
             latency = max(0.0, found[2][name][0] - 2 * cpus[name])
             here = DelayModel(latency, cpus[name], jitter=0.0, skew=0.0, cores=os.cpu_count())
             row += [f"{exposed_microseconds(n, distances(n), here)[0]:.0f}", f"{found[n][name][0]:.0f}"]
         near.add_row(*row)
     return network.description, far, near
+
+
+def simulated_step(message: float, call: float) -> tuple[str, Table]:
+    """Return the model of a step as text, and the exposed time of the checks of many ranks in ms a step.
+
+    Args:
+        message: CPU time of a message in us.
+        call: CPU time of a call without its exchange in us.
+    """
+    network, steps = DelayModel(NETWORK, message), [StepModel(device, check=call) for device in DEVICE_TIMES]
+    columns = ["device waits" if device == 0 else f"{device / 1e3:.1f} ms a graph" for device in DEVICE_TIMES]
+    table = Table("ranks", "form", *columns)
+    for n in SIMULATED_RANKS:
+        for name, distances in FORMS.items():
+            times = [exposed_step_microseconds(n, distances(n), network, step) / 1e3 for step in steps]
+            table.add_row(str(n), name, *(f"{x:,.1f}" for x in times))
+    return steps[0].description, table
 
 
 def cpu_seconds(act: Callable[[], object]) -> float:
@@ -159,7 +185,9 @@ def main() -> None:
     console = Console()
     console.print(table)
     model, far, near = simulation(found)
-    console.print(model, far, near)
+    one = found[2]
+    step, of_step = simulated_step(one["exchange"][1] / 2, one["agreed call"][1] - one["exchange"][1])
+    console.print(model, far, near, step, of_step)
     x = torch.randn(1 << 24)
     seconds = cpu_seconds(lambda: checksum(x))
     each, every = 1e9 / x.numel() * seconds, SPConfig.check_every
@@ -187,6 +215,9 @@ def main() -> None:
         markdown(far),
         "The same simulation with the delays of this machine, fitted to two ranks, next to the measured times in us:",
         markdown(near),
+        "## Exposed time of a step of 100 graphs, simulated",
+        f"ms that 200 checks, forward and backward, add to a step: {step}.",
+        markdown(of_step),
     ]
     given.output.write_text("\n\n".join(["# Checks between ranks before a call", *parts]) + "\n")
 

@@ -14,7 +14,14 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from measuring.exchange_model import DelayModel, exposed_microseconds, ring_distances, round_distances
+from measuring.exchange_model import (
+    DelayModel,
+    StepModel,
+    exposed_microseconds,
+    exposed_step_microseconds,
+    ring_distances,
+    round_distances,
+)
 
 from sp_compile import SpError
 from sp_compile.lowering.torch_compat import store_host
@@ -204,3 +211,15 @@ def test_512_simulated_ranks_agree_in_less_than_a_millisecond() -> None:
     _, high = exposed_microseconds(512, round_distances(512), model)
     low, _ = exposed_microseconds(512, ring_distances(512), model)
     assert high < 1000 < low
+
+
+def test_a_device_that_takes_longer_than_the_host_hides_exchanges() -> None:
+    """Without variation a check of two ranks takes 100 us, 70 us of it to prepare the exchange; the first is exposed."""
+    model = DelayModel(latency=10.0, cpu=10.0, jitter=0.0)
+
+    def exposed(device: float) -> float:
+        step = StepModel(device, graphs=5, launch=300.0, check=70.0, variation=0.0)
+        return exposed_step_microseconds(2, round_distances(2), model, step)
+
+    assert exposed(0.0) == pytest.approx(5 * 100.0)
+    assert exposed(500.0) == pytest.approx(100.0)
