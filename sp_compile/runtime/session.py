@@ -213,30 +213,18 @@ class CompileSession(RankQueries):
         A compilation may take longer than the timeout of any group of the program, in each of which ranks may wait for
         it: without heartbeats in all groups, these ranks would raise.
         """
-        done, subject, compiling = threading.Event(), program_subject(gm), threading.get_ident()
-        channels = [*filter(None, map(channel_of, dict.fromkeys([*self.all_groups, self.ranks])))]
-
-        def send_heartbeats() -> None:
-            """Send heartbeats until the compilation ends."""
-            while not done.wait(HEARTBEAT_INTERVAL):
-                for channel in channels:
-                    channel.send_heartbeat(compiling)
-
-        progress_args = f"compiling {subject}", done
-        threads = [
-            threading.Thread(target=send_heartbeats, daemon=True),
-            threading.Thread(target=show_in_thread, args=progress_args, daemon=True),
-        ]
-        for thread in threads:
-            thread.start()
+        done, subject = threading.Event(), program_subject(gm)
+        groups = [*dict.fromkeys([*self.all_groups, self.ranks])]
+        progress_thread = threading.Thread(target=show_in_thread, args=(f"compiling {subject}", done), daemon=True)
+        progress_thread.start()
         try:
-            yield
-            title = f"compiling the backward of {subject}"  # AOTAutograd may compile it at the first backward
-            wrap_late_backward(lambda: show_progress(title))
+            with _send_heartbeats(groups):
+                yield
+            # AOTAutograd may compile the backward at the first backward.
+            wrap_late_backward(lambda: _show_late_backward(groups, f"compiling the backward of {subject}"))
         finally:
             done.set()
-            for thread in threads:
-                thread.join(STORE_TIMEOUT)
+            progress_thread.join(STORE_TIMEOUT)
 
     # Between the passes.
 
@@ -337,6 +325,34 @@ class CompileSession(RankQueries):
             # The notice replaces the last one of this rank, and repeats its group whose exchange is broken, if any.
             publish_stop(text, subject=subject, within=broken_context())
             raise
+
+
+@contextmanager
+def _send_heartbeats(groups: Sequence[Ranks]) -> Iterator[None]:
+    """Send heartbeats in the context, in which this thread compiles, to ranks of these groups that wait."""
+    done, compiling = threading.Event(), threading.get_ident()
+    channels = [*filter(None, map(channel_of, groups))]
+
+    def send() -> None:
+        """Send heartbeats until the compilation ends."""
+        while not done.wait(HEARTBEAT_INTERVAL):
+            for channel in channels:
+                channel.send_heartbeat(compiling)
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join(STORE_TIMEOUT)
+
+
+@contextmanager
+def _show_late_backward(groups: Sequence[Ranks], title: str) -> Iterator[None]:
+    """Send heartbeats and show the progress in the context, which compiles the backward of a program."""
+    with _send_heartbeats(groups), show_progress(title):
+        yield
 
 
 def _parse_or_default(options: Mapping[str, Any]) -> SPConfig:

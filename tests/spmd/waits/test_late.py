@@ -5,13 +5,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
+from support import ranks as worker
+from support.parity import sp
 from support.ranks import Ranks
+from torch import Tensor, nn
 
 from sp_compile.lowering.base.ranks import ranks_of
+from sp_compile.runtime import session
 from sp_compile.runtime.agreement import all_gather_object
 from sp_compile.runtime.control import channel, waits
 
@@ -75,3 +82,35 @@ def test_a_late_rank_that_waits_in_another_group(ranks: Ranks) -> None:
 
 def test_a_rank_that_compiles_is_not_late(ranks: Ranks) -> None:
     assert ranks.run(3, lines_of_a_late_rank, "compiles") == [[]] * 3
+
+
+class Sines(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).cumsum(1).sin().sum()
+
+
+def heartbeats_of_a_backward() -> int:
+    """Return the number of heartbeats while the first backward compiles, which takes a second."""
+
+    @contextmanager
+    def slow_progress(_title: str) -> Iterator[None]:
+        time.sleep(1)
+        yield
+
+    wire = channel.channel_of(ranks_of(worker.mesh()))
+    assert wire is not None
+    with pytest.MonkeyPatch.context() as patch:
+        loss = sp(Sines(), mesh=worker.mesh(), compiler="aot_eager", cost={})(torch.ones(2, 8, 16))
+        patch.setattr(session, "HEARTBEAT_INTERVAL", 0.1)
+        patch.setattr(session, "show_progress", slow_progress)
+        before = wire.store.add("compiles", 0)
+        loss.backward()
+        return int(wire.store.add("compiles", 0)) - before
+
+
+def test_a_rank_that_compiles_a_backward_is_not_late(ranks: Ranks) -> None:
+    assert min(ranks.run(2, heartbeats_of_a_backward)) > 2
