@@ -4,6 +4,10 @@ There is one exchange of a few bytes a call, before the compiled graph: each ran
 rank that could not compile takes part as well, so that its error reaches the others instead of blocking them in a
 collective. A program with several groups has one guard for each, nested: `run` of the outer one is the inner one.
 
+One exchange for all calls of a step would not be enough, even if the calls are those of the last step. If one rank then
+makes another call, the others are already in a collective. Interrupting it ends the group, and a different collective
+of the same size would be paired with it.
+
 Checksums of values on an accelerator are complete only after the device has computed them. They are added to
 `channel.later` and sent with the next call, as its `earlier` values. An alias error is that of a call that changes an
 input in place whose memory another input shares.
