@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering import torch_compat
+from sp_compile.lowering.base.origin import has_code_of
 
 # Arguments with which `get_rope_index` reads values on the host; without them some versions only compute on tensors.
 READ_ON_HOST = ("mm_token_type_ids", "image_grid_thw", "video_grid_thw")
-WRITES = "hidden_states[visual_pos_masks, :] = local_this"  # a line of the method that `add_at_mask` replaces
+WRITES = "hidden_states[visual_pos_masks, :] = local_this"  # of the method that `add_at_mask` replaces
 
 
 def replace_methods(model_class: type) -> None:
@@ -60,10 +61,15 @@ def add_at_mask(hidden: Tensor, mask: Tensor, features: Tensor) -> Tensor:
     return torch.where(rows, hidden + added, hidden)
 
 
+def _is_in_transformers(module: str) -> bool:
+    """Return True for a module of transformers."""
+    return module.startswith("transformers.")
+
+
 def _make_addition(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method with `add_at_mask` for programs, if its source has the lines that this replaces."""
+    """Return the method with `add_at_mask` for programs, if it is transformers' own and has the line `WRITES`."""
     try:
-        can_replace = WRITES in inspect.getsource(method)
+        can_replace = has_code_of(method, _is_in_transformers) and WRITES in inspect.getsource(method)
     except OSError:  # no source
         can_replace = False
 

@@ -118,10 +118,15 @@ def find_replaced_attention(model: torch.nn.Module) -> str | None:
     return None
 
 
+def _is_in_own_package(module: str) -> bool:
+    """Return True for a module of transformers or of this package."""
+    return module.partition(".")[0] in OWN_PACKAGES
+
+
 def _is_own(function: Any) -> bool:
     """Return True for a function of transformers, or of this package in place of one; False for None."""
     is_delaying = isinstance(function, functools.partial) and function.func is _delay_mask
-    return is_delaying or (function is not None and has_code_of(function, OWN_PACKAGES))
+    return is_delaying or (function is not None and has_code_of(function, _is_in_own_package))
 
 
 class MaskArguments:
