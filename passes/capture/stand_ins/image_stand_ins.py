@@ -82,19 +82,40 @@ def _make_addition(method: Callable[..., Any]) -> Callable[..., Any]:
     return add
 
 
-def _make_positions(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method such that Dynamo does not trace calls that read values on the host."""
-    names = tuple(inspect.signature(method).parameters)
-    run_between_graphs = torch_compat.run_eagerly(method, f"{method.__name__} computes positions in Python")
+def run_between_graphs(
+    method: Callable[..., Any], reason: str, reads_on_host: Callable[[dict[str, Any]], bool]
+) -> Callable[..., Any]:
+    """Return a method such that Dynamo does not trace some of its calls: they run between two graphs.
 
-    def find_positions(*args: Any, **kwargs: Any) -> Any:
+    Args:
+        method: The method, or the function of one.
+        reason: The reason, for messages about the graph break.
+        reads_on_host: Returns True for the arguments, by name, of a call that is not to be traced.
+
+    Returns:
+        A function with the same results.
+    """
+    names = tuple(inspect.signature(method).parameters)
+    run_untraced = torch_compat.run_eagerly(method, reason)
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
         """Return the method's result."""
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        if torch.compiler.is_compiling() and any(given.get(name) is not None for name in READ_ON_HOST):
-            return run_between_graphs(*args, **kwargs)
-        return method(*args, **kwargs)
+        is_untraced = torch.compiler.is_compiling() and reads_on_host(given)
+        return run_untraced(*args, **kwargs) if is_untraced else method(*args, **kwargs)
 
-    return find_positions
+    return run
+
+
+def _make_positions(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method such that Dynamo does not trace calls that read values on the host."""
+
+    def reads_on_host(given: dict[str, Any]) -> bool:
+        """Return True if an argument is given whose values the method reads."""
+        return any(given.get(name) is not None for name in READ_ON_HOST)
+
+    return run_between_graphs(method, f"{method.__name__} computes positions in Python", reads_on_host)
 
 
 # Name of a method -> the function that makes its replacement.

@@ -24,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sp_compile.lowering.base.origin import has_code_of
 from sp_compile.lowering.torch_compat import pytree, run_eagerly
+from sp_compile.passes.capture.stand_ins.image_stand_ins import run_between_graphs
 
 SDPA = "sdpa"  # the name that selects scaled_dot_product_attention
 MASK_FUNCTIONS = {SDPA: sdpa_mask, "eager": eager_mask}  # name of an attention -> the function that computes its masks
@@ -33,6 +34,7 @@ DELAYED: dict[int, bool] = {}  # ids of configurations of models whose layers co
 # lengths of the images. For other names they read the lengths on the host, and call the function for each image.
 PACKED_IMAGES = "sdpa_of_packed_images_as_flash"
 PLACEHOLDER_METHOD = "get_placeholder_mask"  # returns the masks of tokens that features of images replace
+FEATURES_REASON = "the text of an error has a number of features"
 CUMULATED_LENGTHS = "cu_seq_lens_q"  # the argument with these lengths
 # Arguments that describe the images, and that functions without "flash" in their names do not get.
 OF_PACKED_IMAGES = (CUMULATED_LENGTHS, "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -295,20 +297,12 @@ def count_features_eagerly(model: torch.nn.Module) -> None:
     for part in model.modules():
         method = getattr(part, PLACEHOLDER_METHOD, None) if isinstance(part, PreTrainedModel) else None
         if method is not None and any(name.endswith("_features") for name in inspect.signature(method).parameters):
-            setattr(part, PLACEHOLDER_METHOD, _find_placeholders(method))
+            setattr(part, PLACEHOLDER_METHOD, run_between_graphs(method, FEATURES_REASON, _reads_ids))
 
 
-def _find_placeholders(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method such that Dynamo does not trace calls with ids; others compare the embeddings, on shards."""
-    run_between_graphs = run_eagerly(method, "the text of an error has a number of features")
-
-    @functools.wraps(method)
-    def get_placeholder_mask(*args: Any, **kwargs: Any) -> Any:
-        """Return the method's result."""
-        ids = args[0] if args else kwargs.get("input_ids")
-        return method(*args, **kwargs) if ids is None else run_between_graphs(*args, **kwargs)
-
-    return get_placeholder_mask
+def _reads_ids(given: dict[str, Any]) -> bool:
+    """Return True for a search by the ids of tokens; others compare the embeddings, on shards."""
+    return given.get("input_ids") is not None
 
 
 def _packs_images(module: torch.nn.Module) -> bool:
