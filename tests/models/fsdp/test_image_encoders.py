@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.parity import step_errors
 from support.ranks import Ranks, mesh
 from torch import Tensor, nn
 
@@ -71,17 +72,8 @@ def train(build: Any, checkpoint: bool) -> tuple[list[tuple[float, float, list[s
     with record_warnings() as messages:
         for sizes in SIZES:
             torch.manual_seed(1)
-            batch = batch_of(sizes)
-            single.zero_grad()
-            model.zero_grad()
             new.clear()
-            expected = single(**batch).loss
-            expected.backward()
-            loss = model(**batch).loss
-            loss.backward()
-            pairs = zip(model.parameters(), single.parameters(), strict=True)
-            worst = max(0.0 if q.grad is None else float((p.grad.full_tensor() - q.grad).abs().max()) for p, q in pairs)
-            found.append((float((loss - expected).detach().abs()), worst, list(new)))
+            found.append((*step_errors(model, single, batch_of(sizes)), list(new)))
     return found, messages
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.parity import step_errors
 from support.ranks import Ranks, mesh
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -80,13 +81,7 @@ def train(name: str, kind: str, checkpoint: bool) -> tuple[float, float, int]:
     model = sp_compile.fully_shard_and_compile(
         copy.deepcopy(single), mesh(), compiler=compiler, cost={}, checkpoint=checkpoint
     )
-    expected = single(**batch(kind)).loss
-    expected.backward()
-    loss = model(**batch(kind)).loss
-    loss.backward()
-    pairs = zip(model.parameters(), single.parameters(), strict=True)
-    worst = max(0.0 if q.grad is None else float((p.grad.full_tensor() - q.grad).abs().max()) for p, q in pairs)
-    return float((loss - expected).detach().abs()), worst, len(squares)
+    return *step_errors(model, single, batch(kind)), len(squares)
 
 
 def test_code_may_use_the_mask_as_a_tensor() -> None:
