@@ -17,7 +17,7 @@ from sp_compile.passes.capture.graph_inputs import local_inputs
 from sp_compile.passes.capture.uncaptured import UnsplitDecision, decide_unsplit
 from sp_compile.passes.capture.user_program import UserProgram
 from sp_compile.passes.context import Note, NoteKind
-from sp_compile.passes.localize.reduce_gradients import differentiable_nodes
+from sp_compile.passes.graph.differentiable import differentiable_nodes
 from sp_compile.passes.report import Report
 from sp_compile.passes.sharding.placement import PlacementPlan
 from sp_compile.passes.sharding.sharded_work import ShardedWork, count_work

@@ -22,12 +22,12 @@ from torch.fx import GraphModule, Node
 from sp_compile.lowering.torch_compat import enter_autocast, exit_autocast, pytree, storage_of
 from sp_compile.passes.base import Pass
 from sp_compile.passes.context import PassContext
+from sp_compile.passes.graph.differentiable import differentiable_nodes
 from sp_compile.passes.graph.edit import REGION_META
 from sp_compile.passes.graph.mutation import is_mutation, is_pure
 from sp_compile.passes.graph.node_info import META_KEY
 from sp_compile.passes.graph.rank_rng import is_random
 from sp_compile.passes.graph.sizes import current_bytes
-from sp_compile.passes.localize.reduce_gradients import differentiable_nodes
 
 # ops whose result has no defined values
 UNINITIALIZED = frozenset(

@@ -31,9 +31,8 @@ from sp_compile.passes.graph.sizes import as_size, as_sizes, is_same_shape
 
 from .check_captured import require_ops, require_whole_memory
 from .functionalize import functionalize
-from .grad_modes import detach_no_grad_regions
-from .regions import inline_regions
-from .stand_ins.quantized_linears import mark_subclass
+from .regions import detach_no_grad_regions, inline_regions
+from .tensor_subclasses import mark_subclass
 from .trace import trace
 from .user_collectives import functionalize_collectives
 from .view_writes import VIEW_OPS, find_shared_results

@@ -8,7 +8,7 @@ Dynamo does not trace such functions, so that a program with one would be cut in
 `torch.autograd.Function`, or a module whose forward is replaced, is found by its kind, its name and the name of its
 package, or of a build on a hub. transformers wraps these functions, together with one in plain torch for environments
 without the package; a wrapper is found by the name of the function that it wraps. Modules are searched before each
-compilation, once each.
+compilation, once each. A function by which a user has replaced that of a package is not found.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from sp_compile.lowering import torch_compat
+from sp_compile.lowering.base.origin import has_code_of, has_own_method
 from sp_compile.lowering.base.warn import warn_once
 from sp_compile.lowering.scan.attention_kernels import KERNELS, register_kernel
 
@@ -81,7 +82,7 @@ def _kernel_functions(module: ModuleType) -> Iterator[tuple[str, FunctionType, b
     for function in list(vars(module).values()):
         if isinstance(function, FunctionType):
             wrapped = wrapped_kernel(function)
-            if wrapped is None and not _is_kernel_package(function.__module__ or ""):
+            if wrapped is None and not has_code_of(function, _is_kernel_package):
                 continue
             name = wrapped or function.__name__
             if has_stand_in(name, FunctionType):
@@ -129,17 +130,17 @@ def _replace(kernel: str, function: FunctionType, is_wrapper: bool) -> None:
 
 def _replace_class(cls: Any) -> None:
     """Make Dynamo trace stand-ins of a class of a package, if there are any; does nothing if it does so already."""
-    if cls in _replaced:
+    if cls in _replaced or not issubclass(cls, (torch.autograd.Function, torch.nn.Module)):
+        return
+    if not has_own_method(cls, "forward", _is_kernel_package):
         return
     if issubclass(cls, torch.autograd.Function) and has_stand_in(cls.__name__, torch.autograd.Function):
         _replaced.add(cls)
         _replace_apply(cls)
-    elif not issubclass(cls, torch.nn.Module):
-        return
-    elif has_stand_in(cls.__name__, torch.nn.Module):
+    elif issubclass(cls, torch.nn.Module) and has_stand_in(cls.__name__, torch.nn.Module):
         _replaced.add(cls)
         _replace_forward(cls)
-    elif cls.__name__ in DISABLED_MODULES:
+    elif issubclass(cls, torch.nn.Module) and cls.__name__ in DISABLED_MODULES:
         _replaced.add(cls)
         # Remove the wrapper that disables Dynamo. Substitutes, as for functions, do not exist for methods.
         cls.forward = inspect.unwrap(cls.forward)

@@ -5,7 +5,8 @@
 A region op is a node `op(..., body, *operands)` that runs a sub-graph, the body, on the operands. The body is copied
 into the outer graph, so that shardings can propagate through it. The effect of the op is preserved in other forms:
 checkpointing as `meta["recompute"]` and `meta["ac_graph_id"]`, which AOTAutograd's partitioner reads; grad mode and
-autocast as enter and exit nodes. Inference mode is converted to a grad mode.
+autocast as enter and exit nodes. Inference mode is converted to a grad mode. In the end, gradient flow out of no-grad
+regions is made explicit by detaches (`detach_no_grad_regions`).
 """
 
 from __future__ import annotations
@@ -23,8 +24,16 @@ from torch.fx import Graph, GraphModule, Node, map_arg
 
 from sp_compile.lowering import torch_compat
 from sp_compile.lowering.base.errors import CaptureError, node_line
-from sp_compile.lowering.torch_compat import enter_inference_mode, exit_inference_mode, set_grad_enabled
-from sp_compile.passes.graph.edit import erase_dead
+from sp_compile.lowering.torch_compat import (
+    enter_inference_mode,
+    exit_inference_mode,
+    register_hook_op,
+    set_grad_enabled,
+)
+from sp_compile.passes.graph.call import is_tensor
+from sp_compile.passes.graph.edit import GraphEditor, erase_dead
+from sp_compile.passes.graph.modes import no_grad_nodes
+from sp_compile.passes.sharding.matchers import may_carry_gradient
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +68,28 @@ def inline_regions(gm: GraphModule) -> GraphModule:
     flat = GraphModule(gm, inliner.graph)
     flat.meta.update(gm.meta)
     return flat
+
+
+def detach_no_grad_regions(graph: Graph) -> None:
+    """Insert a detach after each value that leaves a no-grad region, and remove hooks that never run.
+
+    The gradient of a node then does not depend on its position. A hook on a value without gradient never runs: the
+    value was a view of a leaf, or was overwritten in place. A no-grad region is the nodes between
+    `set_grad_enabled(False)` and the next `set_grad_enabled(True)`.
+    """
+    no_grad, editor = no_grad_nodes(graph), GraphEditor().edit(graph)
+    for node in [n for n in graph.nodes if n in no_grad and n.op == "call_function" and is_tensor(n)]:
+        users_with_grad = [user for user in node.users if user not in no_grad or user.op == "output"]
+        if users_with_grad and may_carry_gradient(node):
+            with graph.inserting_after(node):
+                detached = editor.emit(torch.ops.aten.detach.default, (node,), node.meta["val"], node)
+            for user in users_with_grad:
+                user.replace_input_with(node, detached)
+    hooks = graph.find_nodes(op="call_function", target=register_hook_op) if register_hook_op else ()
+    for hook in hooks:  # the node hook(tensor, ...) returns its tensor
+        if hook in no_grad or not may_carry_gradient(hook.args[0]):
+            hook.replace_all_uses_with(hook.args[0])
+            graph.erase_node(hook)
 
 
 @dataclass

@@ -25,7 +25,7 @@ from sp_compile.passes.graph.edit import INHERITED_META, REGION_META
 from sp_compile.passes.graph.modes import disable_autocast
 
 from .regions import inline_regions
-from .stand_ins.quantized_linears import call_with_subclass, find_subclass, reads_cast_weight
+from .tensor_subclasses import call_with_subclass, find_subclass, reads_cast_weight
 
 # Functions of packages that compute the values of a torch.autograd.Function which Dynamo does not trace.
 PACKAGE_FUNCTIONS = {("torchao", "matmul_with_hp_or_float8_args"): trace_scaled_linear}  # (package, class)

@@ -26,6 +26,7 @@ from sp_compile.lowering.torch_compat import graph_module, keep_calling_conventi
 from sp_compile.passes.base import Pass
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall, is_tensor, read_results
+from sp_compile.passes.graph.differentiable import differentiable_nodes
 from sp_compile.passes.graph.edit import INHERITED_META, GraphEditor, erase_dead
 from sp_compile.passes.graph.mutation import is_written
 from sp_compile.passes.graph.node_info import node_info, set_node_info
@@ -34,13 +35,7 @@ from sp_compile.passes.sharding.placement import Partial, Placement, PlacementPl
 from sp_compile.passes.sharding.rule import BoundRule, lookup_rule
 
 from .fill_padding import find_loose_padding, is_shorter_window
-from .reduce_gradients import (
-    differentiable_nodes,
-    find_partial_grad_nodes,
-    make_buckets,
-    move_before_use,
-    needs_grad_sum,
-)
+from .reduce_gradients import find_partial_grad_nodes, make_buckets, move_before_use, needs_grad_sum
 from .validate_shapes import local_shape
 
 sp, aten = torch.ops.sp, torch.ops.aten

@@ -16,10 +16,8 @@ import operator
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from sp_compile.lowering.base.dtypes import has_gradient_dtype
 from sp_compile.lowering.torch_compat import OpOverload, set_grad_enabled
-from sp_compile.passes.graph.call import OpCall, is_tensor
-from sp_compile.passes.graph.node_info import node_info
+from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.sizes import as_size
 from sp_compile.passes.propagation.demanded_shards import demanded_placements
 from sp_compile.passes.propagation.node_steps import SUMMAND_GRAD
@@ -38,25 +36,6 @@ SMALL_BUCKET = 1 << 20
 NONLINEAR_BACKWARDS = (
     sp.scaled_linear.default, sp.subclass_linear.default, sp.packed_linear.default, sp.token_function.default
 )  # fmt: skip
-
-
-def differentiable_nodes(gm: GraphModule) -> set[Node]:
-    """Return the nodes that may have a gradient: they depend on an input or parameter that requires one.
-
-    The gradients of all others are never computed, so they need no reduction.
-    """
-    differentiable: set[Node] = set()
-    for node in gm.graph.nodes:
-        value = node.meta.get("val")
-        if node.op in ("placeholder", "get_attr"):
-            has_grad = is_tensor(node) and node_info(node).requires_grad is not False  # None: not known
-        else:
-            has_grad = node.op == "call_function" and node.target is not torch.ops.aten.detach.default
-            has_grad = has_grad and not differentiable.isdisjoint(node.all_input_nodes)
-        # An op with several results is included for its getitems, which are tensors.
-        if has_grad and (not is_tensor(node) or has_gradient_dtype(value)):
-            differentiable.add(node)
-    return differentiable
 
 
 def find_partial_grad_nodes(gm: GraphModule, plan: PlacementPlan, differentiable: set[Node]) -> set[Node]:

@@ -1,9 +1,12 @@
 """Shard replicated values that are only demanded as one shard, from the last one to the first.
 
-A mask `cols <= rows` on every rank, of which attention reads the rank's rows, becomes `cols <= shard(rows)`.
+A mask `cols <= rows` on every rank, of which attention reads the rank's rows, becomes `cols <= shard(rows)`. If the
+graph also returns the value, as a layer of T5 its position bias for the next layers, the result is sharded.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from torch.fx import GraphModule, Node
 
@@ -13,6 +16,7 @@ from sp_compile.passes.graph.node_info import node_info
 from sp_compile.passes.graph.rank_rng import is_random
 from sp_compile.passes.graph.sizes import is_same_size
 from sp_compile.passes.sharding.axes import Axes
+from sp_compile.passes.sharding.output_rules import gather_reason, output_options
 from sp_compile.passes.sharding.placement import REPLICATE, Placement, PlacementPlan, Shard
 from sp_compile.passes.sharding.rule import lookup_rule, transfer_of
 
@@ -21,7 +25,9 @@ from .node_steps import NodeStep, shard_factor
 FACTORIES = parse_overloads("full ones zeros")
 
 
-def shard_demanded(plan: PlacementPlan, gm: GraphModule, axes: Axes, n: int, starts_sequences: bool) -> None:
+def shard_demanded(
+    plan: PlacementPlan, gm: GraphModule, axes: Axes, n: int, starts_sequences: bool, outputs: str | Sequence[str]
+) -> None:
     """Change the plan: compute only a shard of replicated values of which all users read the same shard.
 
     This saves memory for constants with one value, such as zeros, and for squares, such as masks: values with a row and
@@ -33,13 +39,16 @@ def shard_demanded(plan: PlacementPlan, gm: GraphModule, axes: Axes, n: int, sta
         axes: The dims of the graph's values, and which of them are sequences.
         n: The number of ranks.
         starts_sequences: True if replicated values other than constants may be sharded.
+        outputs: The outputs that stay sharded, see `output_options`.
     """
+    options = output_options(gm.graph.output_node(), outputs)
     for node in reversed(gm.graph.nodes):  # users first: a node that becomes sharded demands shards of its operands
         is_constant = node.target in FACTORIES
         if not is_constant and not (starts_sequences and n > 1 and _can_be_divided(plan, node)):
             continue
         # A user that does not run on shards reads all rows.
-        demanded = {p for user in node.users for p in demanded_placements(node, user, plan) or [REPLICATE]}
+        readers = [user for user in node.users if user.op != "output" or not _may_be_sharded(node, options[node])]
+        demanded = {p for user in readers for p in demanded_placements(node, user, plan) or [REPLICATE]}
         if len(demanded) != 1:
             continue
         (shard,) = demanded
@@ -49,6 +58,14 @@ def shard_demanded(plan: PlacementPlan, gm: GraphModule, axes: Axes, n: int, sta
         step = NodeStep((), (shard,)) if is_constant else _shard_result(plan, node, shard, n)
         if step is not None and step.wants is not None:  # no `wants`: the node cannot run on shards
             plan.wants[node], plan.placements[node] = step.wants, step.results
+
+
+def _may_be_sharded(node: Node, options: Sequence[str]) -> bool:
+    """Return True for an output that its callers may get as a full tensor or as a sharded one (`outputs="lazy"`).
+
+    With "local", they expect the rows of a rank if the value is sharded, and a full tensor if it is not.
+    """
+    return "local" not in options and not gather_reason(node.meta["val"], options)
 
 
 def _can_be_divided(plan: PlacementPlan, node: Node) -> bool:

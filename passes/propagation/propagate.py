@@ -126,7 +126,7 @@ def propagate(
                 plan.wants[node] = step.wants
             plan.placements[node] = tuple(express_in_rows(axes, node, i, p) for i, p in enumerate(step.results))
             plan.demands.extend(step.demands)
-    shard_demanded(plan, gm, axes, n, starts_sequences)
+    shard_demanded(plan, gm, axes, n, starts_sequences, outputs)
     return plan
 
 

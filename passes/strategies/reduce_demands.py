@@ -20,9 +20,9 @@ from torch.fx import GraphModule, Node
 from sp_compile.lowering.base.dtypes import HALF, accumulation_dtype
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape
+from sp_compile.passes.graph.differentiable import differentiable_nodes
 from sp_compile.passes.graph.modes import settle_dtypes
 from sp_compile.passes.graph.sizes import size_product
-from sp_compile.passes.localize.reduce_gradients import differentiable_nodes
 from sp_compile.passes.sharding.placement import Demand, Partial, Shard
 from sp_compile.passes.sharding.rules.norms import CLASS_LOSSES, NONE, SUM
 from sp_compile.passes.sharding.window_rules import simplify_size

@@ -22,9 +22,9 @@ from sp_compile.passes.canonical.loops.reroll import RerollLoops
 from sp_compile.passes.context import Note, NoteKind, PassContext, Refusal, RefusalKind
 from sp_compile.passes.cost.group_names import named_groups
 from sp_compile.passes.graph.call import is_tensor
+from sp_compile.passes.graph.differentiable import differentiable_nodes
 from sp_compile.passes.graph.node_info import node_info, set_node_info
 from sp_compile.passes.graph.sizes import Size, is_divisor, is_same_size
-from sp_compile.passes.localize.reduce_gradients import differentiable_nodes
 from sp_compile.passes.sharding.axes import Axes
 from sp_compile.passes.sharding.find_sequences import sequence_candidates
 from sp_compile.passes.sharding.output_rules import GATHER_REASON, gather_reason, output_options

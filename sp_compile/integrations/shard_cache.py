@@ -158,7 +158,9 @@ class CacheSharing:
             # The kind of cache in the model's own configuration is not refused: it is replaced below.
             if not kwargs.get("cache_implementation") and given is own:
                 refused = [name for name in refused if name != "cache_implementation"]
-            error = SpError("SP842", f"{refused[0]}: expected None with shard_cache, got a value.") if refused else None
+            error = _find_attention_error(self.model)
+            if refused:
+                error = SpError("SP842", f"{refused[0]}: expected None with shard_cache, got a value.")
             seed = _digest(_generator_state(self.model.device)) if settings.get("do_sample") else ""
             text = ", ".join(f"{name}={settings[name]!r}" for name in sorted(settings))
             # Raises on all ranks if one has an error, or if seeds or settings differ.
@@ -295,6 +297,18 @@ class CacheSharing:
             if getattr(out, name, None) is prompt:
                 out[name] = cache
         return out
+
+
+def _find_attention_error(model: nn.Module) -> SpError | None:
+    """Return the error for an attention that a user registered: steps would call the one of the sharded cache."""
+    from ._compat.attention_names import find_replaced_attention
+
+    name = find_replaced_attention(model)
+    if name is None:
+        return None
+    cause = f"attn_implementation: expected functions of transformers for attention and masks, got {name}."
+    fix = "Select another one by model.set_attn_implementation(...), or call generate() without shard_cache."
+    return SpError("SP843", cause, fix)
 
 
 def _find_cache_error(cache: Any, name: str) -> SpError | None:

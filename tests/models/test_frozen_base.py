@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import sp_compile
-from sp_compile.passes.capture.stand_ins.quantized_linears import MARK, Subclass, call_with_subclass
+from sp_compile.passes.capture.tensor_subclasses import MARK, Subclass, call_with_subclass
 
 aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ from support.ranks import Ranks, mesh
 from torch import Tensor, nn
 
 import sp_compile
-from sp_compile.passes.capture.stand_ins.quantized_linears import MARK, mark_subclass
+from sp_compile.passes.capture.tensor_subclasses import MARK, mark_subclass
 
 torchao = pytest.importorskip("torchao")
 

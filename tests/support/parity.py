@@ -184,6 +184,23 @@ def check(outcomes: Sequence[Outcome], tolerance: float = 1e-9) -> None:
     assert len({one.bits for one in outcomes}) == 1, "the ranks differ from each other"
 
 
+def worst_gradient(model: nn.Module, single: nn.Module) -> float:
+    """Return the largest error of a gradient of a model that FSDP has sharded; `single` has the right ones."""
+    pairs = zip(model.parameters(), single.parameters(), strict=True)
+    return max(0.0 if q.grad is None else float((p.grad.full_tensor() - q.grad).abs().max()) for p, q in pairs)
+
+
+def step_errors(model: nn.Module, single: nn.Module, batch: Mapping[str, Tensor]) -> tuple[float, float]:
+    """Return the errors of the loss and of the worst gradient of a sharded model of transformers in one step."""
+    losses = []
+    for one in (single, model):
+        one.zero_grad()
+        losses.append(one(**batch)["loss"])
+        losses[-1].backward()
+    expected, loss = losses
+    return float((loss - expected).detach().abs()), worst_gradient(model, single)
+
+
 def error_text(call: Callable[[], Any]) -> str:
     """Return the message of the SpError that `call` raises."""
     try:

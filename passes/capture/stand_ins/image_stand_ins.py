@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering import torch_compat
+from sp_compile.lowering.base.origin import has_code_of
 
 # Arguments with which `get_rope_index` reads values on the host; without them some versions only compute on tensors.
 READ_ON_HOST = ("mm_token_type_ids", "image_grid_thw", "video_grid_thw")
-WRITES = "hidden_states[visual_pos_masks, :] = local_this"  # a line of the method that `add_at_mask` replaces
+WRITES = "hidden_states[visual_pos_masks, :] = local_this"  # of the method that `add_at_mask` replaces
 
 
 def replace_methods(model_class: type) -> None:
@@ -60,10 +61,15 @@ def add_at_mask(hidden: Tensor, mask: Tensor, features: Tensor) -> Tensor:
     return torch.where(rows, hidden + added, hidden)
 
 
+def _is_in_transformers(module: str) -> bool:
+    """Return True for a module of transformers."""
+    return module.startswith("transformers.")
+
+
 def _make_addition(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method with `add_at_mask` for programs, if its source has the lines that this replaces."""
+    """Return the method with `add_at_mask` for programs, if it is transformers' own and has the line `WRITES`."""
     try:
-        can_replace = WRITES in inspect.getsource(method)
+        can_replace = has_code_of(method, _is_in_transformers) and WRITES in inspect.getsource(method)
     except OSError:  # no source
         can_replace = False
 
@@ -76,19 +82,40 @@ def _make_addition(method: Callable[..., Any]) -> Callable[..., Any]:
     return add
 
 
-def _make_positions(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method such that Dynamo does not trace calls that read values on the host."""
-    names = tuple(inspect.signature(method).parameters)
-    run_between_graphs = torch_compat.run_eagerly(method, f"{method.__name__} computes positions in Python")
+def run_between_graphs(
+    method: Callable[..., Any], reason: str, reads_on_host: Callable[[dict[str, Any]], bool]
+) -> Callable[..., Any]:
+    """Return a method such that Dynamo does not trace some of its calls: they run between two graphs.
 
-    def find_positions(*args: Any, **kwargs: Any) -> Any:
+    Args:
+        method: The method, or the function of one.
+        reason: The reason, for messages about the graph break.
+        reads_on_host: Returns True for the arguments, by name, of a call that is not to be traced.
+
+    Returns:
+        A function with the same results.
+    """
+    names = tuple(inspect.signature(method).parameters)
+    run_untraced = torch_compat.run_eagerly(method, reason)
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
         """Return the method's result."""
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        if torch.compiler.is_compiling() and any(given.get(name) is not None for name in READ_ON_HOST):
-            return run_between_graphs(*args, **kwargs)
-        return method(*args, **kwargs)
+        is_untraced = torch.compiler.is_compiling() and reads_on_host(given)
+        return run_untraced(*args, **kwargs) if is_untraced else method(*args, **kwargs)
 
-    return find_positions
+    return run
+
+
+def _make_positions(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method such that Dynamo does not trace calls that read values on the host."""
+
+    def reads_on_host(given: dict[str, Any]) -> bool:
+        """Return True if an argument is given whose values the method reads."""
+        return any(given.get(name) is not None for name in READ_ON_HOST)
+
+    return run_between_graphs(method, f"{method.__name__} computes positions in Python", reads_on_host)
 
 
 # Name of a method -> the function that makes its replacement.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 
+from sp_compile.lowering import packed_linear, scaled_linear  # noqa: F401  (define ops)
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.sharding.rule import BoundRule, RuleFunction, register_rule_function, rule
 

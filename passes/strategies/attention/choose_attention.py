@@ -41,11 +41,11 @@ from sp_compile.passes.cost.attention_cost import (
 from sp_compile.passes.cost.decision import Decision
 from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.graph.call import OpCall
+from sp_compile.passes.graph.differentiable import differentiable_nodes
 from sp_compile.passes.graph.modes import autocast_dtype
 from sp_compile.passes.graph.node_info import set_node_info
 from sp_compile.passes.graph.sizes import is_divisor
 from sp_compile.passes.localize.balance_layout import balanced_inputs
-from sp_compile.passes.localize.reduce_gradients import differentiable_nodes
 from sp_compile.passes.sharding.attention_axes import attention_nodes, mask_predicate
 from sp_compile.passes.sharding.placement import PlacementPlan, Shard
 

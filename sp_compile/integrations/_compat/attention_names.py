@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,9 +19,12 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, eager_mask, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from sp_compile.lowering.base.origin import has_code_of
 from sp_compile.lowering.torch_compat import pytree, run_eagerly
+from sp_compile.passes.capture.stand_ins.image_stand_ins import run_between_graphs
 
 SDPA = "sdpa"  # the name that selects scaled_dot_product_attention
 MASK_FUNCTIONS = {SDPA: sdpa_mask, "eager": eager_mask}  # name of an attention -> the function that computes its masks
@@ -30,7 +34,12 @@ DELAYED: dict[int, bool] = {}  # ids of configurations of models whose layers co
 # lengths of the images. For other names they read the lengths on the host, and call the function for each image.
 PACKED_IMAGES = "sdpa_of_packed_images_as_flash"
 PLACEHOLDER_METHOD = "get_placeholder_mask"  # returns the masks of tokens that features of images replace
+FEATURES_REASON = "the text of an error has a number of features"
 CUMULATED_LENGTHS = "cu_seq_lens_q"  # the argument with these lengths
+# Arguments that describe the images, and that functions without "flash" in their names do not get.
+OF_PACKED_IMAGES = (CUMULATED_LENGTHS, "cu_seq_lens_k", "max_length_q", "max_length_k")
+EAGER_ATTENTION = "eager_attention_forward"  # the function in the file of a model that the name "eager" selects
+OWN_PACKAGES = ("transformers", "sp_compile")  # packages whose functions have the documented values
 
 
 def register_attention(name: str, attention: Callable[..., Any]) -> None:
@@ -86,6 +95,40 @@ def select_attention(model: torch.nn.Module, name: str) -> Iterator[None]:
     finally:
         for config, selected in before:
             config._attn_implementation_internal = selected
+
+
+def find_replaced_attention(model: torch.nn.Module) -> str | None:
+    """Return the name of an attention that a model selects, and whose functions are not those of transformers.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The name, with the function in parentheses: one that a user registered under this name, for attention or for
+        masks. None if all functions are those of transformers.
+    """
+    configs = _with_parts(m.config for m in model.modules() if isinstance(m, PreTrainedModel))
+    names = {config._attn_implementation_internal for config in configs} - {None}
+    files = {sys.modules.get(_class_before_fsdp(module).__module__) for module in model.modules()}
+    eager = [getattr(file, EAGER_ATTENTION) for file in files if hasattr(file, EAGER_ATTENTION)]
+    for name in sorted(names):
+        own = [*eager] if name == "eager" else []
+        attention = [ALL_ATTENTION_FUNCTIONS[name]] if name in ALL_ATTENTION_FUNCTIONS else own
+        for function in [*attention, ALL_MASK_ATTENTION_FUNCTIONS.get(name)]:
+            if not _is_own(function):
+                return f"{name} ({getattr(function, '__qualname__', function)})"
+    return None
+
+
+def _is_in_own_package(module: str) -> bool:
+    """Return True for a module of transformers or of this package."""
+    return module.partition(".")[0] in OWN_PACKAGES
+
+
+def _is_own(function: Any) -> bool:
+    """Return True for a function of transformers, or of this package in place of one; False for None."""
+    is_delaying = isinstance(function, functools.partial) and function.func is _delay_mask
+    return is_delaying or (function is not None and has_code_of(function, _is_in_own_package))
 
 
 class MaskArguments:
@@ -231,7 +274,7 @@ def attend_to_packed_images(encoder: torch.nn.Module) -> None:
         None.
     """
     AttentionInterface.register(PACKED_IMAGES, _attend_to_images)
-    AttentionMaskInterface.register(PACKED_IMAGES, sdpa_mask)
+    AttentionMaskInterface.register(PACKED_IMAGES, _mask_as_sdpa)
     shared, config = encoder.config, copy.copy(encoder.config)
     config._attn_implementation_internal = PACKED_IMAGES
     for module in encoder.modules():
@@ -254,20 +297,12 @@ def count_features_eagerly(model: torch.nn.Module) -> None:
     for part in model.modules():
         method = getattr(part, PLACEHOLDER_METHOD, None) if isinstance(part, PreTrainedModel) else None
         if method is not None and any(name.endswith("_features") for name in inspect.signature(method).parameters):
-            setattr(part, PLACEHOLDER_METHOD, _find_placeholders(method))
+            setattr(part, PLACEHOLDER_METHOD, run_between_graphs(method, FEATURES_REASON, _reads_ids))
 
 
-def _find_placeholders(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method such that Dynamo does not trace calls with ids; others compare the embeddings, on shards."""
-    run_between_graphs = run_eagerly(method, "the text of an error has a number of features")
-
-    @functools.wraps(method)
-    def get_placeholder_mask(*args: Any, **kwargs: Any) -> Any:
-        """Return the method's result."""
-        ids = args[0] if args else kwargs.get("input_ids")
-        return method(*args, **kwargs) if ids is None else run_between_graphs(*args, **kwargs)
-
-    return get_placeholder_mask
+def _reads_ids(given: dict[str, Any]) -> bool:
+    """Return True for a search by the ids of tokens; others compare the embeddings, on shards."""
+    return given.get("input_ids") is not None
 
 
 def _packs_images(module: torch.nn.Module) -> bool:
@@ -291,17 +326,42 @@ def _attend_to_images(
         attention_mask: None.
         **kwargs: Arguments of sdpa, and `cu_seq_lens_q`, the first patch of each image and S, int [images + 1].
     """
-    starts = kwargs.pop(CUMULATED_LENGTHS, None)
+    attention = ALL_ATTENTION_FUNCTIONS[SDPA]  # a user may have replaced it
+    starts = kwargs.get(CUMULATED_LENGTHS)
     if starts is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    if torch.compiler.is_compiling():
-        image = torch.searchsorted(starts[1:], torch.arange(query.shape[2], device=query.device), right=True)
-        mask = image[None, None, :, None] == image[None, None, None, :]
-        return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+        return attention(module, query, key, value, attention_mask, **kwargs)
+    kwargs = {name: x for name, x in kwargs.items() if name not in OF_PACKED_IMAGES}
+    if not torch.compiler.is_compiling():
+        return _attend_to_each_image(attention, starts, module, query, key, value, attention_mask, **kwargs)
+    if attention is not sdpa_attention_forward:  # its values may depend on the mask, which is None without this package
+        return _attend_between_graphs(attention, starts, module, query, key, value, attention_mask, **kwargs)
+    image = torch.searchsorted(starts[1:], torch.arange(query.shape[2], device=query.device), right=True)
+    mask = image[None, None, :, None] == image[None, None, None, :]
+    return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+
+
+def _attend_to_each_image(
+    attention: Callable[..., Any],
+    starts: torch.Tensor,
+    module: torch.nn.Module,
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call an attention function for each image, as transformers does for names without "flash"."""
     lengths = starts.diff().tolist()
     parts = zip(*(x.split(lengths, dim=2) for x in (query, key, value)))
-    results = [sdpa_attention_forward(module, *part, attention_mask, **kwargs)[0] for part in parts]
-    return torch.cat(results, dim=1), None
+    return torch.cat([attention(module, *part, mask, **kwargs)[0] for part in parts], dim=1), None
+
+
+_attend_between_graphs = run_eagerly(_attend_to_each_image, "a registered attention function gets one image a call")
+
+
+def _mask_as_sdpa(*args: Any, **kwargs: Any) -> Any:
+    """Return the mask of the function that is registered for sdpa."""
+    return ALL_MASK_ATTENTION_FUNCTIONS[SDPA](*args, **kwargs)
 
 
 def _delay_mask(function: Callable[..., Any], config: Any = None, **arguments: Any) -> Any:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.base.origin import has_code_of
 from sp_compile.lowering.torch_compat import pytree
 
 SCORING_METHOD = "_generate_and_score_completions"  # which gathers rewards over processes
@@ -130,16 +131,20 @@ def _prepare_reference(model: torch.nn.Module, accelerator: Any) -> torch.nn.Mod
 def _replace_globals(owner: type, method: str, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     """Replace functions that a method of a class, and of its bases, reads by global names, in a context.
 
-    Only functions of accelerate and TRL with these names are replaced.
+    Only functions of accelerate and TRL with these names are replaced, not those of a user.
     """
+
+    def is_in_package(module: str) -> bool:
+        """Return True for a module of accelerate or TRL."""
+        return module.partition(".")[0] in (accelerate.__name__, "trl")
+
     with ExitStack() as stack:
         for cls in owner.__mro__:
             if method not in vars(cls):
                 continue
             names = getattr(inspect.unwrap(vars(cls)[method]), "__globals__", {})  # {} for a method that is built in
             for name, new in functions.items():
-                owner_package = getattr(names.get(name), "__module__", "").partition(".")[0]
-                if owner_package in (accelerate.__name__, "trl"):
+                if name in names and has_code_of(names[name], is_in_package):
                     stack.callback(names.__setitem__, name, names[name])
                     names[name] = new
         yield

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.parity import error_text
+from support.parity import error_text, worst_gradient
 from support.ranks import Ranks, mesh
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -133,11 +133,9 @@ def train(make: Callable[[], Made], names: tuple[str, ...] = (), **options: Any)
     torch.stack(expected).mean().backward()
     loss = model(**of_replicas[replica.rank])["loss"]
     loss.backward()
-    pairs = zip(model.parameters(), single.parameters(), strict=True)
-    worst = max(0.0 if q.grad is None else float((p.grad.full_tensor() - q.grad).abs().max()) for p, q in pairs)
     weights = [p for p in model.parameters() if isinstance(p, DTensor)]
     part = sum(p.to_local().numel() for p in weights) / sum(p.numel() for p in single.parameters())
-    return float((loss - expected[replica.rank]).detach().abs()), worst, part
+    return float((loss - expected[replica.rank]).detach().abs()), worst_gradient(model, single), part
 
 
 def _train_checkpointed(make: Callable[[], nn.Module]) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.parity import step_errors
 from support.ranks import Ranks, mesh
 from torch import Tensor, nn
 
@@ -71,17 +72,8 @@ def train(build: Any, checkpoint: bool) -> tuple[list[tuple[float, float, list[s
     with record_warnings() as messages:
         for sizes in SIZES:
             torch.manual_seed(1)
-            batch = batch_of(sizes)
-            single.zero_grad()
-            model.zero_grad()
             new.clear()
-            expected = single(**batch).loss
-            expected.backward()
-            loss = model(**batch).loss
-            loss.backward()
-            pairs = zip(model.parameters(), single.parameters(), strict=True)
-            worst = max(0.0 if q.grad is None else float((p.grad.full_tensor() - q.grad).abs().max()) for p, q in pairs)
-            found.append((float((loss - expected).detach().abs()), worst, list(new)))
+            found.append((*step_errors(model, single, batch_of(sizes)), list(new)))
     return found, messages
 
 
@@ -128,3 +120,37 @@ def test_attention_to_packed_images() -> None:
     for function in (_attend_to_images, torch.compile(_attend_to_images, backend="eager", fullgraph=True)):
         result, _ = function(module, q, k, v, is_causal=False, **{CUMULATED_LENGTHS: starts})
         torch.testing.assert_close(result, expected, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
+def test_a_registered_attention_function_is_called(is_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each image, as without this package, eager and compiled: here one with other scores."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    from sp_compile.integrations._compat.attention_names import attend_to_packed_images
+
+    def attend(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        assert "max_length_q" not in kwargs
+        return sdpa_attention_forward(module, 3 * query, *args, **kwargs)
+
+    def encode(model: nn.Module) -> Tensor:
+        features: Tensor = model(batch["pixel_values"], grid_thw=batch["image_grid_thw"]).pooler_output
+        return features
+
+    torch.manual_seed(0)
+    batch = batch_of(SIZES[0])
+    single = multimodal.qwen25_vl(False)[0].double().model.visual
+    encoder = copy.deepcopy(single)
+    before = encode(single)
+    if not is_first:
+        attend_to_packed_images(encoder)
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", attend)
+    expected = encode(single)
+    assert (expected - before).abs().max() > 1e-6
+    if is_first:
+        attend_to_packed_images(encoder)
+    torch.testing.assert_close(encode(encoder), expected, rtol=0, atol=1e-12)
+    for block in encoder.blocks:
+        block.compile(backend="eager")
+    torch.testing.assert_close(encode(encoder), expected, rtol=0, atol=1e-12)

@@ -1,4 +1,4 @@
-"""Masks of transformers with FSDP2 on each layer: they are computed in the layers, and no value has S x S elements."""
+"""Masks of transformers with FSDP2 on each layer: they are computed in the layers, and no value has S x S elements; neither has the position bias of T5."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.parity import step_errors
 from support.ranks import Ranks, mesh
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -37,13 +38,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             **{"num_key_value_heads": 4, "layer_types": ["indexed_attention"] * 2},
         },
     ),
+    "biases": ("T5", {"d_model": 32, "d_kv": 8, "d_ff": 64, "dropout_rate": 0.0, "decoder_start_token_id": 0}),
 }
 
 
 def build(name: str) -> nn.Module:
     prefix, changes = MODELS[name]
     config = getattr(transformers, f"{prefix}TextConfig", None) or getattr(transformers, f"{prefix}Config")
-    model = getattr(transformers, f"{prefix}ForCausalLM")(config(**{**SIZES, **changes}))
+    kind = "ConditionalGeneration" if name == "biases" else "CausalLM"
+    model = getattr(transformers, f"{prefix}For{kind}")(config(**{**SIZES, **changes}))
     model.set_experts_implementation("batched_mm")  # the default does not support float64
     double: nn.Module = model.double()
     return double
@@ -78,13 +81,7 @@ def train(name: str, kind: str, checkpoint: bool) -> tuple[float, float, int]:
     model = sp_compile.fully_shard_and_compile(
         copy.deepcopy(single), mesh(), compiler=compiler, cost={}, checkpoint=checkpoint
     )
-    expected = single(**batch(kind)).loss
-    expected.backward()
-    loss = model(**batch(kind)).loss
-    loss.backward()
-    pairs = zip(model.parameters(), single.parameters(), strict=True)
-    worst = max(0.0 if q.grad is None else float((p.grad.full_tensor() - q.grad).abs().max()) for p, q in pairs)
-    return float((loss - expected).detach().abs()), worst, len(squares)
+    return *step_errors(model, single, batch(kind)), len(squares)
 
 
 def test_code_may_use_the_mask_as_a_tensor() -> None:
@@ -229,13 +226,15 @@ def test_a_registered_mask_function_is_kept(name: str, is_first: bool, monkeypat
 CASES = [
     pytest.param("llama", "packed", False),
     pytest.param("eager", "packed", False),
+    pytest.param("biases", "padded", False),
     *[
         pytest.param(name, kind, False, marks=pytest.mark.slow)
         for name in MODELS
         for kind in ("packed", "padded")
-        if (name, kind) not in {("llama", "packed"), ("eager", "packed")}
+        if (name, kind) not in {("llama", "packed"), ("eager", "packed"), ("biases", "packed"), ("biases", "padded")}
     ],
     pytest.param("two masks", "packed", True, marks=pytest.mark.slow, id="checkpoint"),
+    pytest.param("biases", "padded", True, marks=pytest.mark.slow, id="checkpoint of biases"),
 ]
 
 

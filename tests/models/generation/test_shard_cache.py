@@ -243,6 +243,47 @@ def run_refusals() -> dict[str, str]:
     return found
 
 
+def run_registered(kind: str) -> str:
+    """Return the message for an attention or a mask function of a user: under a name of transformers, or another."""
+    import functools
+
+    from transformers import AttentionInterface, AttentionMaskInterface, modeling_utils
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+    from transformers.models.llama import modeling_llama
+
+    @functools.wraps(sdpa_attention_forward)
+    def attend(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return sdpa_attention_forward(module, 3 * query, *args, **kwargs)
+
+    def mask_first(*args: Any, **kwargs: Any) -> Any:
+        return None
+
+    model, inputs = make(), prompt(7)
+    names = {"name": "user", "eager": "eager"}
+    if kind == "name":
+        AttentionInterface.register("user", attend)
+        AttentionMaskInterface.register("user", sdpa_mask)
+    model.set_attn_implementation(names.get(kind, "sdpa"))
+    tables = {"attention": AttentionInterface._global_mapping, "mask": AttentionMaskInterface._global_mapping}
+    tables["instance"] = modeling_utils.ALL_ATTENTION_FUNCTIONS._local_mapping
+    replaced = {"sdpa": mask_first if kind == "mask" else attend}
+    own = attend if kind == "eager" else modeling_llama.eager_attention_forward
+    with (
+        mock.patch.dict(tables.get(kind, {}), replaced),
+        mock.patch.object(modeling_llama, "eager_attention_forward", own),
+        shared(model),
+    ):
+        return message_of(lambda: generate(model, inputs))
+
+
+@pytest.mark.parametrize("kind", ["attention", "mask", "instance", "name", "eager"])
+def test_functions_of_users_are_refused(ranks: Ranks, kind: str) -> None:
+    """A step calls another attention function, so that the result would not be that of the user's."""
+    for message in ranks.run(2, run_registered, kind):
+        assert message.startswith("SP843")
+
+
 def test_refusals(ranks: Ranks) -> None:
     """A code each, on every rank, before the prompt is run or compiled."""
     expected = {

@@ -267,3 +267,21 @@ def test_features_of_vision_layers_are_added_in_one_graph() -> None:
     for rows in (2, 4):
         with pytest.raises(RuntimeError):
             compiled(hidden, mask, torch.randn(rows, 4))
+
+
+def test_a_method_of_a_user_is_called() -> None:
+    """Also one with the lines of the original."""
+    from sp_compile.passes.capture.stand_ins.image_stand_ins import replace_methods
+
+    class Model:
+        def _deepstack_process(self, hidden_states: Any, visual_pos_masks: Any, visual_embeds: Any) -> Any:
+            hidden_states = hidden_states.clone()
+            local_this = hidden_states[visual_pos_masks, :] + 2 * visual_embeds
+            hidden_states[visual_pos_masks, :] = local_this
+            return hidden_states
+
+    replace_methods(Model)
+    model, mask, features = Model(), torch.tensor([[True, False, True]]), torch.ones(2, 4)
+    compiled = torch.compile(model._deepstack_process, backend="eager")
+    found = compiled(torch.zeros(1, 3, 4), mask, features)
+    assert torch.equal(found, mask[..., None] * torch.full((4,), 2.0))

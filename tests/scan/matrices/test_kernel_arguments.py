@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -80,6 +83,41 @@ def test_every_form_of_a_call(form: str) -> None:
 )
 def test_what_has_no_equivalent_is_reported(args: Any, kwargs: Any, reason: str) -> None:
     assert re.search(reason, call(*args, **kwargs))
+
+
+def test_functions_of_users_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Users replace functions and methods of packages: a wrapper has the name of the original, as by functools.wraps."""
+
+    class LigerCrossEntropyFunction(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, logits: Tensor, target: Tensor) -> Tensor:
+            raise AssertionError
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            return grad, None
+
+    @functools.wraps(fla.chunk_delta_rule)
+    def double(*args: Any, **kwargs: Any) -> Any:
+        result, state = fla.chunk_delta_rule(*args, **kwargs)
+        return 2 * result, state
+
+    def lose(ctx: Any, logits: Tensor, target: Tensor) -> Tensor:
+        return logits + 7
+
+    LigerCrossEntropyFunction.__module__ = "fla_with_changes_of_tests"
+    LigerCrossEntropyFunction.forward = lose  # type: ignore[assignment]
+    module: Any = ModuleType(LigerCrossEntropyFunction.__module__)
+    module.chunk_delta_rule, module.LigerCrossEntropyFunction = double, LigerCrossEntropyFunction
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def run(q: Tensor) -> Tensor:
+        result = module.chunk_delta_rule(q, K, V, BETA)[0]
+        loss: Tensor = module.LigerCrossEntropyFunction.apply(result, torch.zeros(1))
+        return loss
+
+    compiled = torch.compile(run, backend="sp", options={"compiler": "aot_eager"})
+    torch.testing.assert_close(compiled(Q), run(Q))
 
 
 def test_a_wrapper_drops_what_its_function_does_not_have() -> None:
