@@ -204,11 +204,18 @@ class SequenceParallelAccelerator(Accelerator):
         Returns:
             A context manager that yields None.
         """
-        before, self._counts_replicas = self._counts_replicas, self.mesh is not None
-        try:
+        with mock.patch.object(self, "_counts_replicas", self.mesh is not None):
             yield
-        finally:
-            self._counts_replicas = before
+
+    @contextmanager
+    def count_processes(self) -> Iterator[None]:
+        """Count processes in a context within `count_replicas`, for code that knows which ranks share a batch.
+
+        Returns:
+            A context manager that yields None.
+        """
+        with mock.patch.object(self, "_counts_replicas", False):
+            yield
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """Run `Accelerator.prepare_data_loader`, with the same random order on all ranks.
@@ -226,7 +233,8 @@ class SequenceParallelAccelerator(Accelerator):
         if self.mesh is not None and lacks_generator:
             seed = broadcast(torch.empty((), dtype=torch.int64, device=self.device).random_())
             sampler.generator = torch.Generator().manual_seed(int(seed))
-        return super().prepare_data_loader(data_loader, *args, **kwargs)
+        with self.count_processes():  # the ranks that share a batch follow from the mesh
+            return super().prepare_data_loader(data_loader, *args, **kwargs)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Run `Accelerator.prepare`; with FSDP, compile the model after its layers are sharded.

@@ -21,6 +21,7 @@ import transformers.trainer
 
 from sp_compile.lowering.base.errors import SpError
 
+from ._compat.counting import ReplicaCounter, check_trainer
 from ._compat.sampling import SampleSharer
 from ._compat.trainers import ItemCounter, WeightSaver, register_backend_name
 from .accelerate import SequenceParallelAccelerator
@@ -30,7 +31,7 @@ from .shard_cache import shard_cache
 __all__ = ["SequenceParallel"]
 
 
-class SequenceParallel(SampleSharer, ItemCounter, WeightSaver):
+class SequenceParallel(SampleSharer, ReplicaCounter, ItemCounter, WeightSaver):
     """Base class, listed before a Trainer, that compiles the model with backend="sp".
 
     Training, evaluation, prediction, loaders, gradient accumulation, clipping, metrics and checkpoints remain those of
@@ -58,8 +59,8 @@ class SequenceParallel(SampleSharer, ItemCounter, WeightSaver):
             None.
 
         Raises:
-            SpError: The arguments do not match the processes, see `SequenceParallelAccelerator`, or `shard_generation`
-                has no effect in this Trainer (SP838).
+            SpError: The arguments do not match the processes, see `SequenceParallelAccelerator`, `shard_generation`
+                has no effect in this Trainer (SP838), or this Trainer counts processes in other methods (SP839).
         """
 
         def make_accelerator(**kwargs: Any) -> SequenceParallelAccelerator:
@@ -73,6 +74,9 @@ class SequenceParallel(SampleSharer, ItemCounter, WeightSaver):
 
         with mock.patch.object(transformers.trainer, "Accelerator", make_accelerator), register_backend_name():
             super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        if self.accelerator.sp_size > 1:
+            check_trainer(type(self))
+        self._count_in_creation()
         if self.shard_generation and (getattr(self.args, "use_vllm", False) or not self._samples_once):
             name = type(self).__name__
             raise SpError("SP838", f"shard_generation: expected a Trainer that samples by `generate()`, got {name}.")
@@ -107,10 +111,11 @@ class SequenceParallel(SampleSharer, ItemCounter, WeightSaver):
         return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
     def get_tp_size(self) -> int:
-        """Return the number of ranks with the same batch, which the Trainer reads from this method.
+        """Return the number of processes with the same batch, which the Trainer reads from this method.
 
         Returns:
-            The Trainer's size times the number of ranks that share a sequence.
+            The Trainer's size times the number of ranks that share a sequence, or 1 where replicas are counted.
         """
         size: int = super().get_tp_size()
-        return size * self.accelerator.sp_size
+        accelerator = self.accelerator
+        return size if accelerator.num_processes == accelerator.replicas else size * accelerator.sp_size

@@ -11,7 +11,6 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
-from unittest import mock
 
 import accelerate.utils
 import numpy as np
@@ -22,7 +21,7 @@ from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.origin import has_code_of
 from sp_compile.lowering.torch_compat import pytree
 
-SCORING_METHOD = "_generate_and_score_completions"  # which gathers rewards over processes
+from .counting import SAMPLING_METHOD, SCORING_METHOD
 
 
 class SampleSharer:
@@ -34,14 +33,21 @@ class SampleSharer:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Create the Trainer, and continue with the random state of the first rank of the sequence."""
         # TRL shards a reference model by `prepare_fsdp`, which would not compile it.
-        with _replace_globals(type(self), "__init__", {"prepare_fsdp": _prepare_reference}):
+        with _replace_globals(type(self), "__init__", {"prepare_fsdp": _prepare_reference}), ExitStack() as stack:
+            self._creation: ExitStack | None = stack
             super().__init__(*args, **kwargs)
+        self._creation = None
         self._share(None)  # no value: only the random state is set
+
+    def _count_in_creation(self) -> None:
+        """Count replicas as processes in the rest of `__init__`, except that vLLM's groups are those of processes."""
+        if self._creation is not None and not getattr(self.args, "use_vllm", False):
+            self._creation.enter_context(self.accelerator.count_replicas())
 
     @property
     def _samples_once(self) -> bool:
         """True if the Trainer samples by a method that this class extends."""
-        return hasattr(super(), "_generate_single_turn")
+        return hasattr(super(), SAMPLING_METHOD)
 
     def share_cache(self) -> AbstractContextManager[Any]:
         """Return a context for generation, here one without effect.
@@ -92,7 +98,7 @@ class SampleSharer:
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's method on each rank, and return the completions of the first rank of the sequence."""
         # Count processes here, not replicas: vLLM's client calls collectives of all processes.
-        with mock.patch.object(self.accelerator, "_counts_replicas", False), self.share_cache():
+        with self.accelerator.count_processes(), self.share_cache():
             return self._share(super()._generate_single_turn(*args, **kwargs))  # type: ignore[misc]
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -111,14 +117,6 @@ class SampleSharer:
         gather = {"gather": accelerator.gather, "gather_object": accelerator.gather_objects}
         with accelerator.count_replicas(), _replace_globals(type(self), SCORING_METHOD, gather):
             return getattr(super(), SCORING_METHOD)(*args, **kwargs)
-
-    def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the Trainer's method, which divides the number of items of all batches by that of the processes.
-
-        Here it is divided by the number of replicas.
-        """
-        with self.accelerator.count_replicas():
-            return super()._compute_loss(*args, **kwargs)  # type: ignore[misc]
 
 
 def _prepare_reference(model: torch.nn.Module, accelerator: Any) -> torch.nn.Module:

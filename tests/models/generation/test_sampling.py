@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import Ranks
+from torch.utils.data import DataLoader
 
 from sp_compile import SpError
 
@@ -19,6 +20,7 @@ pytest.importorskip("accelerate")
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import ParallelismConfig, gather, gather_object
 
+from sp_compile.integrations._compat.counting import ReplicaCounter, check_trainer
 from sp_compile.integrations._compat.sampling import SampleSharer
 from sp_compile.integrations.accelerate import SequenceParallelAccelerator
 
@@ -47,12 +49,25 @@ class Sampler:
         }
         return {**found, "objects": gather_object([dist.get_rank()])}
 
-    def _compute_loss(self) -> int:
+    def compute_loss(self) -> int:
         return self.accelerator.num_processes
 
+    def get_train_dataloader(self) -> tuple[Any, ...]:
+        found = self.accelerator.num_processes, self.args.world_size, self.args.process_index
+        # accelerate derives the ranks that share a batch from the mesh
+        loader = self.accelerator.prepare(DataLoader(range(8), batch_size=2))
+        return *found, [batch.tolist() for batch in loader]
 
-class SharingSampler(SampleSharer, Sampler):
-    pass
+
+class Arguments:
+    """The properties of TrainingArguments that count processes."""
+
+    world_size = property(lambda self: dist.get_world_size())
+    process_index = property(lambda self: dist.get_rank())
+
+
+class SharingSampler(SampleSharer, ReplicaCounter, Sampler):
+    args = Arguments()
 
 
 def sampled() -> dict[str, Any]:
@@ -66,7 +81,9 @@ def sampled() -> dict[str, Any]:
         config = ParallelismConfig(dp_replicate_size=2)
         sampler = SharingSampler(SequenceParallelAccelerator(cpu=True, parallelism_config=config))
         found = sampler._generate_and_score_completions()
-        return {**found, "next": torch.rand(()).item(), "loss": sampler._compute_loss(), "all": gather_object([1])}
+        found |= {"loss": sampler.compute_loss(), "loader": sampler.get_train_dataloader()}
+        assert sampler.args.world_size == sampler.accelerator.num_processes == 4
+        return {**found, "next": torch.rand(()).item(), "all": gather_object([1])}
 
 
 def test_ranks_of_a_sequence_sample_once(ranks: Ranks) -> None:
@@ -79,6 +96,7 @@ def test_ranks_of_a_sequence_sample_once(ranks: Ranks) -> None:
         assert one["rewards"] == [0, 2]
         assert one["objects"] == [rank % 2, rank % 2 + 2]
         assert (one["rank"], one["loss"], one["all"]) == (rank // 2, 2, [1] * 4)
+        assert one["loader"] == (2, 2, rank // 2, [[0, 1], [4, 5]] if rank < 2 else [[2, 3], [6, 7]])
     assert found[0]["samples"] != found[2]["samples"]
 
 
@@ -103,3 +121,44 @@ def test_completions_of_a_step() -> None:
         count(eval_strategy="steps")
     with pytest.raises(SpError, match=r"SP837: .*num_generations_eval=5.*\b6\b"):
         count(eval_strategy="steps", num_generations_eval=5)
+
+
+class CountingTrainer:
+    """A Trainer, as of TRL, that reads the number of processes in methods that count replicas, and samples in one."""
+
+    def compute_loss(self) -> Any:
+        return self.accelerator.num_processes, self.accelerator.gather(1)
+
+    def _generate_single_turn(self) -> Any:
+        return self.model.generate()
+
+
+def log_step(self: Any) -> Any:
+    return [self.accelerator.num_processes for _ in "a"]
+
+
+def fill_buffer(self: Any) -> Any:
+    return self.model.generate()
+
+
+def log_rewards(self: Any) -> Any:
+    return gather(self.rewards)
+
+
+def test_trainers_that_count_processes_elsewhere_are_refused() -> None:
+    pytest.importorskip("trl")
+
+    def trainer(*methods: Any, module: str = "trl.trainer") -> type:
+        return type("Trainer", (CountingTrainer,), {"__module__": module, **{one.__name__: one for one in methods}})
+
+    check_trainer(trainer())
+    check_trainer(trainer(log_step, module="user"))
+    for method, name in ((log_step, "num_processes"), (fill_buffer, "generate"), (log_rewards, "gather")):
+        with pytest.raises(SpError, match=rf"SP839: .*{method.__name__}.*'{name}'.*trl \d"):
+            check_trainer(type("User", (trainer(method),), {}))
+
+
+def test_trainers_of_trl_are_known() -> None:
+    trl = pytest.importorskip("trl")
+    for name in ("SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO", "Distillation"):
+        check_trainer(getattr(trl, f"{name}Trainer"))

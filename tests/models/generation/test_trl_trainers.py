@@ -10,9 +10,15 @@ import pytest
 import torch
 from models.docs.test_recipes import ROOT, WEIGHT, launch
 
-KINDS = "grpo evaluated", "rloo", "dpo", "reward evaluated"
+KINDS = "grpo evaluated", "rloo", "distillation evaluated", "dpo", "reward evaluated"
 LORA = "grpo LoRA", "rloo LoRA evaluated", "dpo LoRA"  # the reference is the model without its adapter
-REPLICAS = "grpo fixed", "rloo fixed", "dpo", "reward evaluated"  # replicas sample with other seeds
+REPLICAS = (
+    "grpo fixed",
+    "rloo fixed",
+    "distillation fixed",
+    "dpo",
+    "reward evaluated",
+)  # replicas sample with other seeds
 SHARDED = ("reward evaluated HSDP",)  # the others are in test_fsdp_trainer.py
 OF_TIME = "time", "second", "flos", "epoch"  # parts of the names of other numbers
 ROUNDING = 1e-4  # of float32, in metrics such as a KL divergence

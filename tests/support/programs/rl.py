@@ -1,6 +1,6 @@
 """TRL's Trainers that compare or sample completions: `python rl.py RESULT KIND...`.
 
-Kinds: grpo, rloo, dpo, reward, and "grpo fixed" and "rloo fixed", whose completions follow from the prompts, so that
+Kinds: grpo, rloo, distillation, dpo, reward, and with a word "fixed" those whose completions follow from the prompts, so that
 replicas have those of a single device. A word "FSDP" shards weights over all ranks, "HSDP" over the ranks of a sequence, and "cached"
 shares the cache of generation. `make_trainer` also makes the kinds "trainer" and "sft", for sharded.py. Rank 0 saves the
 log and the final weights of each kind, and for each rank the tokens, log-probabilities and rewards of each step. One
@@ -28,6 +28,8 @@ from transformers import (
     TrainingArguments,
 )
 from trl import (
+    DistillationConfig,
+    DistillationTrainer,
     DPOConfig,
     DPOTrainer,
     GRPOConfig,
@@ -50,6 +52,7 @@ SHARE = int(os.environ.get("RL_SHARE", RANKS))  # ranks of a sequence
 TRAINERS = {
     "grpo": (GRPOTrainer, GRPOConfig),
     "rloo": (RLOOTrainer, RLOOConfig),
+    "distillation": (DistillationTrainer, DistillationConfig),
     "dpo": (DPOTrainer, DPOConfig),
     "reward": (RewardTrainer, RewardConfig),
     "sft": (SFTTrainer, SFTConfig),
@@ -59,6 +62,7 @@ SAMPLED = {"num_generations": GENERATIONS, "max_completion_length": 9, "beta": 0
 OPTIONS: dict[str, dict[str, Any]] = {
     "grpo": SAMPLED,
     "rloo": SAMPLED,
+    "distillation": {"max_completion_length": 9, "gradient_accumulation_steps": 2},
     "dpo": {"max_length": LENGTH},
     "reward": {"max_length": LENGTH},
     "sft": {"max_length": LENGTH, "packing": True},
@@ -78,7 +82,7 @@ class FixedCompletions:
             return [3 + (7 * ids[-1] + j * (i + 2)) % (VOCABULARY - 3) for j in range(length)]
 
         found = [complete(ids, i % GENERATIONS) for i, ids in enumerate(prompt_ids)]
-        return found if isinstance(self, RLOOTrainer) else (found, None)
+        return (found, None) if isinstance(self, GRPOTrainer) else found
 
 
 class Recorder:
@@ -121,7 +125,7 @@ def sentence(length: int) -> str:
 
 def rows(kind: str) -> Dataset:
     torch.manual_seed(3)
-    if kind in ("grpo", "rloo"):
+    if kind in ("grpo", "rloo", "distillation"):
         return Dataset.from_list([{"prompt": sentence(3 + i % 6)} for i in range(16)])
     if kind == "trainer":
         ids = torch.randint(3, VOCABULARY, (48, 13)).tolist()  # a length that no number of ranks divides
@@ -161,6 +165,7 @@ def make_trainer(name: str, **options: Any) -> Any:
     """Return the Trainer of a kind. options: of its configuration, instead of those of RL_STEPS and without checkpoints."""
     kind = name.split()[0]
     base, config = TRAINERS[kind]
+    trained = model(kind)
     is_sampled = kind in ("grpo", "rloo")
     # Configurations of GRPO and RLOO refuse sp_size, which is derived from the number of replicas.
     axis = "dp_shard_size" if "FSDP" in name else "dp_replicate_size"
@@ -168,6 +173,9 @@ def make_trainer(name: str, **options: Any) -> Any:
     given: dict[str, Any] = {"processing_class": tokenizer(), "train_dataset": rows(kind)}
     if is_sampled:
         given["reward_funcs"] = reward
+    if kind == "distillation":
+        torch.manual_seed(1)
+        given["teacher_model"] = LlamaForCausalLM(trained.config)
     if "evaluated" in name:
         given["eval_dataset"] = rows(kind).select(range(4))
     if "LoRA" in name:
@@ -199,7 +207,7 @@ def make_trainer(name: str, **options: Any) -> Any:
     of_ranks = [SequenceParallel] if RANKS > 1 else []
     bases = (Recorder, *of_ranks, *([FixedCompletions] if "fixed" in name else []), base)
     fields = {"sp_options": {"compiler": "aot_eager"}, "shard_generation": "cached" in name}
-    return type("Trainer", bases, fields)(model(kind), args=arguments, **given)
+    return type("Trainer", bases, fields)(trained, args=arguments, **given)
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
