@@ -22,13 +22,15 @@ import transformers.trainer
 from sp_compile.lowering.base.errors import SpError
 
 from ._compat.counting import ReplicaCounter, check_trainer
-from ._compat.sampling import SampleSharer
+from ._compat.sampling import SampleSharer, record_given_total
 from ._compat.trainers import ItemCounter, WeightSaver, register_backend_name
 from .accelerate import SequenceParallelAccelerator
 from .parallelism import SEQUENCE_AXIS
 from .shard_cache import shard_cache
 
 __all__ = ["SequenceParallel"]
+
+record_given_total()  # before the user creates arguments
 
 
 class SequenceParallel(SampleSharer, ReplicaCounter, ItemCounter, WeightSaver):

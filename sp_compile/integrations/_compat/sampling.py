@@ -6,6 +6,7 @@ that are gathered over all processes. Here ranks that share a sequence count as 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -16,12 +17,35 @@ import accelerate.utils
 import numpy as np
 import torch
 import torch.distributed as dist
+import transformers
 
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.origin import has_code_of
 from sp_compile.lowering.torch_compat import pytree
 
 from .counting import SAMPLING_METHOD, SCORING_METHOD
+
+GIVEN_TOTAL = "_given_generation_batch_size"  # attribute of arguments: the number that the user has set, or None
+
+
+def record_given_total() -> None:
+    """Make transformers' arguments record the `generation_batch_size` of the user, which TRL computes if it is None.
+
+    Returns:
+        None.
+    """
+    create = transformers.TrainingArguments.__post_init__
+    if hasattr(create, GIVEN_TOTAL):
+        return
+
+    @functools.wraps(create)
+    def record(self: Any) -> None:
+        """Record the number, then create the arguments."""
+        setattr(self, GIVEN_TOTAL, getattr(self, "generation_batch_size", None))
+        create(self)
+
+    setattr(record, GIVEN_TOTAL, None)
+    transformers.TrainingArguments.__post_init__ = record
 
 
 class SampleSharer:
@@ -60,16 +84,30 @@ class SampleSharer:
     def count_generations(self) -> None:
         """Set the number of completions of a step, as TRL does, but for the number of replicas, not of processes.
 
+        A `generation_batch_size` that the user has set remains, and `steps_per_generation` follows from it.
+
         Returns:
             None.
 
         Raises:
-            SpError: A step has no full groups of completions of one prompt (SP837).
+            SpError: A step has no full groups of completions of one prompt (SP837), or it is not known which of the
+                numbers the user has set (SP840).
         """
         args, replicas = self.args, self.accelerator.replicas
         if getattr(args, "generation_batch_size", None) is None or getattr(args, "num_generations", None) is None:
             return
-        args.generation_batch_size = args.per_device_train_batch_size * args.steps_per_generation * replicas
+        of_step = args.per_device_train_batch_size * replicas
+        given = vars(args).get(
+            GIVEN_TOTAL, None if args.steps_per_generation == args.gradient_accumulation_steps else 0
+        )
+        if given == 0 and self.accelerator.sp_size > 1:
+            numbers = f"generation_batch_size={args.generation_batch_size} or {args.steps_per_generation=}"
+            raise SpError(
+                "SP840", f"{type(args).__name__}: {numbers.replace('args.', '')}: one follows from the other."
+            )
+        if given:
+            args.steps_per_generation = given // of_step
+        args.generation_batch_size = of_step * args.steps_per_generation
         # By name for messages: (number of completions, name of the option for the completions of a prompt).
         sizes = {"generation_batch_size": (args.generation_batch_size, "num_generations")}
         if args.do_eval and args.eval_strategy != "no":

@@ -103,9 +103,10 @@ def test_ranks_of_a_sequence_sample_once(ranks: Ranks) -> None:
 def count(**given: Any) -> int:
     """Return the number of completions of a step on two replicas of two ranks."""
     sizes = {"per_device_train_batch_size": 2, "steps_per_generation": 3, "num_generations": 4}
+    accumulated = {"gradient_accumulation_steps": 3}
     evaluation = {"do_eval": True, "eval_strategy": "no", "per_device_eval_batch_size": 3}
     trainer: Any = object.__new__(SampleSharer)
-    trainer.args = SimpleNamespace(**{"generation_batch_size": 24, **sizes, **evaluation, **given})
+    trainer.args = SimpleNamespace(**{"generation_batch_size": 24, **sizes, **accumulated, **evaluation, **given})
     trainer.accelerator = SimpleNamespace(replicas=2, sp_size=2)
     trainer.count_generations()
     return trainer.args.generation_batch_size
@@ -162,3 +163,36 @@ def test_trainers_of_trl_are_known() -> None:
     trl = pytest.importorskip("trl")
     for name in ("SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO", "Distillation"):
         check_trainer(getattr(trl, f"{name}Trainer"))
+
+
+def test_a_given_number_of_completions_is_kept() -> None:
+    pytest.importorskip("trl")
+    assert counted() == [(32, 8), (16, 4), (4, 1), (8, 2)]
+
+
+def counted() -> list[tuple[int, int]]:
+    """Return the completions and the steps of a generation on 2 ranks of a replica, for several configurations."""
+    from trl import GRPOConfig
+
+    import sp_compile.integrations.transformers  # noqa: F401
+
+    found = []
+    with mock.patch.object(GRPOConfig, "world_size", 2):
+        for given in (
+            {"generation_batch_size": 32},
+            {"steps_per_generation": 4},
+            {},
+            {"gradient_accumulation_steps": 2},
+        ):
+            trainer: Any = object.__new__(SampleSharer)
+            sizes = {"per_device_train_batch_size": 4, "num_generations": 4, "gradient_accumulation_steps": 1, **given}
+            trainer.args = GRPOConfig(use_cpu=True, bf16=False, report_to=[], **sizes)
+            trainer.accelerator = SimpleNamespace(replicas=1, sp_size=2)
+            trainer.count_generations()
+            found.append((trainer.args.generation_batch_size, trainer.args.steps_per_generation))
+    return found
+
+
+def test_a_number_that_is_not_known_to_be_given_is_refused() -> None:
+    with pytest.raises(SpError, match=r"SP840: .*generation_batch_size=24.*steps_per_generation=3"):
+        count(gradient_accumulation_steps=1)
