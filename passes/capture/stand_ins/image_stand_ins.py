@@ -10,8 +10,10 @@ found by their names in classes of models. Eager code runs the original ones.
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +25,15 @@ from sp_compile.lowering.base.origin import has_code_of
 
 # Arguments with which `get_rope_index` reads values on the host; without them some versions only compute on tensors.
 READ_ON_HOST = ("mm_token_type_ids", "image_grid_thw", "video_grid_thw")
-WRITES = "hidden_states[visual_pos_masks, :] = local_this"  # of the method that `add_at_mask` replaces
+# The body of the method that `add_at_mask` replaces, without comments; another body is traced as it is.
+ADDITION = """
+visual_pos_masks = visual_pos_masks.to(hidden_states.device)
+visual_embeds = visual_embeds.to(hidden_states.device, hidden_states.dtype)
+hidden_states = hidden_states.clone()
+local_this = hidden_states[visual_pos_masks, :] + visual_embeds
+hidden_states[visual_pos_masks, :] = local_this
+return hidden_states
+""".strip()
 
 
 def replace_methods(model_class: type) -> None:
@@ -66,10 +76,16 @@ def _is_in_transformers(module: str) -> bool:
     return module.startswith("transformers.")
 
 
+def _body_of(method: Callable[..., Any]) -> str:
+    """Return the statements of a method without comments, as `ast.unparse` formats them."""
+    (function,) = ast.parse(textwrap.dedent(inspect.getsource(method))).body
+    return "\n".join(ast.unparse(statement) for statement in getattr(function, "body", ()))
+
+
 def _make_addition(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method with `add_at_mask` for programs, if it is transformers' own and has the line `WRITES`."""
+    """Return the method with `add_at_mask` for programs, if it is transformers' own and has the body `ADDITION`."""
     try:
-        can_replace = has_code_of(method, _is_in_transformers) and WRITES in inspect.getsource(method)
+        can_replace = has_code_of(method, _is_in_transformers) and _body_of(method) == ADDITION
     except OSError:  # no source
         can_replace = False
 

@@ -269,8 +269,9 @@ def test_features_of_vision_layers_are_added_in_one_graph() -> None:
             compiled(hidden, mask, torch.randn(rows, 4))
 
 
-def test_a_method_of_a_user_is_called() -> None:
-    """Also one with the lines of the original."""
+@pytest.mark.parametrize("module", ["user", "transformers.models.other"])
+def test_a_method_with_another_body_is_called(module: str) -> None:
+    """Also one with lines of the original, of a user or of another version of transformers."""
     from sp_compile.passes.capture.stand_ins.image_stand_ins import replace_methods
 
     class Model:
@@ -280,6 +281,7 @@ def test_a_method_of_a_user_is_called() -> None:
             hidden_states[visual_pos_masks, :] = local_this
             return hidden_states
 
+    Model._deepstack_process.__module__ = module
     replace_methods(Model)
     model, mask, features = Model(), torch.tensor([[True, False, True]]), torch.ones(2, 4)
     compiled = torch.compile(model._deepstack_process, backend="eager")
