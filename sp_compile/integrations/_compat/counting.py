@@ -23,6 +23,8 @@ SAMPLER_METHODS = "_get_train_sampler", "_get_eval_sampler"
 SCORING_METHOD = "_generate_and_score_completions"  # which gathers rewards over processes
 REWARD_METHOD = "_calculate_rewards"
 SAMPLING_METHOD = "_generate_single_turn"
+SAMPLER_HOOKS = SAMPLING_METHOD, "_generate", SCORING_METHOD  # a Trainer that samples has all of them
+ITEMS_METHOD = "_get_num_items_in_batch"
 
 # Methods that are called by those above, and `__init__`, in which replicas are counted, too. Telemetry does not matter.
 INNER_METHODS = "__init__", "_compute_loss", "_prepare_inputs", "_send_telemetry"
@@ -37,6 +39,8 @@ READERS = {
     **dict.fromkeys(
         (".gather_object", ".all_gather", ".all_gather_object", ".all_reduce", "nested_gather"), frozenset()
     ),
+    "prepare_fsdp": frozenset(("__init__",)),
+    ".prepare_fsdp": frozenset(),  # only a global is replaced
     ".generate": frozenset((SAMPLING_METHOD, "generate_from_model")),  # the latter samples for logs only
 }
 
@@ -80,14 +84,16 @@ def check_trainer(trainer: type) -> None:
     """Raise SpError for a class of a Trainer in which processes are counted, or samples are drawn, in other methods.
 
     Args:
-        trainer: The class. Its bases of TRL are checked.
+        trainer: The class. Its bases of transformers and TRL are checked.
 
     Returns:
         None.
 
     Raises:
-        SpError: A method reads the number of processes, or draws samples, for each rank (SP839).
+        SpError: A method reads the number of processes, or draws samples, for each rank, or a method that is to be
+            extended does not exist (SP839).
     """
+    _check_names(trainer)
     for cls in trainer.__mro__:
         if cls.__module__.partition(".")[0] != "trl":
             continue
@@ -96,8 +102,24 @@ def check_trainer(trainer: type) -> None:
             function = inspect.unwrap(function) if callable(function) else None
             for name in sorted(_reads(getattr(function, "__code__", None)) & READERS.keys()):
                 if method not in READERS[name]:
-                    cause = f"{cls.__name__}.{method} reads {name.strip('.')!r}, which is that of processes"
+                    cause = f"{cls.__name__}.{method} uses {name.strip('.')!r} for each process"
                     raise SpError("SP839", f"{trainer.__name__}: {cause} ({_version_of('trl')}).")
+
+
+def _check_names(trainer: type) -> None:
+    """Raise SpError if transformers or TRL does not have a method that `SequenceParallel` extends, and calls itself."""
+    for package in ("transformers", "trl"):
+        classes = [cls for cls in trainer.__mro__ if cls.__module__.partition(".")[0] == package]
+        names = {name for cls in classes for name in vars(cls)}
+        required: set[str] = set()
+        if package == "transformers" and classes:
+            required = {ITEMS_METHOD, *STEP_METHODS, *LOADER_METHODS, *SAMPLER_METHODS}
+        elif names & {*SAMPLER_HOOKS, REWARD_METHOD}:
+            creates = [inspect.unwrap(vars(cls)["__init__"]) for cls in classes if "__init__" in vars(cls)]
+            has_rewards = any("reward_funcs" in inspect.signature(create).parameters for create in creates)
+            required = {*SAMPLER_HOOKS, *([REWARD_METHOD] if has_rewards else [])}
+        for name in sorted(required - names):
+            raise SpError("SP839", f"{trainer.__name__}: expected the method {name}, not in {_version_of(package)}.")
 
 
 def _reads(code: CodeType | None) -> set[str]:

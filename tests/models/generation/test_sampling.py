@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -163,6 +164,28 @@ def test_trainers_of_trl_are_known() -> None:
     trl = pytest.importorskip("trl")
     for name in ("SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO", "Distillation"):
         check_trainer(getattr(trl, f"{name}Trainer"))
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "package"),
+    [
+        ("Trainer", "_get_num_items_in_batch", "transformers"),
+        ("Trainer", "_get_train_sampler", "transformers"),
+        ("GRPOTrainer", "_generate_single_turn", "trl"),
+        ("GRPOTrainer", "_generate", "trl"),
+        ("GRPOTrainer", "_calculate_rewards", "trl"),
+        ("RLOOTrainer", "_generate_and_score_completions", "trl"),
+    ],
+)
+def test_a_private_method_that_does_not_exist_is_refused(
+    monkeypatch: pytest.MonkeyPatch, owner: str, method: str, package: str
+) -> None:
+    pytest.importorskip("trl")
+    cls = getattr(importlib.import_module(package), owner)
+    monkeypatch.setattr(cls, f"{method}_of_other_version", getattr(cls, method), raising=False)
+    monkeypatch.delattr(cls, method)
+    with pytest.raises(SpError, match=rf"SP839: {owner}: .*{method}, .*{package} \d"):
+        check_trainer(cls)
 
 
 def test_a_given_number_of_completions_is_kept() -> None:
