@@ -20,6 +20,8 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from .shared_compiles import compile_in_one_process
+
 JointTransform = Callable[[torch.fx.GraphModule], None]  # changes a joint graph, or an inference graph, in place
 
 
@@ -103,7 +105,7 @@ def nested_compiler(compiler: Callable[..., Any]) -> Callable[..., Any]:
 def compile_with_inductor(
     gm: torch.fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any] | None = None, **options: Any
 ) -> Callable[..., Any]:
-    """Compile with Inductor, without its padding of strides on GPUs.
+    """Compile with Inductor, in one process of a host for equal graphs, and without padding of strides on GPUs.
 
     Torch 2.11 may select two layouts for a tensor that is viewed before it is read, such as heads in groups of ranks.
     It then reads rows of odd length with padded strides that were written with other strides. The results are silently
@@ -116,10 +118,12 @@ def compile_with_inductor(
         patches: Changes of Inductor's settings while it compiles.
         **options: Other arguments of compile_fx.
     """
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     mask_tail_stores()
-    return compile_fx(gm, list(inputs), config_patches={"comprehensive_padding": False, **(patches or {})}, **options)
+    settings = {"comprehensive_padding": False, **(patches or {})}
+    inner = compile_in_one_process(compile_fx_inner)
+    return compile_fx(gm, list(inputs), inner_compile=inner, config_patches=settings, **options)
 
 
 def mask_tail_stores() -> None:
