@@ -20,7 +20,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from .shared_compiles import compile_in_one_process
+from .shared_compiles import compile_in_one_process, trace_in_one_process
 
 JointTransform = Callable[[torch.fx.GraphModule], None]  # changes a joint graph, or an inference graph, in place
 
@@ -123,7 +123,8 @@ def compile_with_inductor(
     mask_tail_stores()
     settings = {"comprehensive_padding": False, **(patches or {})}
     inner = compile_in_one_process(compile_fx_inner)
-    return compile_fx(gm, list(inputs), inner_compile=inner, config_patches=settings, **options)
+    with trace_in_one_process():
+        return compile_fx(gm, list(inputs), inner_compile=inner, config_patches=settings, **options)
 
 
 def mask_tail_stores() -> None:

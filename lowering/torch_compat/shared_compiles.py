@@ -7,9 +7,14 @@ processes without a common cache directory, or with another graph, have no lock 
 
 A process waits for the first one only. If that one fails, ends or stores nothing, all waiting processes compile at the
 same time. A process that compiles never waits for another, so there is no deadlock.
+
+torch has two such caches. Inductor's has one entry for a forward and one for its backward. AOTAutograd's has one for
+both, without which a process traces and partitions the joint graph. It is stored after the backward, which torch
+compiles when it first runs: a process that others may wait for compiles it with the forward.
 """
 
 import contextlib
+import dataclasses
 import logging
 import os
 import threading
@@ -17,6 +22,9 @@ import time
 from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 try:
     import fcntl
@@ -32,9 +40,10 @@ CacheAnswer = tuple[Any, dict[str, Any]]  # a graph of the cache, or None, and f
 
 
 class _ThreadLocks(threading.local):
-    """The locks of the compilation that runs in this thread; None if none runs."""
+    """The locks of the compilations that run in this thread; None if none runs."""
 
-    held: contextlib.ExitStack | None = None
+    held: contextlib.ExitStack | None = None  # of a graph of Inductor
+    held_for_both: contextlib.ExitStack | None = None  # of a joint graph of AOTAutograd
 
 
 _thread = _ThreadLocks()
@@ -83,6 +92,70 @@ def _lock_misses() -> None:
         return lookup(key, *args, **kwargs) if _is_stored(key) else found  # stored since the first lookup?
 
     FxGraphCache.load_with_key = staticmethod(wait_after_miss)
+
+
+@contextlib.contextmanager
+def trace_in_one_process() -> Iterator[None]:
+    """Let AOTAutograd trace and compile a graph in the block, with a lock from a miss in its cache to the end."""
+    if not _has_neighbors():
+        yield
+        return
+    _lock_joint_misses()
+    outer = _thread.held_for_both
+    with contextlib.ExitStack() as _thread.held_for_both:
+        try:
+            yield
+        finally:
+            _thread.held_for_both = outer
+
+
+def _has_neighbors() -> bool:
+    """Return True if other ranks may run on this host, and torch does not trace the backward again when it runs."""
+    if not (dist.is_available() and dist.is_initialized()) or os.environ.get("LOCAL_WORLD_SIZE") == "1":
+        return False
+    return dist.get_world_size() > 1 and not torch._dynamo.compiled_autograd.compiled_autograd_enabled
+
+
+def _lock_joint_misses() -> None:
+    """Make lookups in AOTAutograd's cache wait for another process that traces and compiles the same graph."""
+    from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
+
+    lookup = AOTAutogradCache.try_load
+    if hasattr(lookup, "__wrapped__"):  # by an earlier call
+        return
+
+    @wraps(lookup)
+    def wait_after_miss(*args: Any, **kwargs: Any) -> Any:
+        """Look a program up; after a miss, lock its key or wait for the process that has locked it.
+
+        Without a key, as for a graph whose passes exchange messages, nothing is locked.
+        """
+        found, held = lookup(*args, **kwargs), _thread.held_for_both
+        key = _missed_key(found)
+        if key is None or held is None or not _can_wait():
+            return found
+        if _lock_or_wait(key, held):
+            held.close()
+            return lookup(*args, **kwargs)
+        if os.path.isdir(AOTAutogradCache._get_tmp_dir_for_key(key)):  # stored since the first lookup?
+            found = lookup(*args, **kwargs)
+        if _missed_key(found) is None:
+            return found
+        program, config = found
+        return program, dataclasses.replace(config, force_non_lazy_backward_lowering=True)
+
+    AOTAutogradCache.try_load = staticmethod(wait_after_miss)
+
+
+def _missed_key(found: Any) -> str | None:
+    """Return the key under which AOTAutograd stores a program that its cache does not have; None if it has none.
+
+    Args:
+        found: The result of a lookup: a program or None, and AOTAutograd's settings. None for other versions of torch.
+    """
+    if not isinstance(found, tuple) or len(found) != 2 or found[0] is not None:
+        return None
+    return getattr(getattr(found[1], "cache_info", None), "cache_key", None)
 
 
 def _can_wait() -> bool:
