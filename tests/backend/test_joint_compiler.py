@@ -50,6 +50,18 @@ def test_a_reduction_with_a_short_last_vector_stores_its_elements_only() -> None
     torch.testing.assert_close(torch.compile(multiply_padded, backend="sp")(x), multiply_padded(x))
 
 
+@pytest.mark.parametrize("key", [None, "key"])
+def test_a_pass_without_key_runs_before_a_cached_graph_is_loaded(tmp_path: Path, key: str | None) -> None:
+    """A pass that exchanges messages has no key; it runs on every rank, also if one has a cached result."""
+    seen: list[str] = []
+    compiler = joint_compiler("inductor", lambda gm: seen.append("ours"), key)
+    for _ in range(2):
+        with cache_in(str(tmp_path)) as compiled:
+            torch.compile(lambda x: x.cos() * x, backend=compiler)(torch.ones(4, requires_grad=True)).sum().backward()
+    assert compiled == []
+    assert len(seen) == (1 if key else 2)
+
+
 # Processes that compile equal graphs.
 
 
