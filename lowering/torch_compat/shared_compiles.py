@@ -75,8 +75,8 @@ def _lock_misses() -> None:
     """Make Inductor's lookups in its cache wait for another process that compiles the same graph."""
     from torch._inductor.codecache import FxGraphCache
 
-    lookup = FxGraphCache.load_with_key
-    if hasattr(lookup, "__wrapped__"):  # by an earlier call
+    lookup = getattr(FxGraphCache, "load_with_key", None)
+    if lookup is None or hasattr(lookup, "__wrapped__"):  # another version of torch, or by an earlier call
         return
 
     @wraps(lookup)
@@ -120,8 +120,8 @@ def _lock_joint_misses() -> None:
     """Make lookups in AOTAutograd's cache wait for another process that traces and compiles the same graph."""
     from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 
-    lookup = AOTAutogradCache.try_load
-    if hasattr(lookup, "__wrapped__"):  # by an earlier call
+    lookup = getattr(AOTAutogradCache, "try_load", None)
+    if lookup is None or hasattr(lookup, "__wrapped__"):  # another version of torch, or by an earlier call
         return
 
     @wraps(lookup)
