@@ -25,6 +25,7 @@ OTHER_MEANINGS = {
         "sp_compile.lowering.scan.carries",
         "sp_compile.lowering.scan.scan_autograd",
         "sp_compile.lowering.scan.scan_ops",
+        "sp_compile.integrations._compat.counting",  # a function of accelerate
         "sp_compile.integrations._compat.sampling",  # a function of accelerate
         "sp_compile.passes.tensor_parallel.varying",  # a verb
     }
