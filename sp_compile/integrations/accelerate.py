@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -91,6 +91,8 @@ class SequenceParallelAccelerator(Accelerator):
     flag_tensor: torch.Tensor | None  # the trigger of this rank
     batch_group: dist.ProcessGroup  # one rank of each replica
     sequence_group: dist.ProcessGroup  # the ranks of this replica
+    command_options: ClassVar[Mapping[str, Any]] = {}  # options of `sp_compile run`, which replace those of all objects
+    has_prepared: ClassVar[bool] = False  # True in the process after any object has prepared a model
     _counts_replicas = False  # True within `count_replicas`
 
     def __init__(
@@ -119,7 +121,7 @@ class SequenceParallelAccelerator(Accelerator):
             backend = str(plugin.backend.value).lower()
             fix = f"Leave it out or pass 'sp', and sp_options={{'compiler': {backend!r}}}."
             raise SpError("SP821", f"dynamo_backend: expected 'sp', got {backend!r}.", fix)
-        self.sp_options = dict(sp_options or {}) | dict(plugin.options or {})
+        self.sp_options = {**(sp_options or {}), **(plugin.options or {}), **self.command_options}
         for name in OWN_OPTIONS:
             if name in self.sp_options:
                 raise SpError("SP822", f"sp_options: unexpected option {name!r}, which the Accelerator sets itself.")
@@ -301,6 +303,7 @@ class SequenceParallelAccelerator(Accelerator):
         Raises:
             SpError: An option is invalid, or the model is already compiled (SP831).
         """
+        SequenceParallelAccelerator.has_prepared = True
         if getattr(model, "is_sequence_parallel", False):
             return
         mesh = self.mesh[SEQUENCE_AXIS] if self.mesh is not None else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import socket
@@ -77,10 +78,13 @@ if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
 """
 
 
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+
+
 def run(command: list[str], folder: Path) -> None:
     """Run a command in a folder."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -117,13 +121,48 @@ def test_targets_that_do_not_exist() -> None:
     assert "SP102" in error_text(lambda: prepare_script(__file__, options={"atention": "ring"}))
 
 
+USES = {  # scripts, and if the command has an effect on them
+    "loop": ("torch.nn.Linear(1, 1)(torch.ones(1, 1)).backward(); Accelerator(cpu=True); sys.exit(0)", False),
+    "own": ("own({'attention': 'ulysses', 'cost': {}}).prepare(torch.nn.Linear(1, 1))", True),
+}
+BEGIN = """
+import logging, sys, torch
+from accelerate import Accelerator
+from sp_compile.integrations.accelerate import SequenceParallelAccelerator
+logging.basicConfig()
+def own(options):
+    accelerator = SequenceParallelAccelerator(cpu=True, sp_options=options)
+    assert accelerator.sp_options == {**options, "attention": "ring"}
+    return accelerator
+"""
+
+
+@pytest.mark.parametrize("kind", USES)
+def test_options_apply_or_a_warning_follows(tmp_path: Path, kind: str) -> None:
+    """A script whose model is not prepared ends with a warning; options replace those of the script."""
+    pytest.importorskip("accelerate")
+    text, has_effect = USES[kind]
+    script = tmp_path / "script.py"
+    script.write_text(BEGIN + text)
+    command = [sys.executable, "-m", "sp_compile", "run", "--option", "attention=ring", str(script)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert ("WARNING:sp_compile.integrations.run_script:" in done.stderr) != has_effect
+
+
+def test_without_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "accelerate" else found(name))
+    assert "SP737" in error_text(lambda: prepare_script(__file__))
+
+
 def test_errors_of_a_script_are_its_own(tmp_path: Path) -> None:
     """Not an error of a file that this command writes."""
+    pytest.importorskip("accelerate")
     script = tmp_path / "fails.py"
     script.write_text("import sys\nassert sys.argv[1:] == ['--lr', '1']\nopen('missing.json')\n")
     command = [sys.executable, "-m", "sp_compile", "run", str(script), "--lr", "1"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert 'fails.py", line 3' in done.stderr
     assert "FileNotFoundError" in done.stderr
