@@ -158,7 +158,7 @@ def compile_local(lowered: RankProgram, mode: str | None = None) -> Callable[...
         lowered.has_user_collectives or partitioned is not None or torch_compat.has_checkpoint_regions(local)
     )
     if options.has_joint_passes and needs_joint_graph:
-        # The key is None, which disables torch's cache, if the passes exchange messages: every rank must run them.
+        # The key is None if the passes exchange messages: every rank must run them, so AOTAutograd's cache is off.
         compiler = torch_compat.joint_compiler(name, joint, joint.key(), patches, partitioned)
         policies = apply_checkpoint_policies(local)
     elif lowered.has_user_collectives:

@@ -20,6 +20,8 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from .shared_compiles import compile_in_one_process, trace_in_one_process
+
 JointTransform = Callable[[torch.fx.GraphModule], None]  # changes a joint graph, or an inference graph, in place
 
 
@@ -103,7 +105,7 @@ def nested_compiler(compiler: Callable[..., Any]) -> Callable[..., Any]:
 def compile_with_inductor(
     gm: torch.fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any] | None = None, **options: Any
 ) -> Callable[..., Any]:
-    """Compile with Inductor, without its padding of strides on GPUs.
+    """Compile with Inductor, in one process of a host for equal graphs, and without padding of strides on GPUs.
 
     Torch 2.11 may select two layouts for a tensor that is viewed before it is read, such as heads in groups of ranks.
     It then reads rows of odd length with padded strides that were written with other strides. The results are silently
@@ -116,10 +118,13 @@ def compile_with_inductor(
         patches: Changes of Inductor's settings while it compiles.
         **options: Other arguments of compile_fx.
     """
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     mask_tail_stores()
-    return compile_fx(gm, list(inputs), config_patches={"comprehensive_padding": False, **(patches or {})}, **options)
+    settings = {"comprehensive_padding": False, **(patches or {})}
+    inner = compile_in_one_process(compile_fx_inner)
+    with trace_in_one_process():
+        return compile_fx(gm, list(inputs), inner_compile=inner, config_patches=settings, **options)
 
 
 def mask_tail_stores() -> None:
@@ -265,8 +270,9 @@ def joint_compiler(
     Args:
         name: A compiler of `JOINT_COMPILERS`.
         transform: Changes the joint graph, or the inference graph, in place before it is partitioned.
-        key: Key of `transform` in caches of compiled code. None disables caching, as required if it communicates with
-            other ranks: a rank with a cache hit would not respond.
+        key: Key of `transform` in caches of compiled code. None disables AOTAutograd's cache, as required if it
+            communicates with other ranks: a rank with a cache hit would not respond. Inductor's cache, whose keys
+            contain the graph after `transform`, remains.
         patches: Changes of Inductor's settings.
         partition_transform: Changes forward and backward after the partition. The compiler keeps the resulting order of
             nodes.
@@ -288,6 +294,7 @@ def _joint_inductor(
     They run after the passes in the user's Inductor settings. 2.11 and 2.12 accept one pass on joint graphs, 2.13 and
     newer also a list: therefore one `CustomPass` replaces the user's passes and calls them.
     """
+    import torch._functorch.config as functorch_config
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -311,10 +318,9 @@ def _joint_inductor(
                 partition_transform.run_inference(graph.owning_module)
 
         def uuid(self) -> tuple[Any, ...] | None:
-            """Return the keys of all passes, or None, which disables caching, if one has no key."""
+            """Return the keys of all passes, or None, which disables caching, if one of the user's has no key."""
             user_keys = [x.uuid() if isinstance(x, CustomGraphPass) else None for x in self.user_passes]
-            keys = (*user_keys, key, partition_key)
-            return None if None in keys else keys
+            return None if None in user_keys else (*user_keys, key or "", partition_key)
 
     def run(gm: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         """Compile a graph with Inductor and these passes."""
@@ -324,7 +330,8 @@ def _joint_inductor(
         passes = {"joint_custom_pre_pass": CustomPass(user_passes)}
         if partition_transform is not None:
             passes["custom_partitioner_fn"] = _make_partitioner(partition_transform)
-        with config.patch(passes):
+        skipping = {} if key is not None else {"enable_autograd_cache": False, "enable_remote_autograd_cache": False}
+        with config.patch(passes), functorch_config.patch(skipping):
             return compile_with_inductor(gm, inputs, settings, **options)
 
     return run

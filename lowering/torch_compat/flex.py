@@ -25,6 +25,7 @@ from torch.nn.attention import flex_attention as public
 from torch.nn.attention.flex_attention import BlockMask
 
 from .compilers import inductor_decompositions
+from .shared_compiles import compile_in_one_process
 
 LN2 = math.log(2)  # flex_attention returns log-sum-exps to base 2
 # Template options that the public function sets.
@@ -187,7 +188,7 @@ def _compile_fx(graph: torch.fx.GraphModule, fakes: Sequence[Tensor]) -> Any:
     from torch._inductor.compile_fx import compile_fx_inner
 
     with config.patch(comprehensive_padding=False):
-        return compile_fx_inner(graph, list(fakes))
+        return compile_in_one_process(compile_fx_inner)(graph, list(fakes))
 
 
 def _make_fake(mode: FakeTensorMode, x: Tensor, dims: Sequence[int]) -> Tensor:

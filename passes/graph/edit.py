@@ -203,8 +203,9 @@ def erase_dead(graph: Graph, ops: Sequence[str] = ("call_function",)) -> None:
         ops: Node kinds to erase.
     """
     for node in reversed(graph.nodes):
-        is_erasable = is_pure(node) or isinstance(node.meta.get("val"), torch.SymInt)
-        if node.op in ops and not node.users and is_erasable:
+        if node.op not in ops or node.users:
+            continue
+        if is_pure(node) or isinstance(node.meta.get("val"), torch.SymInt):
             graph.erase_node(node)
 
 

@@ -36,7 +36,7 @@ def as_size(value: Any) -> Size:
 
 def as_sizes(values: Iterable[Any]) -> tuple[Size, ...]:
     """Convert several values, such as a shape or strides, by `as_size`."""
-    return tuple(as_size(v) for v in values)
+    return tuple(v if type(v) is int else as_size(v) for v in values)
 
 
 def current_bytes(value: torch.Tensor, min_element_size: int = 0) -> int:

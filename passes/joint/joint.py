@@ -246,10 +246,11 @@ class JointPasses(Passes):
         return report
 
     def key(self) -> str | None:
-        """Return the passes' part of the key under which torch caches compiled code; None disables the cache.
+        """Return the passes' part of the key under which torch caches compiled code; None if these must run each time.
 
         It is None if the program has process groups, since the passes then exchange messages between ranks. A rank
-        that loads a cached result would send none, and the others would wait.
+        that loads a program from AOTAutograd's cache would send none, and the others would wait. Inductor's cache, of
+        graphs after the passes, is used.
         """
         if self.context.session.groups:
             return None

@@ -29,7 +29,7 @@ from .attention_axes import ATTENTION, ATTENTION_OF_TORCH, op_strategy
 from .axes import Atom, Axes, Evidence
 from .factors import BoundRule, dim_factors, flatten_dims
 from .placement import PlacementPlan, Replicate, Shard
-from .rule import lookup_rule, transfer_of
+from .rule import cache_lookups, lookup_rule, transfer_of
 
 SOLVE_OPS = (torch.ops.aten.linalg_solve_triangular.default, torch.ops.aten.linalg_solve.default)
 LARGE_SHARE = 0.05  # of the FLOPs of a graph, from which on the report names a line that every rank computes
@@ -165,6 +165,7 @@ class ShardedWork:
         return self.sharded_activations / self.activations if self.activations else 1.0
 
 
+@cache_lookups()
 def count_work(
     gm: GraphModule, plan: PlacementPlan, trained: set[Node], times: Callable[[Node], int], n: int
 ) -> ShardedWork:

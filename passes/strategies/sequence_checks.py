@@ -21,10 +21,11 @@ from sp_compile.passes.base import Pass
 from sp_compile.passes.canonical.loops.reroll import RerollLoops
 from sp_compile.passes.context import Note, NoteKind, PassContext, Refusal, RefusalKind
 from sp_compile.passes.cost.group_names import named_groups
-from sp_compile.passes.graph.call import is_tensor
+from sp_compile.passes.graph.call import OpCall, is_tensor
 from sp_compile.passes.graph.differentiable import differentiable_nodes
 from sp_compile.passes.graph.node_info import node_info, set_node_info
-from sp_compile.passes.graph.sizes import Size, is_divisor, is_same_size
+from sp_compile.passes.graph.sizes import Size, as_size, is_divisor, is_same_size
+from sp_compile.passes.sharding.attention_axes import ATTENTION
 from sp_compile.passes.sharding.axes import Axes
 from sp_compile.passes.sharding.find_sequences import sequence_candidates
 from sp_compile.passes.sharding.output_rules import GATHER_REASON, gather_reason, output_options
@@ -75,13 +76,15 @@ class FindSequences(Pass):
     provides = frozenset({"sequences"})
 
     def apply(self, gm: GraphModule, context: PassContext) -> int:
-        """Set `sequence_inputs` and `candidates` of the context; return True if a symbolic length became constant.
+        """Set `sequence_inputs` and `candidates` of the context; return True if a symbolic size became constant.
 
-        Lengths that do not exceed the number of ranks are made constant, see `_fix_short_lengths`. `sequence_inputs`
+        Lengths that do not exceed the number of ranks are made constant, see `_fix_short_lengths`, and so are sizes of
+        heads, see `_fix_head_sizes`. `sequence_inputs`
         has the sequence dims of each input that has any. Set `context.refusal` or raise SpError if the graph cannot run
         on shards, and must not run replicated. On one rank nothing is sharded, so nothing is refused.
         """
         fixed = _fix_short_lengths(gm, context.axes(gm), context.ranks.n)
+        fixed |= context.ranks.n > 1 and _fix_head_sizes(gm, context.axes(gm))
         if fixed:
             context.invalidate()
         axes = context.axes(gm)
@@ -235,6 +238,26 @@ def _fix_short_lengths(gm: GraphModule, axes: Axes, n: int) -> bool:
                 int(extent)  # a guard: another length is recompiled
                 fixed = True
     return fixed
+
+
+def _fix_head_sizes(gm: GraphModule, axes: Axes) -> bool:
+    """Make symbolic sizes constant on which the numbers of heads depend; return True if there are any.
+
+    Layers that share their code may have heads of different sizes, so that Dynamo makes the size symbolic. The numbers
+    of heads are then expressions, such as 64 // size and 2 * (32 // size), which are not comparable. With a guard for
+    the size they are numbers: another size is recompiled. Lengths of sequences stay symbolic.
+    """
+    calls = [OpCall(node) for node in gm.graph.nodes if node.target in ATTENTION]
+    counts = {call.shape(i)[-3] for call in calls for i in range(3) if call.ndim(i) > 2}
+    symbols = {symbol for count in counts if not isinstance(count, int) for symbol in count.free_symbols}
+    sizes = []  # those of the inputs, without lengths of sequences
+    for node in gm.graph.find_nodes(op="placeholder") if symbols else ():
+        value, lengths = node.meta["val"], axes.sequence_dims(node) if is_tensor(node) else []
+        given = [*value.shape] if is_tensor(node) else [value]
+        symbols -= {as_size(given[dim]) for dim in lengths}
+        sizes += [size for size in given if isinstance(size, torch.SymInt)]
+    fixed = [int(size) for size in sizes if as_size(size) in symbols]
+    return bool(fixed)
 
 
 def _check_local_outputs(gm: GraphModule, plan: PlacementPlan, context: PassContext) -> None:
