@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -49,6 +49,10 @@ FSDP1_FIX = (
     "Pass FullyShardedDataParallelPlugin(fsdp_version=2), TrainingArguments(fsdp_config={'version': 2}), or "
     "fsdp_version: 2 in accelerate's file."
 )
+MODE_FIX = (
+    "Omit it, and set fields of torch._inductor.config, such as max_autotune=True; CUDA graphs are not supported."
+)
+REGIONAL_FIX = "Omit it. With FSDP and an auto_wrap_policy, the layers are compiled one by one."
 DISPATCH_ERROR = (
     "dispatch_batches=True is not supported: it cuts a batch over all ranks, and ranks that share a sequence need "
     "the same batch."
@@ -73,7 +77,7 @@ class SequenceParallelAccelerator(Accelerator):
         sp_options: Fields of `sp_compile.SPConfig` for the compilation of the model, except `mesh`, `mesh_dim` and
             `param_grads`.
         **kwargs: Arguments of `Accelerator`, such as `mixed_precision` and `gradient_accumulation_steps`, with their
-            meaning there. `dynamo_backend` is "sp" or absent. `dynamic`, `fullgraph` and `options` of a
+            meaning there. `dynamo_backend` is "sp" or absent. `dynamic`, `fullgraph`, `options` and `disable` of a
             `dynamo_plugin` are used. `dataloader_config` must not set `dispatch_batches`.
 
     Attributes:
@@ -83,14 +87,17 @@ class SequenceParallelAccelerator(Accelerator):
         replicas: The number of replicas, which have different batches.
 
     Raises:
-        SpError: The backend is another one (SP821), an option is set by the Accelerator (SP822), the processes use
-            FSDP1, DeepSpeed or Megatron (SP823), `dispatch_batches` is set (SP824), accelerate uses another number of
-            processes (SP825), the sizes are invalid (SP826, SP827), or no layers are named to checkpoint (SP834).
+        SpError: The backend is another one or a setting of it is not supported (SP821), an option is set by the
+            Accelerator (SP822), the processes use FSDP1, DeepSpeed or Megatron (SP823), `dispatch_batches` is set
+            (SP824), accelerate uses another number of processes (SP825), the sizes or handlers are invalid (SP826,
+            SP827), or no layers are named to checkpoint (SP834).
     """
 
     flag_tensor: torch.Tensor | None  # the trigger of this rank
     batch_group: dist.ProcessGroup  # one rank of each replica
     sequence_group: dist.ProcessGroup  # the ranks of this replica
+    command_options: ClassVar[Mapping[str, Any]] = {}  # options of `sp_compile run`, which replace those of all objects
+    has_prepared: ClassVar[bool] = False  # True in the process after any object has prepared a model
     _counts_replicas = False  # True within `count_replicas`
 
     def __init__(
@@ -119,11 +126,16 @@ class SequenceParallelAccelerator(Accelerator):
             backend = str(plugin.backend.value).lower()
             fix = f"Leave it out or pass 'sp', and sp_options={{'compiler': {backend!r}}}."
             raise SpError("SP821", f"dynamo_backend: expected 'sp', got {backend!r}.", fix)
-        self.sp_options = dict(sp_options or {}) | dict(plugin.options or {})
+        if plugin.mode not in (None, "default"):  # torch.compile accepts either a mode or options
+            raise SpError("SP821", f"dynamo_plugin: mode={plugin.mode!r} is not supported.", MODE_FIX)
+        if plugin.use_regional_compilation:
+            raise SpError("SP821", "dynamo_plugin: use_regional_compilation is not supported.", REGIONAL_FIX)
+        self.sp_options = {**(sp_options or {}), **(plugin.options or {}), **self.command_options}
         for name in OWN_OPTIONS:
             if name in self.sp_options:
                 raise SpError("SP822", f"sp_options: unexpected option {name!r}, which the Accelerator sets itself.")
         self.compile_options = {"fullgraph": plugin.fullgraph, "dynamic": plugin.dynamic}
+        self.is_disabled = bool(plugin.disable)  # models then run on all ranks as they are
         self.state.dynamo_plugin = TorchDynamoPlugin(backend="no")  # else accelerate would compile the model with DDP
         self._check_processes()
         sizes = axis_sizes(config, self.num_processes, is_sharded=fsdp_plugin is not None)
@@ -298,7 +310,9 @@ class SequenceParallelAccelerator(Accelerator):
         return super().prepare_model(model, device_placement, evaluation_mode)
 
     def compile(self, model: torch.nn.Module) -> None:
-        """Compile a model in place, with `compile_under_fsdp` or `compile_under_ddp`; a second call has no effect.
+        """Compile a model in place, with `compile_under_fsdp` or `compile_under_ddp`.
+
+        A second call has no effect, nor has a call with `disable` of the `dynamo_plugin`.
 
         Args:
             model: The model.
@@ -309,7 +323,8 @@ class SequenceParallelAccelerator(Accelerator):
         Raises:
             SpError: An option is invalid, or the model is already compiled (SP831).
         """
-        if getattr(model, "is_sequence_parallel", False):
+        SequenceParallelAccelerator.has_prepared = True
+        if self.is_disabled or getattr(model, "is_sequence_parallel", False):
             return
         mesh = self.mesh[SEQUENCE_AXIS] if self.mesh is not None else None
         compile_model = compile_under_fsdp if isinstance(model, FSDPModule) else compile_under_ddp

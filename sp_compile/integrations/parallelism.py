@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import NamedTuple
 
@@ -9,7 +10,10 @@ from accelerate.utils import ParallelismConfig
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.base.warn import warn_once
 from sp_compile.lowering.torch_compat import flatten_mesh
+
+log = logging.getLogger(__name__)
 
 # Axes of the mesh, with accelerate's names. Ranks along "cp" receive the same batches from accelerate's loaders.
 REPLICA_AXIS, SHARD_AXIS, SEQUENCE_AXIS = "dp_replicate", "dp_shard", "cp"
@@ -19,6 +23,13 @@ BATCH_AXIS = "dp"  # ranks with different batches: of the axes "dp_replicate" an
 SHARD_FIX = (
     "Pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), or TrainingArguments(fsdp=True), which shard "
     "weights; or leave out dp_shard_size."
+)
+SIZES = "dp_replicate_size", "dp_shard_size", "cp_size", "sp_size"
+# Settings of the handlers of a ParallelismConfig: (handler, field), the values that are the default, and a fix for
+# others, since the handlers configure packages that do not run here.
+HANDLER_FIELDS = (
+    ("cp_handler", "cp_comm_strategy", ("allgather",), "Omit it, and pass sp_options={'attention': 'ring'}."),
+    ("sp_handler", "sp_attn_implementation", (None, "sdpa"), "Set attn_implementation of the model."),
 )
 
 
@@ -47,17 +58,23 @@ def axis_sizes(config: ParallelismConfig | None, processes: int, is_sharded: boo
 
     Args:
         config: The sizes that the user has passed. None: all ranks share each sequence.
-        processes: The number of processes. With one, all sizes are 1, and `config` is ignored.
+        processes: The number of processes. With one, all sizes are 1, and others in `config` are ignored, with a
+            warning.
         is_sharded: True if FSDP shards the weights.
 
     Returns:
         Numbers whose product is the number of processes.
 
     Raises:
-        SpError: The product of the sizes differs (SP826), or a size is not supported (SP827).
+        SpError: The product of the sizes differs (SP826), or a size or a setting of a handler is not supported (SP827).
     """
-    if config is None or processes == 1:
+    if config is None:
         return AxisSizes(1, 1, processes)
+    _check_handlers(config)
+    if processes == 1:
+        if passed := _passed_sizes(config):
+            warn_once(log, "ParallelismConfig: %s has no effect with one process, which runs unsplit.", passed)
+        return AxisSizes(1, 1, 1)
     if config.tp_size > 1:
         raise SpError("SP827", f"ParallelismConfig: tp_size={config.tp_size} is not supported.")
     replicate, shard = config.dp_replicate_size, config.dp_shard_size
@@ -72,10 +89,25 @@ def axis_sizes(config: ParallelismConfig | None, processes: int, is_sharded: boo
         replicate = max(processes // (shard * sequence), 1)
     if replicate * shard * sequence != processes:
         expected = f"sizes whose product is {processes}, the number of processes"
-        names = "dp_replicate_size", "dp_shard_size", "cp_size", "sp_size"
-        passed = [f"{name}={getattr(config, name)}" for name in names if getattr(config, name) > 1]
-        raise SpError("SP826", f"ParallelismConfig: expected {expected}, got {' and '.join(passed)}.")
+        raise SpError("SP826", f"ParallelismConfig: expected {expected}, got {_passed_sizes(config)}.")
     return AxisSizes(replicate, shard, sequence)
+
+
+def _passed_sizes(config: ParallelismConfig) -> str:
+    """Return the sizes that are not 1 as text."""
+    return " and ".join(f"{name}={getattr(config, name)}" for name in SIZES if getattr(config, name) > 1)
+
+
+def _check_handlers(config: ParallelismConfig) -> None:
+    """Raise SpError for settings of handlers, which configure the parallelism of torch and DeepSpeed.
+
+    Raises:
+        SpError: A setting is not the default (SP827).
+    """
+    for handler, name, defaults, fix in HANDLER_FIELDS:
+        value = getattr(getattr(config, handler, None), name, defaults[0])
+        if value not in defaults:
+            raise SpError("SP827", f"ParallelismConfig: {handler} with {name}={value!r} is not supported.", fix)
 
 
 def make_mesh(device_type: str, sizes: AxisSizes) -> tuple[DeviceMesh, DeviceMesh]:

@@ -93,7 +93,7 @@ class SequenceParallel(SampleSharer, ReplicaCounter, ItemCounter, WeightSaver):
         mesh = self.accelerator.mesh
         if mesh is None or not self.shard_generation:
             return super().share_cache()
-        return shard_cache(self.model, mesh[SEQUENCE_AXIS], **self.sp_options)
+        return shard_cache(self.model, mesh[SEQUENCE_AXIS], **self.accelerator.sp_options)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's method, such that predictions are gathered without repeated rows.

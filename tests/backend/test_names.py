@@ -10,12 +10,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
+from support.parity import error_text
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import sp_compile
 from sp_compile import SpError
 from sp_compile.lowering.torch_compat import argument_name
+from sp_compile.planner.dry_run import split_kwargs
 from sp_compile.runtime.control.message import CALL_VERB, InputRecord, Message
 from sp_compile.runtime.fingerprint import input_names
 from sp_compile.runtime.input_checks import ComparedInputs
@@ -215,9 +218,9 @@ def test_results_have_the_models_names(how: str, name: str) -> None:
 class Wrapper(nn.Module):
     """Pass all arguments to another model, as PEFT does."""
 
-    def __init__(self) -> None:
+    def __init__(self, base: nn.Module | None = None) -> None:
         super().__init__()
-        self.base = Base()
+        self.base = Base() if base is None else base
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.base(*args, **kwargs)
@@ -322,3 +325,29 @@ def test_a_plan_names_the_hardware_and_reads_sizes() -> None:
     assert "cost sets flops" in str(plan)
     with pytest.raises(SpError, match=r"SP722: memory: 80\b.*'80GB'"):
         sp_compile.plan(model, x, memory=80)
+
+
+class Inner(nn.Module):
+    """Reads "gain" from its **kwargs, and passes others to functions."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, **kwargs: Any) -> Tensor:
+        x = shifted_by(x * kwargs.get("gain", 1), **kwargs)
+        return F.scaled_dot_product_attention(x, x, x) if labels is None else F.mse_loss(x, labels)
+
+
+def shifted_by(x: Tensor, summand: float = 0, **_: Any) -> Tensor:
+    return x + summand
+
+
+@pytest.mark.parametrize("name", ["labels", "gain", "summand", "cu_seq_lens_q", "output_attentions"])
+def test_arguments_that_a_module_with_kwargs_reads(name: str) -> None:
+    options, kwargs = split_kwargs("explain", Wrapper(Inner()), {name: 1})
+    assert (options, kwargs) == ({}, {name: 1})
+
+
+@pytest.mark.parametrize("name", ["bogus", "lables"])
+def test_arguments_that_no_module_reads(name: str) -> None:
+    model = Wrapper(Inner())
+    assert "SP102" in (text := error_text(lambda: split_kwargs("explain", model, {name: 1})))
+    assert ("'labels'" in text) == (name == "lables")
+    assert split_kwargs("explain", model, {"kwargs": {name: 1}}) == ({}, {name: 1})

@@ -74,7 +74,24 @@ def twice(a: Tensor, b: Tensor) -> Tensor:
     return argmax(softmax(a, b).cos(), b)
 
 
-LEAVES = {one_op: 1, argmax: 2, complex_numbers: 2, softmax: 3, other_recurrence: 2, matrices: 1, twice: 5}
+def chained_ops(a: Tensor, b: Tensor) -> Tensor:
+    """A scan of the results of another; pytorch/pytorch#153679 has wrong gradients there."""
+    rows = a.transpose(0, 1)
+    _, first = scan(lambda c, x: (c * 0.5 + x, c.tanh() + x), torch.zeros_like(rows[0]), rows)
+    _, out = scan(lambda c, x: (c * x + 1, c + x), torch.ones_like(rows[0]), first.sigmoid())
+    return out.transpose(0, 1) + b
+
+
+LEAVES = {
+    one_op: 1,
+    chained_ops: 2,
+    argmax: 2,
+    complex_numbers: 2,
+    softmax: 3,
+    other_recurrence: 2,
+    matrices: 1,
+    twice: 5,
+}
 
 
 def made(run: Callable[..., Tensor], length: int) -> tuple[nn.Module, Tensor]:

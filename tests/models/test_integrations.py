@@ -95,6 +95,23 @@ def test_sizes_that_do_not_fit(accelerate: Any, given: dict[str, int], words: st
         accelerate.axis_sizes(accelerate.ParallelismConfig(**given), 4)
 
 
+def test_one_process_warns_of_sizes(accelerate: Any, caplog: pytest.LogCaptureFixture) -> None:
+    accelerate.axis_sizes(accelerate.ParallelismConfig(), 1)
+    assert not caplog.records
+    accelerate.axis_sizes(accelerate.ParallelismConfig(sp_size=7), 1)
+    assert [record.args for record in caplog.records] == [("sp_size=7",)]
+
+
+def test_settings_of_handlers(accelerate: Any) -> None:
+    from accelerate.utils import TorchContextParallelConfig as Torch
+
+    for strategy in ("allgather", "alltoall"):
+        config = accelerate.ParallelismConfig(cp_size=4, cp_handler=Torch(cp_comm_strategy=strategy))
+        found = error_text(lambda config=config: accelerate.axis_sizes(config, 4)) if strategy == "alltoall" else ""
+        assert ("SP827" in found) == (strategy == "alltoall")
+    assert accelerate.axis_sizes(accelerate.ParallelismConfig(cp_size=4, cp_handler=Torch()), 4).sequence == 4
+
+
 def test_the_backend_name_is_scoped(accelerate: Any) -> None:
     from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 
@@ -172,6 +189,8 @@ def test_placements_without_an_optimizer(fresh: Any) -> None:
     ("given", "words"),
     [
         ({"dynamo_backend": "inductor"}, "SP821.*'inductor'"),
+        ({"dynamo_plugin": {"mode": "max-autotune"}}, "SP821.*'max-autotune'"),
+        ({"dynamo_plugin": {"use_regional_compilation": True}}, "SP821.*use_regional_compilation"),
         ({"sp_options": {"mesh": None}}, "SP822: sp_options: .*'mesh'"),
         ({"fsdp_plugin": 1}, r"SP823: fsdp_version: .*\b2\b.*\b1\b"),
     ],
@@ -181,8 +200,21 @@ def test_accelerator_errors(fresh: Any, given: dict[str, Any], words: str) -> No
         from accelerate.utils import FullyShardedDataParallelPlugin
 
         given = {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=given["fsdp_plugin"])}
+    if "dynamo_plugin" in given:
+        from accelerate.utils import TorchDynamoPlugin
+
+        given = {"dynamo_plugin": TorchDynamoPlugin(**given["dynamo_plugin"])}
     with pytest.raises(SpError, match=words):
         fresh.SequenceParallelAccelerator(cpu=True, **given)
+
+
+def test_a_disabled_plugin_compiles_nothing(fresh: Any) -> None:
+    from accelerate.utils import TorchDynamoPlugin
+
+    for disable in (True, False):
+        plugin = TorchDynamoPlugin(disable=disable)
+        model = fresh.SequenceParallelAccelerator(cpu=True, dynamo_plugin=plugin).prepare(nn.Linear(1, 1))
+        assert (model._compiled_call_impl is None) == disable
 
 
 def test_processes_that_accelerate_does_not_know(fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:

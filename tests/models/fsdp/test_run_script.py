@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,11 @@ parallelism_config:
   parallelism_config_dp_shard_size: 2
   parallelism_config_cp_size: 2
 """
+# The file of the recipe, with two ranks for each sequence.
+RECIPE = re.search(r"```yaml\n(.*?)```", (ROOT / "docs/recipes/sharded.md").read_text(), re.DOTALL)[1].replace(
+    "cp_size: 4", "cp_size: 2"
+)
+CPU = "compute_environment: LOCAL_MACHINE\nuse_cpu: true\nnum_processes: 4\n"
 HEAD = """
 import json, sys, torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -66,6 +74,25 @@ for batch in list(loader)[:10]:
     optimizer.zero_grad()
     losses.append(accelerator.gather_for_metrics(loss.detach()).mean().item())
 """,
+    "sft": """
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+names = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(61))]
+tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
+tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+processing = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+model = MistralForCausalLM(MistralConfig(num_hidden_layers=1, num_key_value_heads=2, sliding_window=8, **sizes))
+lengths = [25, 16, 9, 18, 7, 12, 13] * 12  # packed to rows of 25
+rows = Dataset.from_list([{"input_ids": torch.randint(3, 64, (n,)).tolist()} for n in lengths])
+options = {"max_steps": 10, "learning_rate": 1e-2, "logging_steps": 1, "use_cpu": True, "report_to": "none", "bf16": False}
+options |= {"packing": True, "max_length": 25, "gradient_checkpointing": False, "save_strategy": "no"}
+arguments = SFTConfig(path + ".out", per_device_train_batch_size=4 // replicas, **options)
+trainer = SFTTrainer(model, args=arguments, train_dataset=rows, processing_class=processing)
+trainer.train()
+losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+""",
 }
 TAIL = """
 weights = dict(getattr(model, "_orig_mod", model).named_parameters())
@@ -77,10 +104,13 @@ if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
 """
 
 
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+
+
 def run(command: list[str], folder: Path) -> None:
     """Run a command in a folder."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -94,11 +124,11 @@ def free_port() -> str:
 @pytest.mark.parametrize("kind", SCRIPTS)
 def test_scripts_without_changes(tmp_path: Path, kind: str) -> None:
     """2 replicas of 2 ranks train as one process: losses, sums of all weights; weights are sharded over 4 ranks."""
-    for package in ("transformers", "accelerate"):
+    for package in ("transformers", "accelerate", *(["trl"] if kind == "sft" else [])):
         pytest.importorskip(package)
     script, config = tmp_path / "train.py", tmp_path / "config.yaml"
     script.write_text(HEAD + SCRIPTS[kind] + TAIL)
-    config.write_text(CONFIG)
+    config.write_text(CPU + textwrap.dedent(RECIPE) if kind == "sft" else CONFIG)
     run([sys.executable, str(script), "1", "alone.json"], tmp_path)
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     launcher += ["--main_process_port", free_port(), "-m", "sp_compile", "run", "--option", "compiler=aot_eager"]
@@ -117,13 +147,48 @@ def test_targets_that_do_not_exist() -> None:
     assert "SP102" in error_text(lambda: prepare_script(__file__, options={"atention": "ring"}))
 
 
+USES = {  # scripts, and if the command has an effect on them
+    "loop": ("torch.nn.Linear(1, 1)(torch.ones(1, 1)).backward(); Accelerator(cpu=True); sys.exit(0)", False),
+    "own": ("own({'attention': 'ulysses', 'cost': {}}).prepare(torch.nn.Linear(1, 1))", True),
+}
+BEGIN = """
+import logging, sys, torch
+from accelerate import Accelerator
+from sp_compile.integrations.accelerate import SequenceParallelAccelerator
+logging.basicConfig()
+def own(options):
+    accelerator = SequenceParallelAccelerator(cpu=True, sp_options=options)
+    assert accelerator.sp_options == {**options, "attention": "ring"}
+    return accelerator
+"""
+
+
+@pytest.mark.parametrize("kind", USES)
+def test_options_apply_or_a_warning_follows(tmp_path: Path, kind: str) -> None:
+    """A script whose model is not prepared ends with a warning; options replace those of the script."""
+    pytest.importorskip("accelerate")
+    text, has_effect = USES[kind]
+    script = tmp_path / "script.py"
+    script.write_text(BEGIN + text)
+    command = [sys.executable, "-m", "sp_compile", "run", "--option", "attention=ring", str(script)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert ("WARNING:sp_compile.integrations.run_script:" in done.stderr) != has_effect
+
+
+def test_without_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "accelerate" else found(name))
+    assert "SP737" in error_text(lambda: prepare_script(__file__))
+
+
 def test_errors_of_a_script_are_its_own(tmp_path: Path) -> None:
     """Not an error of a file that this command writes."""
+    pytest.importorskip("accelerate")
     script = tmp_path / "fails.py"
     script.write_text("import sys\nassert sys.argv[1:] == ['--lr', '1']\nopen('missing.json')\n")
     command = [sys.executable, "-m", "sp_compile", "run", str(script), "--lr", "1"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert 'fails.py", line 3' in done.stderr
     assert "FileNotFoundError" in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 
 import sp_compile
 from sp_compile.passes.capture import package_kernels
+from sp_compile.passes.capture.stand_ins.kernel_stand_ins import STAND_INS, ArgumentNames
+from sp_compile.passes.capture.stand_ins.loss_stand_ins import _cross_entropy
 from sp_compile.passes.localize.tiles import choose_tiles, run_in_tiles
 
 LIGER = package.LigerFusedLinearCrossEntropyFunction.apply
@@ -151,3 +154,35 @@ def test_options_without_an_equivalent_run_the_original(caplog: pytest.LogCaptur
     torch.testing.assert_close(found, expected)
     warned = [record.args for record in caplog.records if record.name == package_kernels.__name__]
     assert [kernel for kernel, _ in warned] == ["FusedLinearCrossEntropyFunction"]
+
+
+# The parameters of Liger-Kernel 0.8.5 and cut_cross_entropy 25.1.1, after the context, and those without an equivalent.
+SIGNATURES = {
+    "LigerFusedLinearCrossEntropyFunction": (
+        "_input weight target bias=None ce_weight=None ignore_index=-100 lse_square_scale=0.0 label_smoothing=0.0 "
+        "reduction='mean' softcap=None return_z_loss=False accum_dtype=None use_token_scaling=False "
+        "return_token_accuracy=False return_predicted_tokens=False ce_impl=None ce_mode=None chunk_mem_const=1",
+        {"accum_dtype", "ce_impl", "ce_mode", "chunk_mem_const"},
+    ),
+    "LigerCrossEntropyFunction": (
+        "_input target weight ignore_index=-100 lse_square_scale=0.0 label_smoothing=0.0 reduction='mean' softcap=None "
+        "return_z_loss=False return_token_accuracy=False return_predicted_tokens=False",
+        set[str](),
+    ),
+    "linear_cross_entropy": (
+        "e c targets ignore_index=-100 softcap=None reduction='mean' shift=False filter_eps='high' impl='cce'",
+        {"filter_eps", "impl"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_of_released_packages(name: str) -> None:
+    """Arguments by position have the names of the stand-in, with the same defaults."""
+    text, others = SIGNATURES[name]
+    signature = inspect.signature(eval(f"lambda {', '.join(text.split())}: None"))
+    names = ArgumentNames.of(STAND_INS[name], signature)
+    assert set(names.positions) - names.known == others
+    defaults = {x.name: x.default for x in inspect.signature(_cross_entropy).parameters.values()}
+    for option, value in names.defaults.items():
+        assert option in others or defaults.get(option, value) == value
