@@ -336,6 +336,26 @@ def test_layers_are_the_repeated_modules() -> None:
     assert re.match(r"SP836: layers: .*\['Block'\]", error_text(lambda: find_layers(model, ["Block"])))
 
 
+class Numbered(nn.Module):
+    """Layers as attributes, without a list."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        for i in range(count):
+            setattr(self, f"block{i}", nn.TransformerEncoderLayer(8, 2, 8))
+        self.head = nn.Linear(8, 8)
+
+
+def test_layers_are_attributes(caplog: pytest.LogCaptureFixture) -> None:
+    """The outermost modules of one class; a model without layers is reported."""
+    assert find_layers(Numbered(3)) == [f"block{i}" for i in range(3)]
+    assert find_layers(nn.Sequential(Numbered(2), nn.Linear(8, 8))) == ["0.block0", "0.block1"]
+    for count in (1, 2):
+        sp_compile.fully_shard_and_compile(Numbered(count), compiler="aot_eager", checkpoint=True)
+        assert ("layers=" in caplog.text) == (count == 1)
+        caplog.clear()
+
+
 def test_without_a_process_group_the_model_is_compiled_only() -> None:
     model, single = Encoder(), Encoder()
     single.load_state_dict(model.state_dict())
