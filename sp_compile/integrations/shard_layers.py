@@ -27,6 +27,7 @@ from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.options import MeshOptions, SPConfig
 from sp_compile.lowering.base.ranks import process_rank
 from sp_compile.lowering.torch_compat import flatten_mesh, is_compiled, wrap_in_checkpoint
+from sp_compile.runtime.weights import require_equal_weights
 
 __all__ = ["fully_shard_and_compile"]
 
@@ -66,7 +67,8 @@ def fully_shard_and_compile(
     Without a process group the model is compiled only.
 
     Args:
-        model: The model, without `fully_shard`, DDP or `compile`, on the device of this rank or on "meta".
+        model: The model, without `fully_shard`, DDP or `compile`, with equal weights on all ranks of the mesh, on the
+            device of this rank; or on "meta".
         mesh: All ranks, with an axis "sp" whose ranks share a sequence, or the axis that `mesh_dim` names. Weights are
             sharded over all axes except "dp_replicate". None: all ranks share each sequence.
         layers: Classes of the layers, or their names, instead of those that are found.
@@ -80,7 +82,8 @@ def fully_shard_and_compile(
 
     Raises:
         SpError: The model is already compiled (SP831) or sharded (SP835), it has no layers of the given classes
-            (SP836), "dp_replicate" is not the first axis of the mesh (SP115), or an option is invalid (SP101 to SP116).
+            (SP836), "dp_replicate" is not the first axis of the mesh (SP115), an option is invalid (SP101 to SP116),
+            or the weights differ between ranks (SP642).
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -100,6 +103,8 @@ def fully_shard_and_compile(
         mesh = init_device_mesh(_device_to_train_on(model), (dist.get_world_size(),))
     SPConfig.of({"mesh": mesh, **options}).ranks()  # raises before the model is changed
     weight_mesh = None if mesh is None else _weight_mesh(mesh)
+    if weight_mesh is not None:
+        require_equal_weights(model, weight_mesh)
     _disable_cache(model)
     _prepare_layers(model, names, checkpoint)
     if mesh is None:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 import sp_compile
 from sp_compile.data import Replica
 from sp_compile.integrations.shard_layers import find_layers, find_shared_units
+from sp_compile.runtime.weights import require_equal_weights
 
 LENGTH, VOCABULARY = 13, 64  # a length that no number of ranks divides
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
@@ -319,6 +320,30 @@ def test_units_that_share_weights() -> None:
 def _order_error() -> str:
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp", "dp_replicate"))
     return error_text(lambda: sp_compile.fully_shard_and_compile(Encoder(), mesh))
+
+
+def _weights_error(axes: int) -> str:
+    """Compare NaN and weights that are empty, quantized or on "meta"; return the error of one that differs on a rank."""
+    model, of_all = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, device="meta")), mesh()
+    model[1].weight.data.fill_(torch.nan)
+    model[1].bias = nn.Parameter(torch.empty(0))
+    model.scale = nn.Parameter(torch.tensor(torch.nan))
+    quantized = torch.quantize_per_tensor(torch.ones(4, 4), 0.1, 0, torch.qint8)
+    model.quantized = nn.Parameter(quantized, requires_grad=False)
+    if axes == 2:
+        of_all = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "sp"))
+    require_equal_weights(model, of_all)
+    if dist.get_rank() == 3:
+        model[0].weight.data[3, 3] += 1
+    return error_text(lambda: sp_compile.fully_shard_and_compile(model, of_all))
+
+
+@pytest.mark.parametrize("axes", [1, 2])
+def test_weights_that_differ_between_ranks(ranks: Ranks, axes: int) -> None:
+    """An error on every rank, also of replicas, before the weights are sharded."""
+    for message in ranks.run(4, _weights_error, axes):
+        assert re.match(r"SP642: .*0\.weight", message, re.DOTALL)
+        assert not re.search("1.weight|bias|scale|quantized", message)
 
 
 def test_replicas_are_the_first_axis(ranks: Ranks) -> None:
