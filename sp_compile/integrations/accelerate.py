@@ -35,6 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from sp_compile.lowering.base.errors import SpError
+from sp_compile.runtime.weights import require_equal_weights
 
 from ._compat.trainers import NAME, choose_fsdp_units, is_prepared, mark_unprepared, register_backend_name, use_fsdp
 from .ddp import compile_under_ddp
@@ -259,11 +260,15 @@ class SequenceParallelAccelerator(Accelerator):
             The prepared objects in the same order; one object if there is one.
 
         Raises:
-            SpError: An option is invalid, or the model is already compiled (SP831).
+            SpError: An option is invalid, the model is already compiled (SP831), or its weights differ between ranks
+                (SP642).
         """
         models = [x for x in args if isinstance(x, torch.nn.Module)]
         if self.mesh is None or not self.is_fsdp2 or not models:
             return super().prepare(*args, **kwargs)
+        if not self.state.fsdp_plugin.cpu_ram_efficient_loading:  # else accelerate sends the weights of rank 0 to all
+            for model in models:
+                require_equal_weights(model, self.mesh)
         with choose_fsdp_units():
             if any(isinstance(x, torch.optim.Optimizer) for x in args):
                 prepared = super().prepare(*args, **kwargs)

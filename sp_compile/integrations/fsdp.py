@@ -52,7 +52,8 @@ def compile_under_fsdp(
     Gradients stay partial, so that FSDP's mean over all ranks is the mean over the replicas. If `fully_shard` was
     applied to layers, results between graphs stay sharded, from the embedding to the loss. The embedding is the module
     that `model.get_input_embeddings()` returns, if the model has this method of transformers. Layers of transformers
-    compute their attention masks, from positions.
+    compute their attention masks, from positions. Weights of ranks that differed before `fully_shard` are not noticed:
+    call `sp_compile.compare_weights` before it.
 
     Args:
         model: The model, a result of `fully_shard`, not compiled.

@@ -27,6 +27,7 @@ from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.options import MeshOptions, SPConfig
 from sp_compile.lowering.base.ranks import process_rank
 from sp_compile.lowering.torch_compat import flatten_mesh, is_compiled, wrap_in_checkpoint
+from sp_compile.runtime.weights import require_equal_weights
 
 __all__ = ["fully_shard_and_compile"]
 
@@ -34,9 +35,14 @@ log = logging.getLogger(__name__)
 
 HSDP_AXIS = "dp_replicate"  # the axis of ranks that store equal shards, as torchtitan and accelerate name it
 SHARDED_AXES = "sp_compile_weights"  # the flattened axes of the ranks that store different shards
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 SHARED_WEIGHTS = (
     "fully_shard is not applied to %d of the %d layers of %s, such as %s, since they share weights with other modules: "
     "these layers are gathered for the whole step."
+)
+NO_LAYERS = (
+    "fully_shard_and_compile found no layers in %s: all of its weights are gathered for the whole step, and "
+    'checkpoint=True has no effect. Name the classes of its layers, as in layers=["Block"].'
 )
 
 
@@ -52,15 +58,17 @@ def fully_shard_and_compile(
 ) -> nn.Module:
     """Apply `fully_shard` to the layers and the root of a model, and compile it in place with backend="sp".
 
-    The layers are modules of the same class in one list, or of the classes that transformers names in
-    `_no_split_modules`. The weights of one layer are gathered at a time; those outside of layers, such as the last norm
-    and the head, are gathered for the whole step. The embedding, the layers, the head, and the loss that the model
-    returns are computed on shards of the sequence. A model of transformers gets `config.use_cache = False`.
+    The layers are of the classes that transformers names in `_no_split_modules`, or several modules of one class in a
+    list, or else in attributes of one module (`block1`, `block2`). Rank 0 warns if there are none. The weights of one
+    layer are gathered at a time; those outside of layers, such as the last norm and the head, are gathered for the
+    whole step. The embedding, the layers, the head, and the loss that the model returns are computed on shards of the
+    sequence. A model of transformers gets `config.use_cache = False`.
 
     Without a process group the model is compiled only.
 
     Args:
-        model: The model, without `fully_shard`, DDP or `compile`, on the device of this rank or on "meta".
+        model: The model, without `fully_shard`, DDP or `compile`, with equal weights on all ranks of the mesh, on the
+            device of this rank; or on "meta".
         mesh: All ranks, with an axis "sp" whose ranks share a sequence, or the axis that `mesh_dim` names. Weights are
             sharded over all axes except "dp_replicate". None: all ranks share each sequence.
         layers: Classes of the layers, or their names, instead of those that are found.
@@ -74,7 +82,8 @@ def fully_shard_and_compile(
 
     Raises:
         SpError: The model is already compiled (SP831) or sharded (SP835), it has no layers of the given classes
-            (SP836), "dp_replicate" is not the first axis of the mesh (SP115), or an option is invalid (SP101 to SP116).
+            (SP836), "dp_replicate" is not the first axis of the mesh (SP115), an option is invalid (SP101 to SP116),
+            or the weights differ between ranks (SP642).
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -88,10 +97,14 @@ def fully_shard_and_compile(
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise SpError("SP835", "model: expected a model without fully_shard, got one to which it was applied.")
     names = find_layers(model, layers)
+    if not names and process_rank() == 0 and (checkpoint or dist.is_initialized()):
+        log.warning(NO_LAYERS, type(model).__name__)
     if mesh is None and dist.is_initialized():
         mesh = init_device_mesh(_device_to_train_on(model), (dist.get_world_size(),))
     SPConfig.of({"mesh": mesh, **options}).ranks()  # raises before the model is changed
     weight_mesh = None if mesh is None else _weight_mesh(mesh)
+    if weight_mesh is not None:
+        require_equal_weights(model, weight_mesh)
     _disable_cache(model)
     _prepare_layers(model, names, checkpoint)
     if mesh is None:
@@ -107,7 +120,8 @@ def find_layers(model: nn.Module, classes: Collection[str | type[nn.Module]] | N
     Args:
         model: The model.
         classes: The classes or their names. None: the classes in `_no_split_modules`, an attribute of the models of
-            transformers and diffusers; without it, classes with several modules in one container.
+            transformers and diffusers; without it, classes with several modules in one container, or else in the
+            attributes of one module.
 
     Returns:
         Names for `get_submodule`, in the order of `named_modules`; empty if no classes are given and none is found.
@@ -120,7 +134,9 @@ def find_layers(model: nn.Module, classes: Collection[str | type[nn.Module]] | N
     if given - present:
         raise SpError("SP836", f"layers: expected classes of modules of the model, got {sorted(given - present)}.")
     no_split = {*(getattr(model, "_no_split_modules", None) or ())}
-    selected = given or (present & no_split) or _repeated_classes(model)  # the first of these that is not empty
+    selected = given or (present & no_split)
+    for parents in (CONTAINERS, nn.Module):
+        selected = selected or _repeated_classes(model, parents)
     names: list[str] = []
     for name, module in model.named_modules():
         is_inside = any(name.startswith(f"{layer}.") for layer in names)
@@ -172,18 +188,18 @@ def _shard_weights(model: nn.Module, names: list[str], arguments: Mapping[str, A
         log.warning(SHARED_WEIGHTS, len(left), len(names), type(model).__name__, left[0])
 
 
-def _repeated_classes(model: nn.Module) -> set[str]:
-    """Return the names of classes of which one ModuleList, ModuleDict or Sequential contains several modules.
+def _repeated_classes(model: nn.Module, parents: type[nn.Module] | tuple[type[nn.Module], ...]) -> set[str]:
+    """Return the names of classes of which one module of the classes `parents` contains several modules.
 
     Containers, and modules without submodules, such as Linear, are not layers.
     """
     repeated: set[str] = set()
     for module in model.modules():
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+        if isinstance(module, parents):
             with_submodules = [child for child in module.children() if list(child.children())]
             counts = Counter(type(child).__name__ for child in with_submodules)
             repeated |= {name for name, count in counts.items() if count > 1}
-    return repeated - {"ModuleList", "ModuleDict", "Sequential"}
+    return repeated - {container.__name__ for container in CONTAINERS}
 
 
 def _device_to_train_on(model: nn.Module) -> str:

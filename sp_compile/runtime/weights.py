@@ -1,6 +1,8 @@
-"""Compare all weights and buffers of a model over the ranks, on request."""
+"""Compare all weights and buffers of a model over the ranks, on request, and its weights before they are sharded."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -8,10 +10,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from sp_compile.lowering.base.errors import SpError
-from sp_compile.lowering.base.ranks import Ranks, resolve
-from sp_compile.runtime.control.message import Message
+from sp_compile.lowering.base.ranks import Ranks, ranks_of, resolve
+from sp_compile.runtime.control.message import Message, hash_text
 
-from .agreement import format_mismatch, format_rank_rows, publish_failure, require_agreement
+from .agreement import (
+    all_gather_object,
+    describe_field_mismatch,
+    format_mismatch,
+    format_rank_rows,
+    publish_failure,
+    require_agreement,
+)
 from .fingerprint import value_digest
 from .input_checks import local_value
 
@@ -53,6 +62,44 @@ def compare_weights(model: torch.nn.Module, mesh: DeviceMesh | None = None, mesh
     if differing:
         rows = format_rank_rows(all_fields, differing)
         raise SpError("SP651", format_mismatch("the ranks of this group have different weights", rows))
+
+
+def require_equal_weights(model: torch.nn.Module, mesh: DeviceMesh) -> None:
+    """Raise if the weights of a model differ between ranks of a mesh, before each of them stores a shard of its own.
+
+    The sharded model would otherwise be composed of parts of different models. Weights on "meta" and DTensors are not
+    compared. Every rank of the mesh must call it at the same point.
+
+    Args:
+        model: The model, before `fully_shard`.
+        mesh: All ranks with equal weights, on any number of axes.
+
+    Returns:
+        None.
+
+    Raises:
+        SpError: On every rank, if a weight differs (SP642).
+    """
+    groups = [ranks for ranks in map(ranks_of, mesh.get_all_groups()) if ranks.has_other_processes]
+    if not groups:
+        return
+    weights = {name: p.detach() for name, p in model.named_parameters() if not p.is_meta and not isinstance(p, DTensor)}
+    # Checksums of a CPU and of another device differ, so that weights are compared with those on the same one.
+    fields = {f"{name} on {x.device.type}": value_digest(local_value(x)) for name, x in weights.items()}
+
+    def gather(value: Any) -> list[Any]:
+        """Return the value of each rank of the mesh, by an exchange along one axis after the other."""
+        values = [(dist.get_rank(), value)]
+        for ranks in groups:
+            parts = all_gather_object(ranks, "shards", f"the weights of {type(model).__name__}", values)
+            values = [pair for part in parts for pair in part]
+        return [value for _, value in sorted(values, key=lambda pair: pair[0])]
+
+    if len({*gather(hash_text(str(fields)))}) == 1:
+        return
+    cause = describe_field_mismatch(gather(fields), "weights differ between ranks, as with another seed on each")
+    if cause:  # else the ranks have no weights in common, as on "meta"
+        raise SpError("SP642", cause)
 
 
 def _is_sharded_over(x: torch.Tensor, ranks: Ranks) -> bool:

@@ -24,13 +24,17 @@ LOSS = 2e-6  # transformers computes the loss in float32
 
 @dataclass(frozen=True)
 class Way:
-    """Settings of a run. sizes: of ParallelismConfig. plugin: of FSDP. tied: embedding and head have one weight."""
+    """Settings of a run. sizes: of ParallelismConfig. plugin: of FSDP. tied: embedding and head have one weight.
+
+    differs: each rank creates other weights.
+    """
 
     sizes: dict[str, int] = field(default_factory=dict)
     plugin: dict[str, Any] = field(default_factory=dict)
     tied: bool = False
     shards: int = 4  # ranks among which a weight is divided
     precision: str = "no"
+    differs: bool = False
 
     def __str__(self) -> str:
         given = {**self.sizes, **self.plugin} | ({"tied": True} if self.tied else {})
@@ -71,10 +75,10 @@ def as_torchrun() -> Iterator[None]:
         yield
 
 
-def llama(tied: bool) -> nn.Module:
+def llama(tied: bool, seed: int = 0) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4}
     config = LlamaConfig(num_hidden_layers=2, tie_word_embeddings=tied, use_cache=False, **sizes)
     return LlamaForCausalLM(config).double()
@@ -105,7 +109,8 @@ def prepared(way: Way, compiler: Any) -> tuple[Any, nn.Module, Any, Any]:
         fsdp_plugin=FullyShardedDataParallelPlugin(**given),
         sp_options={"compiler": compiler, "cost": {}, "attention": "ulysses"},
     )
-    model = llama(way.tied) if way.precision == "no" else llama(way.tied).float()
+    model = llama(way.tied, dist.get_rank() if way.differs else 0)
+    model = model if way.precision == "no" else model.float()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     ids = torch.randint(VOCABULARY, (STEPS * ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
     loader = torch.utils.data.DataLoader(ids, ROWS // accelerator.replicas)
@@ -153,7 +158,8 @@ WAYS = [
     Way({"sp_size": 2}),
     Way({"dp_replicate_size": 2, "sp_size": 2}, shards=2),
     Way({"cp_size": 2}, tied=True),
-    Way(plugin={"activation_checkpointing": True, "cpu_ram_efficient_loading": True}),
+    # Trained with the weights of rank 0, which `llama` creates for the single device.
+    Way(plugin={"activation_checkpointing": True, "cpu_ram_efficient_loading": True}, differs=True),
     Way({"dp_shard_size": 2}, {"auto_wrap_policy": "NO_WRAP"}),
     Way({"dp_shard_size": 2}, {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 2000}),
 ]
@@ -193,15 +199,19 @@ def test_sharded_weights_in_bfloat16(accelerate: None, ranks: Ranks) -> None:
         assert all(ops for ops, has_weights in found["graphs"] if has_weights)
 
 
-def refused() -> str:
-    """Return the error for checkpoints without layers."""
-    plugin = {"activation_checkpointing": True, "auto_wrap_policy": "NO_WRAP"}
+def refused(way: Way) -> str:
+    """Return the error of settings."""
     with as_torchrun():
-        return error_text(lambda: prepared(Way(plugin=plugin), "aot_eager"))
+        return error_text(lambda: prepared(way, "aot_eager"))
 
 
 def test_checkpoints_without_layers(accelerate: None, ranks: Ranks) -> None:
-    assert all("SP834: activation_checkpointing" in text for text in ranks.run(4, refused))
+    way = Way(plugin={"activation_checkpointing": True, "auto_wrap_policy": "NO_WRAP"})
+    assert all("SP834: activation_checkpointing" in text for text in ranks.run(4, refused, way))
+
+
+def test_weights_that_differ_between_ranks(accelerate: None, ranks: Ranks) -> None:
+    assert all("SP642" in text for text in ranks.run(4, refused, Way(differs=True)))
 
 
 def saved(way: Way, folder: str, loads: bool) -> dict[str, torch.Tensor]:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 import sp_compile
 from sp_compile.data import Replica
 from sp_compile.integrations.shard_layers import find_layers, find_shared_units
+from sp_compile.runtime.weights import require_equal_weights
 
 LENGTH, VOCABULARY = 13, 64  # a length that no number of ranks divides
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
@@ -321,6 +322,30 @@ def _order_error() -> str:
     return error_text(lambda: sp_compile.fully_shard_and_compile(Encoder(), mesh))
 
 
+def _weights_error(axes: int) -> str:
+    """Compare NaN and weights that are empty, quantized or on "meta"; return the error of one that differs on a rank."""
+    model, of_all = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, device="meta")), mesh()
+    model[1].weight.data.fill_(torch.nan)
+    model[1].bias = nn.Parameter(torch.empty(0))
+    model.scale = nn.Parameter(torch.tensor(torch.nan))
+    quantized = torch.quantize_per_tensor(torch.ones(4, 4), 0.1, 0, torch.qint8)
+    model.quantized = nn.Parameter(quantized, requires_grad=False)
+    if axes == 2:
+        of_all = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "sp"))
+    require_equal_weights(model, of_all)
+    if dist.get_rank() == 3:
+        model[0].weight.data[3, 3] += 1
+    return error_text(lambda: sp_compile.fully_shard_and_compile(model, of_all))
+
+
+@pytest.mark.parametrize("axes", [1, 2])
+def test_weights_that_differ_between_ranks(ranks: Ranks, axes: int) -> None:
+    """An error on every rank, also of replicas, before the weights are sharded."""
+    for message in ranks.run(4, _weights_error, axes):
+        assert re.match(r"SP642: .*0\.weight", message, re.DOTALL)
+        assert not re.search("1.weight|bias|scale|quantized", message)
+
+
 def test_replicas_are_the_first_axis(ranks: Ranks) -> None:
     for message in ranks.run(4, _order_error):
         assert "SP115: mesh: " in message
@@ -334,6 +359,26 @@ def test_layers_are_the_repeated_modules() -> None:
     assert find_layers(model, [nn.TransformerEncoderLayer]) == find_layers(model, ["TransformerEncoderLayer"]) == layers
     assert find_layers(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == []
     assert re.match(r"SP836: layers: .*\['Block'\]", error_text(lambda: find_layers(model, ["Block"])))
+
+
+class Numbered(nn.Module):
+    """Layers as attributes, without a list."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        for i in range(count):
+            setattr(self, f"block{i}", nn.TransformerEncoderLayer(8, 2, 8))
+        self.head = nn.Linear(8, 8)
+
+
+def test_layers_are_attributes(caplog: pytest.LogCaptureFixture) -> None:
+    """The outermost modules of one class; a model without layers is reported."""
+    assert find_layers(Numbered(3)) == [f"block{i}" for i in range(3)]
+    assert find_layers(nn.Sequential(Numbered(2), nn.Linear(8, 8))) == ["0.block0", "0.block1"]
+    for count in (1, 2):
+        sp_compile.fully_shard_and_compile(Numbered(count), compiler="aot_eager", checkpoint=True)
+        assert ("layers=" in caplog.text) == (count == 1)
+        caplog.clear()
 
 
 def test_without_a_process_group_the_model_is_compiled_only() -> None:
