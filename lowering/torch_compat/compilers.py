@@ -122,9 +122,9 @@ def compile_with_inductor(
 
     mask_tail_stores()
     settings = {"comprehensive_padding": False, **(patches or {})}
-    inner = compile_in_one_process(compile_fx_inner)
+    inner = {"inner_compile": compile_in_one_process(compile_fx_inner)}
     with trace_in_one_process():
-        return compile_fx(gm, list(inputs), inner_compile=inner, config_patches=settings, **options)
+        return compile_fx(gm, list(inputs), config_patches=settings, **{**inner, **options})
 
 
 def mask_tail_stores() -> None:

@@ -85,25 +85,18 @@ def fully_shard_and_compile(
             (SP836), "dp_replicate" is not the first axis of the mesh (SP115), an option is invalid (SP101 to SP116),
             or the weights differ between ranks (SP642).
     """
-    from torch.distributed.fsdp import FSDPModule
-
     from sp_compile.backend import sp
 
-    from .ddp import COMPILED
     from .fsdp import compile_under_fsdp
 
-    if is_compiled(model):
-        raise SpError("SP831", COMPILED)
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise SpError("SP835", "model: expected a model without fully_shard, got one to which it was applied.")
+    _refuse_prepared(model)
     names = find_layers(model, layers)
-    if not names and process_rank() == 0 and (checkpoint or dist.is_initialized()):
-        log.warning(NO_LAYERS, type(model).__name__)
+    if not names and (checkpoint or dist.is_initialized()):
+        _warn_on_first_rank(NO_LAYERS, type(model).__name__)
     if mesh is None and dist.is_initialized():
         mesh = init_device_mesh(_device_to_train_on(model), (dist.get_world_size(),))
     SPConfig.of({"mesh": mesh, **options}).ranks()  # raises before the model is changed
-    weight_mesh = None if mesh is None else _weight_mesh(mesh)
-    if weight_mesh is not None:
+    if (weight_mesh := None if mesh is None else _weight_mesh(mesh)) is not None:
         require_equal_weights(model, weight_mesh)
     _disable_cache(model)
     _prepare_layers(model, names, checkpoint)
@@ -112,6 +105,22 @@ def fully_shard_and_compile(
         return model
     _shard_weights(model, names, {"mesh": weight_mesh, **(fsdp or {})})
     return compile_under_fsdp(model, mesh, dynamic=dynamic, **options)
+
+
+def _refuse_prepared(model: nn.Module) -> None:
+    """Refuse a model that is compiled, or to a module of which `fully_shard` was applied.
+
+    Raises:
+        SpError: The model is compiled (SP831) or sharded (SP835).
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    from .ddp import COMPILED
+
+    if is_compiled(model):
+        raise SpError("SP831", COMPILED)
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise SpError("SP835", "model: expected a model without fully_shard, got one to which it was applied.")
 
 
 def find_layers(model: nn.Module, classes: Collection[str | type[nn.Module]] | None = None) -> list[str]:
@@ -184,8 +193,14 @@ def _shard_weights(model: nn.Module, names: list[str], arguments: Mapping[str, A
             fully_shard(unit, **arguments)
     fully_shard(model, **arguments)
     left = [name for name in names if model.get_submodule(name) in shared]
-    if left and process_rank() == 0:
-        log.warning(SHARED_WEIGHTS, len(left), len(names), type(model).__name__, left[0])
+    if left:
+        _warn_on_first_rank(SHARED_WEIGHTS, len(left), len(names), type(model).__name__, left[0])
+
+
+def _warn_on_first_rank(text: str, *values: object) -> None:
+    """Log a warning on rank 0."""
+    if process_rank() == 0:
+        log.warning(text, *values)
 
 
 def _repeated_classes(model: nn.Module, parents: type[nn.Module] | tuple[type[nn.Module], ...]) -> set[str]:

@@ -176,6 +176,7 @@ def test_placements_without_an_optimizer(fresh: Any) -> None:
     accelerator.compile = mock.Mock()
     with (
         mock.patch.object(fresh.SequenceParallelAccelerator, "is_fsdp2", True),
+        mock.patch.object(accelerator.state, "fsdp_plugin", mock.Mock(cpu_ram_efficient_loading=True), create=True),
         mock.patch.object(fresh.Accelerator, "prepare", return_value=(model, loader, added)) as prepare,
     ):
         assert accelerator.prepare(model, loader, device_placement=[True, False]) == (model, loader)
