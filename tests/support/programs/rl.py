@@ -151,7 +151,9 @@ def model(kind: str) -> torch.nn.Module:
     config = LlamaConfig(num_hidden_layers=int(os.environ.get("RL_LAYERS", "1")), num_labels=1, **sizes, **tokens)
     kind_of_model = LlamaForSequenceClassification if kind == "reward" else LlamaForCausalLM
     folder = f"start-{kind}"  # from which a Trainer loads the reference
-    kind_of_model(config).save_pretrained(folder)  # transformers saves on rank 0
+    if not dist.is_initialized():  # each process saves
+        folder += f"-{os.environ.get('RANK', '0')}"
+    kind_of_model(config).save_pretrained(folder)  # with a process group, transformers saves on rank 0
     if dist.is_initialized():
         dist.barrier()
     return kind_of_model.from_pretrained(folder)
