@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.options import MeshOptions, SPConfig
-from sp_compile.lowering.base.ranks import process_rank
+from sp_compile.lowering.base.warn import warn_once
 from sp_compile.lowering.torch_compat import flatten_mesh, is_compiled, wrap_in_checkpoint
 from sp_compile.runtime.weights import require_equal_weights
 
@@ -92,7 +92,7 @@ def fully_shard_and_compile(
     _refuse_prepared(model)
     names = find_layers(model, layers)
     if not names and (checkpoint or dist.is_initialized()):
-        _warn_on_first_rank(NO_LAYERS, type(model).__name__)
+        warn_once(log, NO_LAYERS, type(model).__name__)
     if mesh is None and dist.is_initialized():
         mesh = init_device_mesh(_device_to_train_on(model), (dist.get_world_size(),))
     SPConfig.of({"mesh": mesh, **options}).ranks()  # raises before the model is changed
@@ -194,13 +194,7 @@ def _shard_weights(model: nn.Module, names: list[str], arguments: Mapping[str, A
     fully_shard(model, **arguments)
     left = [name for name in names if model.get_submodule(name) in shared]
     if left:
-        _warn_on_first_rank(SHARED_WEIGHTS, len(left), len(names), type(model).__name__, left[0])
-
-
-def _warn_on_first_rank(text: str, *values: object) -> None:
-    """Log a warning on rank 0."""
-    if process_rank() == 0:
-        log.warning(text, *values)
+        warn_once(log, SHARED_WEIGHTS, len(left), len(names), type(model).__name__, left[0])
 
 
 def _repeated_classes(model: nn.Module, parents: type[nn.Module] | tuple[type[nn.Module], ...]) -> set[str]:
