@@ -29,6 +29,7 @@ QUERY_ARGUMENTS = "decoder_input_ids", "decoder_inputs_embeds", "input_ids", "in
 _models = WeakIdKeyDictionary()
 # Code of the methods that `_wrap_generate` has replaced, by id: code that Dynamo has made may have no hash.
 _generate_codes: dict[int, CodeType] = {}
+_generating: list[bool] = []  # one element for each `generate()` around the current call
 _compiles_prompt: list[bool] = []  # one element for each `compile_prompt` around the current call
 
 
@@ -44,9 +45,8 @@ def must_run_eagerly(code: CodeType, arguments: Mapping[str, Any], caller: Frame
         True for a decoding step, and for all calls inside of `generate()`; False inside of `compile_prompt`.
     """
     module = arguments.get("self")
-    if isinstance(module, torch.nn.Module):  # a model of this backend: let its `generate()` run eagerly from now on
-        _models[module] = True
-        _wrap_own_generation(type(module))
+    if isinstance(module, torch.nn.Module):  # a model of this backend
+        add_model(module)
     wrap_generation()
     if _compiles_prompt:
         return False
@@ -71,6 +71,28 @@ def compile_prompt() -> Iterator[None]:
             yield
     finally:
         _compiles_prompt.pop()
+
+
+def is_generating() -> bool:
+    """Return True inside of `generate()` of a model of this backend.
+
+    Returns:
+        False in other calls, also in steps of a loop that generates tokens.
+    """
+    return bool(_generating)
+
+
+def add_model(model: torch.nn.Module) -> None:
+    """Add a model whose `generate()` runs eagerly from now on, before the first call of its forward.
+
+    Args:
+        model: The model.
+
+    Returns:
+        None.
+    """
+    _models[model] = True
+    _wrap_own_generation(type(model))
 
 
 def is_decoding_step(arguments: Mapping[str, Any]) -> bool:
@@ -156,8 +178,12 @@ def _wrap_generate(owner: type, name: str) -> None:
             # All ranks gather weights in each step, so none may stop before the others. This also replaces an explicit
             # False, which trainers of transformers pass.
             kwargs["synced_gpus"] = True
-        with torch.compiler.set_stance("force_eager"):
-            return generate(self, *args, **kwargs)
+        _generating.append(True)
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                return generate(self, *args, **kwargs)
+        finally:
+            _generating.pop()
 
     generate_eagerly.must_run_eagerly = True  # type: ignore[attr-defined]
     setattr(owner, name, generate_eagerly)

@@ -21,13 +21,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from sp_compile.backend import sp
-from sp_compile.generation import wrap_generation
+from sp_compile.generation import add_model, wrap_generation
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.options import MeshOptions, SPConfig
+from sp_compile.lowering.base.ranks import resolve
 from sp_compile.lowering.torch_compat import compile_in_place, is_compiled
 from sp_compile.runtime.eager_fallback import find_fsdp_submodules, mute_fsdp_warning
 
 from .ddp import COMPILED
+from .layer_calls import compare_layer_calls
 
 __all__ = ["compile_under_fsdp"]
 
@@ -71,11 +73,14 @@ def compile_under_fsdp(
     """
     if is_compiled(model):
         raise SpError("SP831", COMPILED)
-    # Replace `generate()` by one that runs the model eagerly, before other code reads the method, such as
-    # `register_fsdp_forward_method`.
-    wrap_generation()
     if not isinstance(model, FSDPModule):
         raise SpError("SP833", f"model: expected a result of fully_shard, got a {type(model).__name__} without it.")
+    # Replace `generate()` by one that runs the model eagerly, before other code reads the method, such as
+    # `register_fsdp_forward_method`. A wrapper, such as one of PEFT, calls that of a module.
+    wrap_generation()
+    for module in model.modules():
+        if module is model or isinstance(module, FSDPModule) or hasattr(module, "generate"):
+            add_model(module)
     merged: dict[str, Any] = {"mesh": mesh, "param_grads": "partial", **options}
     config = SPConfig.of(merged)  # raises here, not at the first call
     if find_fsdp_submodules(model):  # FSDP's hooks split the model into several graphs
@@ -90,6 +95,7 @@ def compile_under_fsdp(
             merged = {**merged, "seq_dims": {IDS_ARGUMENT: -1}}  # the last dim of the ids
         _run_tables_eagerly(model)
         mute_fsdp_warning(model)
+    compare_layer_calls(model, resolve(mesh, config.mesh_dim))
     limit = {"recompile_limit": MAX_GRAPHS}
     # The second argument is a check before each call; none is needed here.
     compile_in_place(model, lambda: None, limit, backend=sp, options=merged, fullgraph=fullgraph, dynamic=dynamic)

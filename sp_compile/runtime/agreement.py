@@ -26,8 +26,10 @@ from typing import Any
 
 from sp_compile.lowering.base.errors import RemoteError, SpError
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.runtime.control.channel import are_messages_equal, channel_of, gather_bodies, publish_stop
-from sp_compile.runtime.control.message import COMPILE_VERB, READ_VERB, STOP_MESSAGE, FieldValue, Message
+from sp_compile.runtime.control.channel import channel_of, publish_stop
+from sp_compile.runtime.control.message import COMPILE_VERB, READ_VERB, STOP_MESSAGE, UNIT_VERB, FieldValue, Message
+from sp_compile.runtime.control.votes import are_messages_equal, gather_bodies
+from sp_compile.runtime.control.waits import describe_by_operation
 
 TOLERANCE_RATIO = 3e-3  # relative to the magnitude of a summary; accounts for half precision
 MAX_SHOWN_FIELDS = 8  # fields that differ, in an error message
@@ -188,7 +190,7 @@ def _operation_error(messages: Sequence[Message]) -> SpError:
         return SpError("SP603", cause)
 
     compiling = _format_ranks([rank for rank, verb in enumerate(verbs) if verb == COMPILE_VERB])
-    if compiling and len({*verbs}) > 1:
+    if compiling and len({*verbs}) > 1 and UNIT_VERB not in verbs:
         cause = f"rank {compiling} of {n} compiles the program again for this call and the others do not:\n{rows}"
         return SpError("SP602", cause)
 
@@ -197,6 +199,10 @@ def _operation_error(messages: Sequence[Message]) -> SpError:
         return SpError("SP604", f"rank {readers} of {n} reads a sharded tensor and the others do not:\n{rows}")
     if readers:
         return SpError("SP604", f"the {n} ranks of this group read different sharded tensors:\n{rows}")
+
+    if UNIT_VERB in verbs:
+        calls = "; ".join(describe_by_operation(dict(enumerate(operations)), between=" "))
+        return SpError("SP620", f"the {n} ranks with shards of the weights run different operations: {calls}.")
 
     cause = f"the {n} ranks of this group are about to run different operations:\n{rows}"
     # Calls are counted from 1 for each set of weight tensors (`ControlChannel.count_call`).

@@ -35,7 +35,13 @@ from sp_compile.passes.cost.collective_time import LatencyBandwidth
 from sp_compile.passes.cost.group_names import GroupGrid, check_groups, group_grids, named_groups, program_groups
 from sp_compile.passes.cost.input_facts import InputFacts
 from sp_compile.passes.cost.machine import Machine
-from sp_compile.runtime.control.channel import HEARTBEAT_INTERVAL, broken_context, channel_of, publish_stop
+from sp_compile.runtime.control.channel import (
+    HEARTBEAT_INTERVAL,
+    broken_context,
+    channel_of,
+    open_channels,
+    publish_stop,
+)
 from sp_compile.runtime.control.message import MEASURE_MESSAGE, hash_text, register_sendable
 from sp_compile.runtime.control.store import STORE_TIMEOUT
 
@@ -329,9 +335,13 @@ class CompileSession(RankQueries):
 
 @contextmanager
 def _send_heartbeats(groups: Sequence[Ranks]) -> Iterator[None]:
-    """Send heartbeats in the context, in which this thread compiles, to ranks of these groups that wait."""
+    """Send heartbeats in the context, in which this thread compiles, to ranks of these groups that wait.
+
+    Ranks of other groups may wait, too, such as those with shards of the weights: all groups with a channel receive
+    heartbeats.
+    """
     done, compiling = threading.Event(), threading.get_ident()
-    channels = [*filter(None, map(channel_of, groups))]
+    channels = [*dict.fromkeys([*filter(None, map(channel_of, groups)), *open_channels()])]
 
     def send() -> None:
         """Send heartbeats until the compilation ends."""

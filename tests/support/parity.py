@@ -186,8 +186,12 @@ def check(outcomes: Sequence[Outcome], tolerance: float = 1e-9) -> None:
 
 def worst_gradient(model: nn.Module, single: nn.Module) -> float:
     """Return the largest error of a gradient of a model that FSDP has sharded; `single` has the right ones."""
-    pairs = zip(model.parameters(), single.parameters(), strict=True)
-    return max(0.0 if q.grad is None else float((p.grad.full_tensor() - q.grad).abs().max()) for p, q in pairs)
+    errors = []
+    for p, q in zip(model.parameters(), single.parameters(), strict=True):
+        assert q.grad is None or p.grad is not None
+        if p.grad is not None:
+            errors.append(float((p.grad.full_tensor() - (0 if q.grad is None else q.grad)).abs().max()))
+    return max(errors)
 
 
 def step_errors(model: nn.Module, single: nn.Module, batch: Mapping[str, Tensor]) -> tuple[float, float]:

@@ -16,12 +16,12 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from sp_compile.integrations.layer_calls import class_before_fsdp
 from sp_compile.lowering.base.origin import has_code_of
 from sp_compile.lowering.torch_compat import pytree, run_eagerly
 from sp_compile.passes.capture.stand_ins.image_stand_ins import run_between_graphs
@@ -109,7 +109,7 @@ def find_replaced_attention(model: torch.nn.Module) -> str | None:
     """
     configs = _with_parts(m.config for m in model.modules() if isinstance(m, PreTrainedModel))
     names = {config._attn_implementation_internal for config in configs} - {None}
-    files = {sys.modules.get(_class_before_fsdp(module).__module__) for module in model.modules()}
+    files = {sys.modules.get(class_before_fsdp(module).__module__) for module in model.modules()}
     eager = [getattr(file, EAGER_ATTENTION) for file in files if hasattr(file, EAGER_ATTENTION)]
     for name in sorted(names):
         own = [*eager] if name == "eager" else []
@@ -215,7 +215,7 @@ def compute_masks_in_layers(model: torch.nn.Module, units: Iterable[torch.nn.Mod
     inside = {id(module) for part in parts for module in part.modules()}
     layers = [m for m in units if id(m) in inside and not any(isinstance(x, PreTrainedModel) for x in m.modules())]
     # Layers that share weights are not units, and run in the program of the model. Other layers have their classes.
-    classes = tuple({_class_before_fsdp(layer) for layer in layers if [*layer.children()]})
+    classes = tuple({class_before_fsdp(layer) for layer in layers if [*layer.children()]})
     for module in model.modules():
         if isinstance(module, classes):
             _compute_masks_before(module)
@@ -374,11 +374,6 @@ def _delay_mask(function: Callable[..., Any], config: Any = None, **arguments: A
     return function(**arguments)
 
 
-def _class_before_fsdp(module: torch.nn.Module) -> type:
-    """Return the class of a module that it had before `fully_shard`, which creates a class for it."""
-    return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
-
-
 def _compute_masks_before(layer: torch.nn.Module) -> None:
     """Make the forward of a layer compute masks of which it gets the arguments, in the program of the layer.
 
@@ -391,7 +386,7 @@ def _compute_masks_before(layer: torch.nn.Module) -> None:
         computed = {key: _compute_given_mask(value) for key, value in kwargs.items()}
         return forward(*map(_compute_given_mask, args), **computed)
 
-    name = _class_before_fsdp(layer).__name__
+    name = class_before_fsdp(layer).__name__
     run_with_masks.__code__ = CODES.setdefault(name, run_with_masks.__code__.replace(co_name=name))
     layer.forward = functools.wraps(forward)(run_with_masks)  # type: ignore[method-assign]
 

@@ -33,16 +33,19 @@ from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.collectives.checksums import PendingChecksums
 from sp_compile.lowering.comm.communicator import FunctionalCommunicator, current_communicator
-from sp_compile.lowering.torch_compat import (
-    group_store,
-    group_timeout,
-    is_in_backward,
-    process_groups,
-    store_host,
-    use_real_tensors,
-)
+from sp_compile.lowering.torch_compat import group_store, group_timeout, is_in_backward, process_groups, store_host
 
-from .message import CALL_VERB, LIKELY_CAUSE, NO_RANK, READ_VERB, EarlierValue, FieldValue, Message, StopNotice
+from .message import (
+    CALL_VERB,
+    LIKELY_CAUSE,
+    NO_RANK,
+    READ_VERB,
+    VERB_CAUSES,
+    EarlierValue,
+    FieldValue,
+    Message,
+    StopNotice,
+)
 from .peers import PeerLinks, PeerListener
 from .store import Arrival, package_store, query_store
 from .waits import STORE_DELAY, WaitRecord, describe_by_operation
@@ -252,7 +255,7 @@ class ControlChannel:
         end = "lost the connection, as if a rank had exited," if isinstance(error, ConnectionError) else "timed out"
         timeout = f"{operation} and {end} after {waited:.0f} s"
         stop = f"rank {stopped.rank} stopped: {stopped.text}" if stopped.text else ""
-        heading = f"{who} did not arrive: rank {dist.get_rank()} {timeout}{details}"
+        heading = f"{who} did not arrive: rank {dist.get_rank()} {timeout}{VERB_CAUSES.get(message.verb, '')}{details}"
         self.broken = "\n".join([heading, *last_calls, f"  {stop}" if stop else LIKELY_CAUSE])
         text = f"it {timeout}, because {who} did not arrive{details}" + (f"; {stop}" if stop else "")
         # The notice is for this group only: this rank may take part in exchanges of others.
@@ -437,7 +440,7 @@ def _read_last_stop(group: str) -> StopNotice:
 
 
 _channels: weakref.WeakKeyDictionary[Any, ControlChannel] = weakref.WeakKeyDictionary()
-# default group (a new one for each initialization) -> number of channels so far, by group name; each has its own keys
+# default group (new for each initialization) -> number of channels so far, by group name; each has its own keys
 _created_channels: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
 
 
@@ -461,36 +464,6 @@ def channel_of(ranks: Ranks) -> ControlChannel | None:
     return _channels.setdefault(group, ControlChannel(ranks.group, members, store, group_timeout(group), last))
 
 
-def are_messages_equal(mine: Message, ranks: Ranks, channel: ControlChannel | None) -> bool:
-    """Return True if the messages of all ranks are equal and none requires the complete messages.
-
-    Args:
-        mine: The message of this rank.
-        ranks: The ranks that run the operation.
-        channel: Their channel, which may raise as `are_all_equal`; None for simulated ranks, with their communicator.
-    """
-    if channel is not None:
-        return channel.are_all_equal(mine)
-    votes = _simulate_gather([mine.digest, mine.needs_body], ranks, torch.int64)
-    # If the votes are equal, this rank requires the complete messages only if all do.
-    return not mine.needs_body and all(vote == votes[0] for vote in votes)
-
-
-def gather_bodies(mine: Message, ranks: Ranks, channel: ControlChannel | None) -> list[bytes]:
-    """Return the complete messages of all ranks, encoded; arguments and errors are those of `are_messages_equal`."""
-    if channel is not None:
-        return channel.all_gather(mine.body, mine)
-    lengths = [length for (length,) in _simulate_gather([len(mine.body)], ranks, torch.int64)]
-    bodies = _simulate_gather(list(mine.body.ljust(max(lengths))), ranks, torch.uint8)  # of equal length
-    return [bytes(body[:length]) for body, length in zip(bodies, lengths)]
-
-
-def _simulate_gather(mine: list[int], ranks: Ranks, dtype: torch.dtype) -> list[list[int]]:
-    """Return the integers of every simulated rank; without a simulation, those of this process for each rank."""
-    if isinstance(current_communicator(), FunctionalCommunicator):
-        return [mine] * ranks.n
-    with use_real_tensors():
-        sent = torch.tensor(mine, dtype=dtype, device="cpu")
-        gathered = current_communicator().all_gather(sent, ranks.n, ranks.group).view(ranks.n, len(mine))
-    result: list[list[int]] = gathered.tolist()
-    return result
+def open_channels() -> list[ControlChannel]:
+    """Return the channels of all groups of this process."""
+    return [*_channels.values()]

@@ -131,6 +131,7 @@ class Message:
 CALL_VERB = "calls"
 COMPILE_VERB = "compiles"
 READ_VERB = "reads"  # a sharded value
+UNIT_VERB = "gathers the weights of"  # layers of a model, over all ranks with shards of it
 LIKELY_CAUSE = (
     "Likely causes: another rank has skipped a batch or a backward, left the loop early, was killed, or destroyed its "
     "process group; it runs this part of the model eagerly (torch.compiler.disable, another backend, the recompile "
@@ -138,6 +139,7 @@ LIKELY_CAUSE = (
     "thread of it calls programs (SP624); or it has started another collective of the group (a barrier or all_reduce "
     "under `if rank == 0`)."
 )
+VERB_CAUSES = {UNIT_VERB: "; likely, some ranks only call generate(), evaluate, or have images for an encoder"}
 BACKWARD_VERB = "runs the backward of"  # in the device's autograd thread, if it has one
 STOP_MESSAGE = Message("stops")  # in place of the message of an operation that this rank does not run
 MEASURE_MESSAGE = Message("measures", "how fast the ranks are")

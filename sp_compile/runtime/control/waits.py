@@ -81,12 +81,17 @@ class WaitRecord:
         return " ".join([f"Last operation of {line}." for line in lines] + elsewhere)
 
 
-def describe_by_operation(operations: dict[int, str]) -> list[str]:
-    """Return a line for each operation, with the ranks whose last operation it is: "rank 0, 2: calls Decoder"."""
+def describe_by_operation(operations: dict[int, str], between: str = ": ") -> list[str]:
+    """Return a line for each operation, with the ranks whose operation it is: "rank 0, 2: calls Decoder".
+
+    Args:
+        operations: The operation of each rank.
+        between: The text between ranks and operation.
+    """
     ranks: dict[str, list[str]] = {}
     for rank, operation in operations.items():
         ranks.setdefault(operation, []).append(str(rank))
-    return [f"rank {', '.join(of_operation)}: {operation}" for operation, of_operation in ranks.items()]
+    return [f"rank {', '.join(of_operation)}{between}{operation}" for operation, of_operation in ranks.items()]
 
 
 def _announce_to_all(text: str) -> None:
