@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import NamedTuple
+from dataclasses import fields
+from typing import Any, NamedTuple
 
 from accelerate.utils import ParallelismConfig
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -25,12 +26,16 @@ SHARD_FIX = (
     "weights; or leave out dp_shard_size."
 )
 SIZES = "dp_replicate_size", "dp_shard_size", "cp_size", "sp_size"
-# Settings of the handlers of a ParallelismConfig: (handler, field), the values that are the default, and a fix for
-# others, since the handlers configure packages that do not run here.
-HANDLER_FIELDS = (
-    ("cp_handler", "cp_comm_strategy", ("allgather",), "Omit it, and pass sp_options={'attention': 'ring'}."),
-    ("sp_handler", "sp_attn_implementation", (None, "sdpa"), "Set attn_implementation of the model."),
-)
+HANDLERS = "cp_handler", "sp_handler", "tp_handler"  # of a ParallelismConfig; they configure packages that do not run
+# Fields of the handlers: the values that have no effect in these packages either, and a fix for others. Any other field
+# must have its default.
+LENGTH_FIX = "Omit it. Batches may have sequences of any length."
+HANDLER_FIELDS = {
+    "cp_comm_strategy": (("allgather",), "Omit it, and pass sp_options={'attention': 'ring'}."),
+    "sp_attn_implementation": ((None, "sdpa"), "Set attn_implementation of the model."),
+    "sp_seq_length": ((None,), LENGTH_FIX),
+    "sp_seq_length_is_variable": ((True,), LENGTH_FIX),
+}
 
 
 class AxisSizes(NamedTuple):
@@ -104,10 +109,14 @@ def _check_handlers(config: ParallelismConfig) -> None:
     Raises:
         SpError: A setting is not the default (SP827).
     """
-    for handler, name, defaults, fix in HANDLER_FIELDS:
-        value = getattr(getattr(config, handler, None), name, defaults[0])
-        if value not in defaults:
-            raise SpError("SP827", f"ParallelismConfig: {handler} with {name}={value!r} is not supported.", fix)
+    for handler_name in HANDLERS:
+        handler: Any = getattr(config, handler_name, None)
+        for setting in fields(handler) if handler is not None else ():
+            defaults, fix = HANDLER_FIELDS.get(setting.name, ((setting.default,), "Omit it."))
+            value = getattr(handler, setting.name)
+            if value not in defaults:
+                cause = f"ParallelismConfig: {handler_name} with {setting.name}={value!r} is not supported."
+                raise SpError("SP827", cause, fix)
 
 
 def make_mesh(device_type: str, sizes: AxisSizes) -> tuple[DeviceMesh, DeviceMesh]:

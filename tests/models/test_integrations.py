@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from contextlib import ExitStack
@@ -110,6 +111,30 @@ def test_settings_of_handlers(accelerate: Any) -> None:
         found = error_text(lambda config=config: accelerate.axis_sizes(config, 4)) if strategy == "alltoall" else ""
         assert ("SP827" in found) == (strategy == "alltoall")
     assert accelerate.axis_sizes(accelerate.ParallelismConfig(cp_size=4, cp_handler=Torch()), 4).sequence == 4
+
+
+@pytest.mark.parametrize(
+    ("handler", "given"),
+    [
+        ("sp_handler", {"sp_seq_length": 64}),
+        ("sp_handler", {"sp_seq_length": 64, "sp_seq_length_is_variable": False}),
+        ("sp_handler", {"sp_attn_implementation": "flash_attention_2"}),
+        ("tp_handler", {"enable_async_tp": True}),
+    ],
+)
+def test_no_field_of_a_handler_is_ignored(accelerate: Any, handler: str, given: dict[str, Any]) -> None:
+    """Each field is refused if it is not the default, also one that later versions of accelerate add."""
+    from accelerate.utils import DeepSpeedSequenceParallelConfig, TorchTensorParallelConfig
+
+    create = {"sp_handler": DeepSpeedSequenceParallelConfig, "tp_handler": TorchTensorParallelConfig}[handler]
+    assert accelerate.axis_sizes(accelerate.ParallelismConfig(sp_size=2, **{handler: create()}), 2) == (1, 1, 2)
+    config = accelerate.ParallelismConfig(sp_size=2, **{handler: create(**given)})
+    assert re.match(
+        f"SP827: .*{handler} with {next(iter(given))}=", error_text(lambda: accelerate.axis_sizes(config, 2))
+    )
+    later = dataclasses.make_dataclass("Later", [("new_setting", int, 1)])
+    config = accelerate.ParallelismConfig(sp_size=2, sp_handler=later(2))
+    assert "SP827" in error_text(lambda: accelerate.axis_sizes(config, 2))
 
 
 def test_the_backend_name_is_scoped(accelerate: Any) -> None:
