@@ -17,7 +17,7 @@ from support.parity import error_text, worst_gradient
 from support.ranks import Ranks, mesh
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import sp_compile
@@ -48,11 +48,11 @@ class Encoder(nn.Module):
 def llama(**options: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=3, num_key_value_heads=2, **SIZES, **options))
+    return LlamaForCausalLM(LlamaConfig(**{"num_hidden_layers": 3, "num_key_value_heads": 2, **SIZES, **options}))
 
 
-def tied_llama() -> nn.Module:
-    return llama(tie_word_embeddings=True)
+def tied_llama(**options: Any) -> nn.Module:
+    return llama(tie_word_embeddings=True, **options)
 
 
 def gpt2() -> nn.Module:
@@ -107,11 +107,38 @@ def inputs_of(model: nn.Module, replicas: int) -> dict[str, Tensor]:
     return {"input_ids": ids.where(mask == 1, 0), "attention_mask": mask, "labels": labels}
 
 
+class RecordRows:
+    """A compiler that records the sizes of results that are computed from weights and other values."""
+
+    def __init__(self) -> None:
+        self.results: list[tuple[str, tuple[int, ...]]] = []
+
+    def __call__(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        weights = {node for node, x in zip(placeholders, inputs, strict=True) if isinstance(x, nn.Parameter)}
+        for node in gm.graph.nodes:
+            args = {*node.all_input_nodes}
+            if args and args <= weights:  # a cast or view of weights
+                weights.add(node)
+            elif args & weights and isinstance(node.meta.get("val"), Tensor):
+                self.results.append((str(node.target), tuple(node.meta["val"].shape)))
+        return torch._dynamo.lookup_backend("aot_eager")(gm, inputs)
+
+    def check(self, n: int) -> None:
+        """Check that each result of weights has the rows of one of n ranks, and that embeddings are among them."""
+        part = -(-LENGTH // n)
+        assert any("embedding" in op for op, _ in self.results)
+        for op, shape in self.results:
+            assert not {LENGTH, 2 * LENGTH}.intersection(shape) or {part, 2 * part}.intersection(shape), (op, shape)
+
+
 Made = nn.Module | tuple[nn.Module, dict[str, Any]]  # a model, or a model and its batch
 
 
 def train(make: Callable[[], Made], names: tuple[str, ...] = (), **options: Any) -> Any:
     """Return the errors of the loss and of the worst gradient, and the stored part of the weights.
+
+    Every graph with weights has to be on shards.
 
     With names, 4 ranks are 2 replicas of 2; without, all ranks of the call share a sequence.
     """
@@ -119,10 +146,11 @@ def train(make: Callable[[], Made], names: tuple[str, ...] = (), **options: Any)
     made = make()
     single, given = made if isinstance(made, tuple) else (made, None)
     single.double()
+    compiler = RecordRows()
     model = sp_compile.fully_shard_and_compile(
         copy.deepcopy(single),
         of_all := dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=names) if names else mesh(),
-        compiler="aot_eager",
+        compiler=compiler,
         cost={},
         **options,
     )
@@ -134,6 +162,8 @@ def train(make: Callable[[], Made], names: tuple[str, ...] = (), **options: Any)
     torch.stack(expected).mean().backward()
     loss = model(**of_replicas[replica.rank])["loss"]
     loss.backward()
+    if given is None and hasattr(single, "get_input_embeddings"):  # a model of transformers, whose embedding is found
+        compiler.check(of_all.size() // replica.n)
     weights = [p for p in model.parameters() if isinstance(p, DTensor)]
     part = sum(p.to_local().numel() for p in weights) / sum(p.numel() for p in single.parameters())
     return float((loss - expected[replica.rank]).detach().abs()), worst_gradient(model, single), part
@@ -152,6 +182,46 @@ def check(outcomes: list[Any], shards: int) -> None:
 
 def test_layers_of_torch(ranks: Ranks) -> None:
     check(ranks.run(2, train, Encoder), 2)
+
+
+def test_a_tied_embedding(ranks: Ranks) -> None:
+    """The embedding runs on shards, although it is not sharded separately."""
+    pytest.importorskip("transformers")
+    check(ranks.run(2, train, functools.partial(tied_llama, num_hidden_layers=1)), 2)
+
+
+def _train_with_offload() -> tuple[float, float, set[Any]]:
+    """Return the errors of losses and of weights after three steps, and the policies that `fully_shard` was given."""
+    torch.manual_seed(0)
+    single = Encoder().double()
+    policy = CPUOffloadPolicy(pin_memory=False)
+    with mock.patch("torch.distributed.fsdp.fully_shard", wraps=fully_shard) as apply:
+        model = sp_compile.fully_shard_and_compile(
+            copy.deepcopy(single), mesh(), compiler="aot_eager", cost={}, fsdp={"offload_policy": policy}
+        )
+    losses: list[list[Tensor]] = []
+    for one in (single, model):
+        optimizer = torch.optim.AdamW(one.parameters(), lr=1e-2)
+        losses.append([])
+        for _ in range(3):
+            losses[-1].append(one(**inputs_of(single, 1))["loss"])
+            losses[-1][-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    errors = [
+        float((p.full_tensor() - q).abs().max()) for p, q in zip(model.parameters(), single.parameters(), strict=True)
+    ]
+    loss = float((torch.stack(losses[0]) - torch.stack(losses[1])).abs().max())
+    return loss, max(errors), {call.kwargs["offload_policy"] is policy for call in apply.call_args_list}
+
+
+@pytest.mark.slow
+def test_weights_offloaded_to_the_host(ranks: Ranks) -> None:
+    """On CPUs, the path of torch without copies between devices: weights are on the host already."""
+    for loss, weight, is_passed in ranks.run(2, _train_with_offload):
+        assert loss < LOSS
+        assert weight < 1e-8
+        assert is_passed == {True}
 
 
 @pytest.mark.slow

@@ -91,6 +91,25 @@ def test_sizes_of_images(ranks: Ranks, n: int, build: Any, checkpoint: bool) -> 
         assert not [text for text in messages if "item()" in text]
 
 
+def _alternate(build: Any) -> list[tuple[float, float]]:
+    """Return the errors of loss and gradients of steps with and without images in turn."""
+    torch.manual_seed(0)
+    transformers.logging.set_verbosity_error()
+    single, with_images = build(True)
+    single.double()
+    batches = with_images, build(False)[1]
+    model = sp_compile.fully_shard_and_compile(copy.deepcopy(single), mesh(), compiler="aot_eager", cost={})
+    return [step_errors(model, single, batches[step % 2]) for step in range(4)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [multimodal.llava, multimodal.qwen25_vl])
+def test_batches_with_and_without_images(ranks: Ranks, build: Any) -> None:
+    """All ranks have a batch of one kind in a step; layers that a step does not call have no gradients."""
+    for errors in ranks.run(2, _alternate, build, timeout=300):
+        assert all(loss < LOSS and gradient < 1e-6 for loss, gradient in errors)  # norms are computed in float32
+
+
 def test_encoders_are_found() -> None:
     """Those that pass cumulated lengths to their attention function, with their layers, and no other model."""
     from sp_compile.integrations._compat.attention_names import attend_to_packed_images, find_image_encoders
