@@ -35,7 +35,8 @@ from sp_compile.runtime.agreement import require_agreement
 from sp_compile.runtime.control.message import UNIT_VERB, Message
 from sp_compile.runtime.sharded_values import has_traced_args
 
-CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+from .shard_layers import CONTAINERS
+
 OTHER_LAYERS = SpError("SP620", "ranks with shards of the weights of one model have called different layers of it")
 LAYERS_FIELD = "layers"  # name of the field of a message with the units since the last one
 
