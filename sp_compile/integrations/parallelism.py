@@ -26,7 +26,11 @@ SHARD_FIX = (
     "weights; or leave out dp_shard_size."
 )
 SIZES = "dp_replicate_size", "dp_shard_size", "cp_size", "sp_size"
-HANDLERS = "cp_handler", "sp_handler", "tp_handler"  # of a ParallelismConfig; they configure packages that do not run
+HANDLER_NAMES = (
+    "cp_handler",
+    "sp_handler",
+    "tp_handler",
+)  # of a ParallelismConfig; they configure packages that do not run
 # Fields of the handlers: the values that have no effect in these packages either, and a fix for others. Any other field
 # must have its default.
 LENGTH_FIX = "Omit it. Batches may have sequences of any length."
@@ -109,7 +113,7 @@ def _check_handlers(config: ParallelismConfig) -> None:
     Raises:
         SpError: A setting is not the default (SP827).
     """
-    for handler_name in HANDLERS:
+    for handler_name in HANDLER_NAMES:
         handler: Any = getattr(config, handler_name, None)
         for setting in fields(handler) if handler is not None else ():
             defaults, fix = HANDLER_FIELDS.get(setting.name, ((setting.default,), "Omit it."))
