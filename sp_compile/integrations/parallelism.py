@@ -30,7 +30,7 @@ HANDLER_NAMES = (
     "cp_handler",
     "sp_handler",
     "tp_handler",
-)  # of a ParallelismConfig; they configure packages that do not run
+)  # they configure packages that do not run
 # Fields of the handlers: the values that have no effect in these packages either, and a fix for others. Any other field
 # must have its default.
 LENGTH_FIX = "Omit it. Batches may have sequences of any length."
