@@ -26,11 +26,7 @@ SHARD_FIX = (
     "weights; or leave out dp_shard_size."
 )
 SIZES = "dp_replicate_size", "dp_shard_size", "cp_size", "sp_size"
-HANDLER_NAMES = (
-    "cp_handler",
-    "sp_handler",
-    "tp_handler",
-)  # they configure packages that do not run
+HANDLER_NAMES = "cp_handler", "sp_handler", "tp_handler"  # they configure packages that do not run
 # Fields of the handlers: the values that have no effect in these packages either, and a fix for others. Any other field
 # must have its default.
 LENGTH_FIX = "Omit it. Batches may have sequences of any length."
