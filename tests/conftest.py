@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 import random
 import sys
 from collections import Counter, defaultdict
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from support.ranks import Ranks, configure_torch
+from support.ranks import CPP_FLAGS_OF_TESTS, Ranks, configure_torch
 
 from sp_compile.lowering.base.library import tag_programs
 
@@ -35,6 +36,13 @@ scan/test_scan_graphs.py scan/kernels/test_scan_table.py scan/kernels/test_scan_
 tensor_parallel/test_tensor_parallel_graphs.py
 """.split()
 """Tests of `make quick`, if they need no processes: each kind of pass and op once."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile kernels of scans without vectorization, in half of the time, unless slow tests run."""
+    if "not slow" in config.option.markexpr:
+        os.environ[CPP_FLAGS_OF_TESTS] = "-O1"
+        configure_torch()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -87,15 +87,19 @@ class RankMismatchError(SpError, ShortenTraceback):
         ShortenTraceback.__init__(self, str(self), first_useful_frame=None)
 
 
-def did_you_mean(name: Any, known: Iterable[str]) -> str:
-    """Return a hint at the closest known name, or "" if none is close.
+def did_you_mean(name: Any, known: Iterable[str], count: int = 1) -> str:
+    """Return a hint at the closest known names, or "" if none is close.
 
     Args:
         name: The value that the user passed.
         known: The valid names.
+        count: The largest number of names in the hint.
+
+    Returns:
+        A hint such as " (did you mean 'ring'?)".
     """
-    close = difflib.get_close_matches(str(name), known, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    close = difflib.get_close_matches(str(name), known, n=count)
+    return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
 
 
 def node_line(node: Node) -> str:

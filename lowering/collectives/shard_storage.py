@@ -128,7 +128,8 @@ class Origin:
     check_read: Callable[[str], None] = _ignore_read  # compares the reads of all ranks; raises SpError
     # records a read of a value that is full already, as all values of a dry run are (`from_replicated`)
     record_read: Callable[[str], None] = _ignore_read
-    warn_of_read: Callable[[str, int], None] = _ignore_read  # by differentiated code, of a number of bytes
+    # counts a read of a number of bytes, by differentiated code if the flag is True
+    count_read: Callable[[str, int, bool], None] = _ignore_read
 
 
 @dataclass(eq=False)
@@ -199,8 +200,7 @@ class ShardStorage:
             full = self.layout.gather(local, self.length)
         if not is_traced:
             self.full, self.local = full, None
-            if is_trained:
-                self.origin.warn_of_read(self.origin.description, full.nbytes)
+            self.origin.count_read(self.origin.description, full.nbytes, is_trained)
         return full
 
     def assign(self, new: Tensor, storage: Any) -> None:

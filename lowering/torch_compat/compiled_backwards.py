@@ -50,7 +50,10 @@ def _finish_late_backward(event: Any) -> None:
 
 
 def find_backward_nodes(
-    outputs: Sequence[Any], selected: Collection[int], context: Callable[[], AbstractContextManager[Any]]
+    outputs: Sequence[Any],
+    selected: Collection[int],
+    context: Callable[[], AbstractContextManager[Any]],
+    refuse_backward: Callable[..., Any] | None = None,
 ) -> list[tuple[Any, frozenset[int]]]:
     """Return AOTAutograd's autograd nodes of outputs, and make their backwards run in `context()`.
 
@@ -62,6 +65,8 @@ def find_backward_nodes(
         selected: Indices of the outputs whose gradients the caller's hook handles in another way, such as those of
             which a rank has only its rows.
         context: Returns a new context, for each run of a backward.
+        refuse_backward: Raises an error in place of torch's if gradients of a backward with create_graph=True are
+            differentiated again, which compiled programs do not support. None for torch's error.
 
     Returns:
         Each node once, with the indices of its results that are, or compute, the selected outputs.
@@ -80,7 +85,7 @@ def find_backward_nodes(
             backward = function_class.backward
             if isinstance(backward, _InContext):  # an earlier call of the program has replaced it: unwrap
                 backward = backward.function
-            function_class.backward = staticmethod(_InContext(backward, context))
+            function_class.backward = staticmethod(_InContext(backward, context, refuse_backward))
     return [(node, frozenset(indices)) for node, indices in selected_results.items()]
 
 
@@ -102,13 +107,23 @@ def _compiled_backward_of(x: torch.Tensor) -> tuple[Any, int]:
 
 
 class _InContext:
-    """Function that runs inside a new context at each call; the class marks backwards as wrapped."""
+    """Backward that runs inside a new context at each call; the class marks backwards as wrapped."""
 
-    def __init__(self, function: Callable[..., Any], context: Callable[[], AbstractContextManager[Any]]) -> None:
-        self.function, self.context = function, context
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        context: Callable[[], AbstractContextManager[Any]],
+        refuse_backward: Callable[..., Any] | None,
+    ) -> None:
+        self.function, self.context, self.refuse_backward = function, context, refuse_backward
 
     @torch.compiler.disable
     def __call__(self, *args: Any) -> Any:
         """Run the function inside a new context."""
         with self.context():
-            return self.function(*args)
+            grads = self.function(*args)
+        if self.refuse_backward is not None and torch.is_grad_enabled():  # create_graph=True
+            found = grads if isinstance(grads, Sequence) else [grads]
+            for node in {x.grad_fn for x in found if isinstance(x, torch.Tensor) and x.grad_fn is not None}:
+                node.register_prehook(self.refuse_backward)
+        return grads

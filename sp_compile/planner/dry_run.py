@@ -7,7 +7,6 @@ simulates it. A configuration is a number of ranks with options. The step is the
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
@@ -19,6 +18,7 @@ from torch.fx import GraphModule
 
 from sp_compile.backend import lower_or_keep
 from sp_compile.lowering.base.errors import SpError, did_you_mean, user_line
+from sp_compile.lowering.base.model_kwargs import ModelKwargs, find_model_kwargs
 from sp_compile.lowering.base.options import SPConfig, suggest_option
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.comm.simulate import SIMULATED_GROUP
@@ -304,8 +304,8 @@ def split_kwargs(
 
     A field of `SPConfig` is an option. Another name is an argument if the model has a parameter of this name. If the
     model accepts **kwargs, parameters of its submodules are arguments, too, and so are names that are not similar to an
-    option, if a module with **kwargs may read them. All others are returned as options, so that `SPConfig` raises an
-    error for them.
+    option, if a module with **kwargs may read them (`find_model_kwargs`). All others are returned as options, so that
+    `SPConfig` raises an error for them.
 
     Args:
         entry: The function that the names were passed to: "explain", "verify" or "plan".
@@ -323,23 +323,23 @@ def split_kwargs(
     passed = dict(passed)
     kwargs: dict[str, Any] = dict(passed.pop("kwargs", {}))
     options: dict[str, Any] = {}
-    field_names = [field.name for field in fields(SPConfig)]
-    parameter_names, accepts_any = _parameter_names(model)
-    if accepts_any:
-        of_modules = (_parameter_names(module)[0] for module in _modules_of(model))
-        parameter_names = parameter_names.union(KWARGS_OF_TRANSFORMERS, *of_modules)
+    option_names = [*(field.name for field in fields(SPConfig)), *ENTRY_ARGUMENTS]
+    known = find_model_kwargs(model)
     ranks_name = RANKS_ARGUMENTS[entry]
     for name, value in passed.items():
-        if name in OTHER_RANKS_NAMES and name not in parameter_names:
+        if name in OTHER_RANKS_NAMES and name not in known.parameters:
             raise SpError("SP102", f"{entry}: unknown option {name!r}.", f"Use {ranks_name}={value!r}.")
-        if name in COMPILE_ARGUMENTS and name not in parameter_names:
+        if name in COMPILE_ARGUMENTS and name not in known.parameters:
             fix = "Pass fields of `SPConfig` by name, such as attention='ring'."
             raise SpError("SP102", f"{entry}: unknown option {name!r}, an argument of torch.compile.", fix)
-        is_similar = bool(suggest_option(name, [*field_names, *ENTRY_ARGUMENTS]))
-        if accepts_any and not is_similar and isinstance(model, torch.nn.Module):
-            _check_read(entry, model, name, parameter_names)
-        is_parameter = name in parameter_names or (accepts_any and not is_similar)
-        if is_parameter and name not in field_names:
+        # An option with a wrong name: the closest known name is that of an option.
+        is_similar = bool(suggest_option(name, option_names)) and (
+            did_you_mean(name, option_names) == did_you_mean(name, [*option_names, *known.parameters])
+        )
+        is_argument = known.has_kwargs and (name in known.read or not is_similar)
+        if is_argument and isinstance(model, torch.nn.Module):
+            _check_read(entry, name, known)
+        if (name in known.parameters or is_argument) and name not in option_names[: -len(ENTRY_ARGUMENTS)]:
             kwargs[name] = value
         else:
             options[name] = value
@@ -350,27 +350,10 @@ RANKS_ARGUMENTS = {"explain": "sp", "verify": "sp", "plan": "ranks"}  # the argu
 # names that users pass for the number of ranks
 OTHER_RANKS_NAMES = "sp ranks world_size num_ranks nproc_per_node sp_size cp_size n_ranks".split()
 COMPILE_ARGUMENTS = ("backend", "mode", "options", "fullgraph", "dynamic")
-# Arguments that models of transformers pass in **kwargs to attention functions and losses: the fields of its
-# TransformersKwargs and FlashAttentionKwargs, parameters of these functions, and arguments of decorators of a forward.
-KWARGS_OF_TRANSFORMERS = frozenset(
-    "num_items_in_batch output_hidden_states output_attentions output_router_logits cu_seq_lens_q cu_seq_lens_k "
-    "max_length_q max_length_k position_ids is_causal seq_idx dropout scaling sliding_window softcap position_bias "
-    "s_aux deterministic return_dict use_cache cache_position labels shift_labels ignore_index attention_mask".split()
-)
 ENTRY_ARGUMENTS = ("memory", "optimizer", "passes", "host_memory")  # further arguments, which may be misspelled
 
 
-def _parameter_names(function: Callable[..., Any]) -> tuple[set[str], bool]:
-    """Return the names of the parameters of a function or of a module's forward, and True if it has **kwargs."""
-    try:
-        parameters = inspect.signature(getattr(function, "forward", function)).parameters.values()
-    except (TypeError, ValueError):  # a builtin has no signature
-        return set(), False
-    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    return names, any(p.kind is p.VAR_KEYWORD for p in parameters)
-
-
-def _check_read(entry: str, model: torch.nn.Module, name: str, parameter_names: set[str]) -> None:
+def _check_read(entry: str, name: str, known: ModelKwargs) -> None:
     """Raise SpError if no module of a model with **kwargs reads an argument, as far as the code of its modules shows.
 
     A module that loops over its **kwargs may read any name, unless it is close to that of a known argument.
@@ -379,41 +362,11 @@ def _check_read(entry: str, model: torch.nn.Module, name: str, parameter_names: 
         SpError: The name is not a parameter of a module, not in the code of a module with **kwargs, and not an argument
             of attention functions and losses of transformers (SP102).
     """
-    hint = did_you_mean(name, parameter_names)
-    modules = {type(module): module for module in model.modules() if _parameter_names(module)[1]}.values()
-    forwards = [inspect.unwrap(module.forward) for module in modules]
-    codes = [getattr(forward, "__code__", None) for forward in forwards]
-    reads_any = any(code is None or not {"items", "values", "keys"}.isdisjoint(code.co_names) for code in codes)
-    if name in parameter_names or (reads_any and not hint) or any(name in _names_in_code(module) for module in modules):
+    hint = did_you_mean(name, known.parameters, count=3)
+    if name in known.parameters | known.read or (known.reads_any and not hint):
         return
     cause = f"{entry}: unknown option {name!r}, which no module of the model reads{hint}."
     raise SpError("SP102", cause, f"Correct the name, or pass it as kwargs={{{name!r}: ...}}.")
-
-
-def _names_in_code(module: torch.nn.Module) -> set[str]:
-    """Return variables and strings in the methods of a module, and parameters of functions that its forward names."""
-    forward = inspect.unwrap(module.forward)
-    scope, code = getattr(forward, "__globals__", {}), getattr(forward, "__code__", None)
-    functions = [scope.get(name) for name in getattr(code, "co_names", ())]
-    names = set[str]().union(*(_parameter_names(x)[0] for x in functions if inspect.isfunction(x)))
-    methods = [x for cls in type(module).__mro__ if cls is not torch.nn.Module for x in vars(cls).values()]
-    codes = [code, *(getattr(inspect.unwrap(x), "__code__", None) for x in methods if inspect.isfunction(x))]
-    while codes:
-        if (code := codes.pop()) is not None:
-            names.update(code.co_varnames, (x for x in code.co_consts if isinstance(x, str)))
-            codes += [x for x in code.co_consts if inspect.iscode(x)]  # functions inside
-    return names
-
-
-def _modules_of(model: Callable[..., Any]) -> Iterator[torch.nn.Module]:
-    """Yield a model's module and submodules; for a function, those of the modules that it reads from outer scopes."""
-    values: list[Any] = [model]
-    if inspect.isfunction(model):
-        variables = inspect.getclosurevars(model)
-        values = [*variables.nonlocals.values(), *variables.globals.values()]
-    for value in values:
-        if isinstance(value, torch.nn.Module):
-            yield from value.modules()
 
 
 def _simulate_ranks(session: CompileSession, sp: int | None, simulate: bool) -> int:

@@ -6,14 +6,15 @@ limit, under torch.compiler.disable, in torch's own files, and if a graph break 
 
 With FSDP (`fully_shard`) on submodules, hooks in Python end the graph at each of them.
 
-Code between two graphs that reads a sharded value and is differentiated, and large parts of a step that run
-unsharded on every rank, are warned about, too.
+Code between two graphs that reads a sharded value and is differentiated, large parts of a step that run unsharded on
+every rank, and large values that other eager code reads, are warned about, too.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -116,46 +117,69 @@ def name_of_callable(target: Any) -> str:
     return type(target).__name__ if isinstance(target, torch.nn.Module) else str(target)
 
 
-def warn_eager_read(value: str, nbytes: int) -> None:
-    """Warn on rank 0, once for each line, that eager code reads a sharded value of which it computes gradients.
+MAX_STEP_CALLS = 10_000  # of programs in a step; a program that is not called again by then has no second step
+
+
+@dataclass
+class _FirstStep:
+    """Work of all programs since the first call of a program, until its second one: of a step, or of a layer of it."""
+
+    is_warned: bool  # the program has a large part that runs unsharded, or eager code in the step reads a value
+    work: ShardedWork = field(default_factory=ShardedWork)
+    calls: int = 0
+
+
+_open_steps: WeakKeyDictionary[object, _FirstStep] = WeakKeyDictionary()  # by program
+_examined_programs: WeakSet[object] = WeakSet()  # programs whose first step has ended
+
+
+def count_eager_read(value: str, nbytes: int, is_trained: bool) -> None:
+    """Count a read of a sharded value by eager code, in the first step of a program.
+
+    Warn on rank 0, once for each line, if the code computes gradients of a large value. Another read adds a full tensor
+    to the activations of the step. What the code computes from it is not known, and is not counted.
 
     Args:
         value: The description of the value.
-        nbytes: Its size. A small value has no warning.
+        nbytes: Its size.
+        is_trained: True if the code is differentiated.
     """
-    if nbytes >= LARGE_OUTPUT:
+    if is_trained and nbytes >= LARGE_OUTPUT:
         line = user_line()
         warn_once(log, READ_WARNING, line, value, key=line)
-
-
-# a program -> the work of all programs since its first call, until its second one: of a step, or of a layer of it
-_open_steps: WeakKeyDictionary[object, ShardedWork] = WeakKeyDictionary()
-# programs that were called again, and those without a large part that runs unsharded on every rank
-_examined_programs: WeakSet[object] = WeakSet()
+    elif _open_steps:
+        line = user_line()
+        for step in _open_steps.values():
+            step.is_warned = True
+            step.work.add_replicated(line, 0.0, float(nbytes))
 
 
 def count_step_call(program: object, work: ShardedWork, n: int) -> None:
     """Count a call of a program; warn on rank 0 if large parts of the step run unsharded on every rank.
 
     A step of a program lasts from one of its calls to the next one, and contains all calls of programs in between. Only
-    the first step is examined. The work of a step is added up for programs of whose own work a large part runs
-    unsharded on every rank, because it may be small in a step: a program may contain nothing but an embedding.
+    the first step is examined. The warning is for programs of whose own work a large part runs unsharded on every rank,
+    because it may be small in a step: a program may contain nothing but an embedding. It is also for programs in whose
+    step eager code reads sharded values.
 
     Args:
         program: Any object that is different for each program.
         work: The work of the program.
         n: The number of ranks.
     """
-    if program in _open_steps:
+    if n > 1 and program not in _examined_programs and program not in _open_steps:
+        _open_steps[program] = _FirstStep(bool(work.large_replicated_parts()))
+    elif program in _open_steps:
         _examined_programs.add(program)
-        _warn_unsharded(_open_steps.pop(program))
-    if n > 1 and program not in _examined_programs:
-        if work.large_replicated_parts():
-            _open_steps[program] = ShardedWork()
-        else:
-            _examined_programs.add(program)
-    for step in _open_steps.values():
-        step.merge(work)
+        step = _open_steps.pop(program)
+        if step.is_warned:
+            _warn_unsharded(step.work)
+    for other, step in [*_open_steps.items()]:
+        step.work.merge(work)
+        step.calls += 1
+        if step.calls > MAX_STEP_CALLS:
+            del _open_steps[other]
+            _examined_programs.add(other)
 
 
 def _warn_unsharded(step: ShardedWork) -> None:

@@ -87,6 +87,11 @@ LEFT_PARTIAL_FIX = (
 )
 
 
+def _refuse_second_backward(*_: Any) -> None:
+    """Raise SpError (SP325): a gradient of a compiled program is differentiated again."""
+    raise SpError("SP325", "double backward through a compiled program is not supported by torch.compile.")
+
+
 @dataclass(frozen=True)
 class ProgramInfo:
     """Facts about a program that the guards of all its groups share."""
@@ -355,7 +360,8 @@ class GuardedProgram:
         mine, leaves = Message(BACKWARD_VERB, call.subject, call.number, model=call.model), pytree.tree_leaves(out)
         # The autograd nodes at which the backward of the program begins, each with the indices of the results of which
         # a rank has only its rows. Their backwards run inside of `_run_marked`, which publishes exceptions.
-        for node, row_results in find_backward_nodes(leaves, self.boundary.rows, lambda: self._run_marked(mine)):
+        context = partial(self._run_marked, mine)
+        for node, row_results in find_backward_nodes(leaves, self.boundary.rows, context, _refuse_second_backward):
             node.register_prehook(partial(self._check_backward, mine, row_results))
 
     @torch.compiler.disable

@@ -46,7 +46,7 @@ from sp_compile.passes.graph.sizes import Size, as_size
 from sp_compile.runtime.control.message import READ_VERB, Message
 
 from .agreement import require_agreement
-from .eager_fallback import warn_eager_read
+from .eager_fallback import count_eager_read
 
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -208,7 +208,7 @@ class ShardedProgram:
         layout = replace(result.layout, balanced=orders or result.layout.balanced, **parts)
         # The description of the result for errors, with the check that ranks run before a read.
         text = f"result {result.name!r} of call {self.calls} of {self.subject}, made at {result.where}"
-        origin = Origin(text, partial(agree_to_read, self.ranks), warn_of_read=warn_eager_read)
+        origin = Origin(text, partial(agree_to_read, self.ranks), count_read=count_eager_read)
         if result.deferred is None:
             grad_token = None if result.grad_token is None else out[result.grad_token]
             return from_local(local, layout, length, origin, grad_token)

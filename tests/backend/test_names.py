@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import linecache
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import pytest
 import torch
@@ -343,6 +344,106 @@ def shifted_by(x: Tensor, summand: float = 0, **_: Any) -> Tensor:
 def test_arguments_that_a_module_with_kwargs_reads(name: str) -> None:
     options, kwargs = split_kwargs("explain", Wrapper(Inner()), {name: 1})
     assert (options, kwargs) == ({}, {name: 1})
+
+
+FACTORS = ("alpha", "beta")
+
+
+class Declared(TypedDict, total=False):
+    """Keyword arguments of a model."""
+
+    gain: float
+
+
+class ClosedModel(nn.Module):
+    """Removes names in every way, reads those of a constant, and passes the rest on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.declared = Inner(), DeclaredModel()
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        if "first" in kwargs:
+            x = x * kwargs.pop("first")
+        factors = {name: kwargs.pop(name, 1) for name in FACTORS}
+        self._adjust(values=kwargs)
+        kwargs = {k: v for k, v in kwargs.items() if not k.startswith("adapter")}
+        kwargs = without_offset(x, **kwargs)
+        kwargs.update(scale=2)
+        rest = {**kwargs, **factors}
+        return self.inner(x, **rest) + self.declared(x, **{k: v for k, v in kwargs.items() if v is not None})
+
+    def _adjust(self, values: dict[str, Any]) -> None:
+        values["second"] = 2 * values.get("second", 1)
+
+
+def without_offset(x: Tensor, **kwargs: Any) -> dict[str, Any]:
+    kwargs.pop("offset", x)
+    return kwargs
+
+
+class DeclaredModel(nn.Module):
+    """Loops over names that its annotation lists."""
+
+    def forward(self, x: Tensor, **kwargs: Unpack[Declared]) -> Tensor:
+        return x * len([*kwargs.values()])
+
+
+def loop(x: Tensor, **factors: float) -> Tensor:
+    for factor in factors.values():
+        x = x * factor
+    return x
+
+
+def forward_of(code: str) -> Callable[..., Any]:
+    """Return a method of a model, whose source is in a file."""
+    lines = "".join(f"    {line}\n" for line in code.splitlines())
+    name = f"<forward {code}>"
+    source = f"def forward(self, x, **kwargs):\n{lines}"
+    linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
+    scope: dict[str, Any] = {"loop": loop, "torch": torch}
+    exec(compile(source, name, "exec"), scope)
+    return scope["forward"]
+
+
+@pytest.mark.parametrize("name", ["first", "alpha", "beta", "second", "offset", "gain", "summand"])
+def test_arguments_that_a_wrapper_reads_or_passes_on(name: str) -> None:
+    assert split_kwargs("explain", ClosedModel(), {name: 1}) == ({}, {name: 1})
+    text = error_text(lambda: split_kwargs("explain", ClosedModel(), {"bogus": 1}))
+    assert "SP102" in text
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "return sum(kwargs.values())",
+        "for name, value in kwargs.items():\n    x = x * value\nreturn x",
+        "return loop(x, **kwargs)",
+        "return self._loop(x, values=kwargs)",
+        "return self.other(kwargs)",
+        "rest = {k: v for k, v in kwargs.items() if k}\nreturn torch.stack([*rest.values()])",
+        "return self.other({k[1:]: v for k, v in kwargs.items()})",
+        "for name in self.names:\n    x = x * kwargs[name]\nreturn x",
+        "return kwargs",
+    ],
+)
+def test_a_model_that_loops_over_its_arguments_accepts_all_names(code: str) -> None:
+    methods = {"forward": forward_of(code), "_loop": lambda self, x, values: loop(x, **values)}
+    model = type("Open", (nn.Module,), methods)()
+    assert split_kwargs("explain", model, {"bogus": 1}) == ({}, {"bogus": 1})
+
+
+def test_the_closest_names_are_those_of_the_model() -> None:
+    """Also if the name is close to one of an option, here `inputs`."""
+
+    class Named(nn.Module):
+        def forward(self, inputs_embeds: Tensor, inputs_embeds_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+            return F.relu(inputs_embeds, **kwargs)
+
+    text = error_text(lambda: split_kwargs("explain", Named(), {"inputs_embedds": 1}))
+    assert "SP102" in text
+    assert "'inputs_embeds'" in text
+    assert "'inputs_embeds_mask'" in text
 
 
 @pytest.mark.parametrize("name", ["bogus", "lables"])

@@ -64,6 +64,20 @@ class Chunked(Decoder):
         return -OfHead.apply(rows, self.head.weight, targets)
 
 
+class Measured(Decoder):
+    """A decoder whose logits a metric reads eagerly, without gradients."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.hidden(ids))
+        self.measure(logits)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def measure(self, logits: Tensor) -> None:
+        self.mean = logits.argmax(-1).float().mean()
+
+
 HEAD = "test_whole_pieces.py:{}: logits = self.head(h)"
 FUNCTION = "test_whole_pieces.py:{}: return -OfHead.apply("
 LINES = {Broken: HEAD.format(27), Eager: HEAD.format(39)}
@@ -106,13 +120,16 @@ def _warned(kind: type[Decoder], steps: int) -> list[str]:
 
 
 def _warned_by_kind() -> dict[type[Decoder], list[str]]:
-    return {kind: _warned(kind, steps=2) for kind in (Decoder, *LINES)}
+    return {kind: _warned(kind, steps=2) for kind in (Decoder, *LINES, Measured)}
 
 
 @pytest.mark.slow
 def test_training_names_the_line(ranks: Ranks) -> None:
     by_kind, of_second = ranks.run(2, _warned_by_kind)
     assert not any(of_second.values())
+    (measured,) = by_kind.pop(Measured)
+    assert "self.mean = logits.argmax(-1)" in measured
+    assert re.search(r"\d% .*activations", measured)
     for kind, said in by_kind.items():
         assert len(said) == (kind in LINES)
         for words in said:

@@ -37,6 +37,7 @@ COMPILE_TIMEOUT = 300.0
 GRACE = 5.0
 """Seconds for the other ranks to answer after one has failed."""
 
+CPP_FLAGS_OF_TESTS = "SP_COMPILE_CPP_FLAGS_OF_TESTS"  # ranks inherit the variable
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
@@ -46,12 +47,18 @@ ENVIRONMENT = {
 
 
 def configure_torch() -> None:
-    """Disable torch's timing of guards, which takes 30 ms a program; raise errors in passes and of aliased results."""
+    """Disable torch's timing of guards, which takes 30 ms a program; raise errors in passes and of aliased results.
+
+    Compile kernels of scans with the flags in the variable `CPP_FLAGS_OF_TESTS`, too.
+    """
     from torch._dynamo import guards  # imported here: it queries torch.cuda, see `support/cuda/absent.py`
     from torch._functorch import config
 
+    from sp_compile.lowering.scan.kernels import native
     from sp_compile.passes.capture import uncaptured
 
+    added = tuple(os.environ.get(CPP_FLAGS_OF_TESTS, "").split())
+    native.CPP_FLAGS = (*native.CPP_FLAGS, *(flag for flag in added if flag not in native.CPP_FLAGS))
     uncaptured.raises_internal_errors = True
     guards.profile_guard_manager = lambda *_: 0.0
     config.error_on_custom_op_aliasing = True  # torch's default if CI is set; else it warns

@@ -38,7 +38,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             **{"num_key_value_heads": 4, "layer_types": ["indexed_attention"] * 2},
         },
     ),
-    "biases": ("T5", {"d_model": 32, "d_kv": 8, "d_ff": 64, "dropout_rate": 0.0, "decoder_start_token_id": 0}),
+    "biases": (
+        "T5",
+        {
+            "d_model": 32,
+            "d_kv": 8,
+            "d_ff": 64,
+            "dropout_rate": 0.0,
+            "decoder_start_token_id": 0,
+            "num_decoder_layers": 2,
+        },
+    ),
 }
 
 

@@ -163,17 +163,44 @@ def own(options):
 """
 
 
-@pytest.mark.parametrize("kind", USES)
-def test_options_apply_or_a_warning_follows(tmp_path: Path, kind: str) -> None:
-    """A script whose model is not prepared ends with a warning; options replace those of the script."""
+FAILING = "import sys\nassert sys.argv[1:] == ['--lr', '1']\nopen('missing.json')\n"
+# Each command in a fork of a process that has imported the packages.
+FORKS = """
+import json, os, runpy, sys
+import accelerate, sp_compile.integrations.accelerate
+for name, arguments in json.loads(sys.argv[1]).items():
+    if os.fork() == 0:
+        sys.argv = ["sp_compile", "run", *arguments]
+        os.dup2(os.open(f"{name}.err", os.O_WRONLY | os.O_CREAT), 2)
+        runpy.run_module("sp_compile", run_name="__main__", alter_sys=True)
+        break
+    print(name, os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    """Exit codes and stderr of scripts under `python -m sp_compile run`."""
     pytest.importorskip("accelerate")
-    text, has_effect = USES[kind]
-    script = tmp_path / "script.py"
-    script.write_text(BEGIN + text)
-    command = [sys.executable, "-m", "sp_compile", "run", "--option", "attention=ring", str(script)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300)
+    folder = tmp_path_factory.mktemp("scripts")
+    texts = {**{kind: BEGIN + text for kind, (text, _) in USES.items()}, "fails": FAILING}
+    for name, text in texts.items():
+        (folder / f"{name}.py").write_text(text)
+    commands = {kind: ["--option", "attention=ring", f"{kind}.py"] for kind in USES}
+    commands["fails"] = ["fails.py", "--lr", "1"]
+    command = [sys.executable, "-c", FORKS, json.dumps(commands)]
+    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert ("WARNING:sp_compile.integrations.run_script:" in done.stderr) != has_effect
+    codes = dict(line.split() for line in done.stdout.splitlines() if line.split()[:1] in [[name] for name in texts])
+    return {name: (int(codes[name]), (folder / f"{name}.err").read_text()) for name in texts}
+
+
+@pytest.mark.parametrize("kind", USES)
+def test_options_apply_or_a_warning_follows(ended: dict[str, tuple[int, str]], kind: str) -> None:
+    """A script whose model is not prepared ends with a warning; options replace those of the script."""
+    code, errors = ended[kind]
+    assert code == 0, errors[-3000:]
+    assert ("WARNING:sp_compile.integrations.run_script:" in errors) != USES[kind][1]
 
 
 def test_without_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,14 +209,10 @@ def test_without_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "SP737" in error_text(lambda: prepare_script(__file__))
 
 
-def test_errors_of_a_script_are_its_own(tmp_path: Path) -> None:
+def test_errors_of_a_script_are_its_own(ended: dict[str, tuple[int, str]]) -> None:
     """Not an error of a file that this command writes."""
-    pytest.importorskip("accelerate")
-    script = tmp_path / "fails.py"
-    script.write_text("import sys\nassert sys.argv[1:] == ['--lr', '1']\nopen('missing.json')\n")
-    command = [sys.executable, "-m", "sp_compile", "run", str(script), "--lr", "1"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1
-    assert 'fails.py", line 3' in done.stderr
-    assert "FileNotFoundError" in done.stderr
-    assert "SP733" not in done.stderr
+    code, errors = ended["fails"]
+    assert code == 1
+    assert 'fails.py", line 3' in errors
+    assert "FileNotFoundError" in errors
+    assert "SP733" not in errors

@@ -36,14 +36,15 @@ def test_way(way: str) -> None:
 @pytest.mark.slow
 @needs_triton
 def test_row() -> None:
-    calls = "t.check_operators(); t.check_public(); t.check_empty(); t.check_choice()"
+    calls = "t.check_operators(); t.check_public(); t.check_empty(); t.check_choice(); t.check_matrices(takes_all=True)"
     python(f"from support.scans import triton_scans as t; {calls}")
 
 
 @needs_triton
 def test_launches_and_recurrences() -> None:
     python(
-        "from support.scans import triton_scans as t; t.check_launches(); t.check_linear_backward(); t.check_matrices()"
+        "from support.scans import triton_scans as t; t.check_launches(); t.check_linear_backward(); "
+        "t.check_matrices(takes_all=False)"
     )
 
 

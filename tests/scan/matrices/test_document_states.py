@@ -65,7 +65,7 @@ def _train(kernel: str, documents: str) -> tuple[Any, list[str]]:
 
 
 # Documents that end at a cut; documents of one token and of all ranks. Other cases are slow.
-FAST = [("chunk_gated_delta_rule", "cut", 2), ("chunk_gla", "long", 4)]
+FAST = [("chunk_gated_delta_rule", "cut", 2), ("chunk_gla", "long", 3)]
 
 
 def _cases() -> Iterator[Any]:

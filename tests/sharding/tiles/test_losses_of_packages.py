@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -186,3 +190,15 @@ def test_signatures_of_released_packages(name: str) -> None:
     defaults = {x.name: x.default for x in inspect.signature(_cross_entropy).parameters.values()}
     for option, value in names.defaults.items():
         assert option in others or defaults.get(option, value) == value
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "package"), [("liger", "liger_kernel"), ("cut", "cut_cross_entropy")])
+def test_values_of_released_packages(name: str, package: str) -> None:
+    """If they are installed (`pip install --no-deps liger-kernel cut-cross-entropy`), without a GPU."""
+    if find_spec(package) is None or find_spec("triton") is None:
+        pytest.skip(f"{package} or triton is not installed")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "support.programs.released_losses", name]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
