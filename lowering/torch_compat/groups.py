@@ -21,6 +21,45 @@ import torch.distributed as dist
 # Registers the meta kernels of torch.ops._c10d_functional, which need no process group.
 import torch.distributed._functional_collectives
 
+_FUNCTIONAL = torch.library.Library("_c10d_functional", "IMPL", "CPU")
+
+
+@torch.library.impl(_FUNCTIONAL, "all_gather_into_tensor")
+def gather_on_cpu(x: torch.Tensor, n: int, group: str) -> torch.Tensor:
+    """Run the functional all-gather of CPU tensors as the one into a given result.
+
+    Torch's own kernel corrupts the heap on Gloo. After each operation, a thread of ProcessGroupGloo assigns the name of
+    the operation to one std::string of the group, without a lock (runLoop, torch 2.13). A group has two such threads:
+    the next operation may end in the other one meanwhile, also if the program waits for each. A name of more than 15
+    characters is on the heap, and both threads may free it. Among collectives, only this kernel has one:
+    ALLGATHER_COALESCED. `tests/support/programs/gloo_names.py` shows the crash without this package.
+
+    Args:
+        x: (s, ...), any dtype, on a CPU.
+        n: Number of ranks.
+        group: Name of the process group.
+
+    Returns:
+        (n * s, ...), to be waited for.
+    """
+    gathered = x.new_empty((n * x.shape[0], *x.shape[1:]))
+    return torch.ops._c10d_functional.all_gather_into_tensor_out(x.contiguous(), n, group, out=gathered)
+
+
+@torch.library.impl(_FUNCTIONAL, "all_gather_into_tensor_coalesced")
+def gather_each_on_cpu(xs: list[torch.Tensor], n: int, group: str) -> list[torch.Tensor]:
+    """Run the functional all-gather of several CPU tensors as one of each, see `gather_on_cpu`.
+
+    Args:
+        xs: (s, ...) each, any dtypes, on a CPU.
+        n: Number of ranks.
+        group: Name of the process group.
+
+    Returns:
+        (n * s, ...) of each, to be waited for.
+    """
+    return [gather_on_cpu(x, n, group) for x in xs]
+
 
 def process_group(name: str) -> dist.ProcessGroup:
     """Return the process group of this name, the one on which functional collectives run."""
