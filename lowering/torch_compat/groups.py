@@ -29,9 +29,9 @@ def gather_on_cpu(x: torch.Tensor, n: int, group: str) -> torch.Tensor:
     """Run the functional all-gather of CPU tensors as the one into a given result.
 
     Torch's own kernel corrupts the heap on Gloo. After each operation, a thread of ProcessGroupGloo assigns the name of
-    the operation to one std::string of the group, without a lock (runLoop, torch 2.13). A group has two such threads:
-    the next operation may end in the other one meanwhile, also if the program waits for each. A name of more than 15
-    characters is on the heap, and both threads may free it. Among collectives, only this kernel has one:
+    the operation to one std::string of the group, without a lock (runLoop, torch 2.13). A group has two such threads.
+    The next operation may end in the other one at the same time, even if the program waits for each. A name of more
+    than 15 characters is on the heap, and both threads may free it. Among collectives, only this kernel has one:
     ALLGATHER_COALESCED. `tests/support/programs/gloo_names.py` shows the crash without this package.
 
     Args:

@@ -33,9 +33,8 @@ from sp_compile.lowering.base.ranks import Ranks, ranks_of
 from sp_compile.lowering.torch_compat import is_in_backward, pytree
 from sp_compile.runtime.agreement import require_agreement
 from sp_compile.runtime.control.message import UNIT_VERB, Message
+from sp_compile.runtime.eager_fallback import MODULE_LISTS, class_before_fsdp
 from sp_compile.runtime.sharded_values import has_traced_args
-
-from .shard_layers import CONTAINERS
 
 OTHER_LAYERS = SpError("SP620", "ranks with shards of the weights of one model have called different layers of it")
 LAYERS_FIELD = "layers"  # name of the field of a message with the units since the last one
@@ -55,7 +54,13 @@ class LayerCalls:
     called: list[tuple[str, int, int]] = field(default_factory=list)  # lists and ranges of units since the last message
 
     def start_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compare a call of the model; a hook before its forward."""
+        """Compare a call of the model; a hook before its forward.
+
+        Args:
+            module: The model.
+            args: Positional arguments of the call.
+            kwargs: Named arguments of the call.
+        """
         if _is_executed(args, kwargs):
             self.last = "", -1
             self.compare(self.name, _mode_of(module))
@@ -88,6 +93,11 @@ class LayerCalls:
         """Compare the start of the backward of a call of the model; a hook after its forward.
 
         The hooks on the results run before those of FSDP, which are registered later.
+
+        Args:
+            _module: The model.
+            _args: Positional arguments of the call.
+            output: Its results.
         """
         if is_in_backward() or not torch.is_grad_enabled():
             return
@@ -156,18 +166,6 @@ def compare_layer_calls(model: nn.Module, sequence: Ranks) -> None:
         model.register_forward_hook(torch.compiler.disable(calls.end_model), prepend=True)
 
 
-def class_before_fsdp(module: nn.Module) -> type:
-    """Return the class of a module that it had before `fully_shard`, which creates a class for it.
-
-    Args:
-        module: The module.
-
-    Returns:
-        A class that is not a subclass of `FSDPModule`.
-    """
-    return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
-
-
 def _groups_with_shards(model: nn.Module, sequence: Ranks) -> list[Ranks]:
     """Return the groups whose ranks together have all shards of a model, and replicas of them; [] for one process.
 
@@ -200,7 +198,7 @@ def _units_in_lists(model: nn.Module) -> Iterator[tuple[nn.Module, str, int]]:
         if unit is model or not isinstance(unit, FSDPModule):
             continue
         parent = name.rpartition(".")[0]
-        is_contained = isinstance(modules[parent], CONTAINERS)
+        is_contained = isinstance(modules[parent], MODULE_LISTS)
         unit_list = parent if is_contained else f"{parent}.{class_before_fsdp(unit).__name__}".removeprefix(".")
         yield unit, unit_list, positions[unit_list]
         positions[unit_list] += 1

@@ -27,6 +27,7 @@ from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.options import MeshOptions, SPConfig
 from sp_compile.lowering.base.warn import warn_once
 from sp_compile.lowering.torch_compat import flatten_mesh, is_compiled, wrap_in_checkpoint
+from sp_compile.runtime.eager_fallback import MODULE_LISTS
 from sp_compile.runtime.weights import require_equal_weights
 
 __all__ = ["fully_shard_and_compile"]
@@ -35,7 +36,6 @@ log = logging.getLogger(__name__)
 
 HSDP_AXIS = "dp_replicate"  # the axis of ranks that store equal shards, as torchtitan and accelerate name it
 SHARDED_AXES = "sp_compile_weights"  # the flattened axes of the ranks that store different shards
-CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 SHARED_WEIGHTS = (
     "fully_shard is not applied to %d of the %d layers of %s, such as %s, since they share weights with other modules: "
     "these layers are gathered for the whole step."
@@ -144,7 +144,7 @@ def find_layers(model: nn.Module, classes: Collection[str | type[nn.Module]] | N
         raise SpError("SP836", f"layers: expected classes of modules of the model, got {sorted(given - present)}.")
     no_split = {*(getattr(model, "_no_split_modules", None) or ())}
     selected = given or (present & no_split)
-    for parents in (CONTAINERS, nn.Module):
+    for parents in (MODULE_LISTS, nn.Module):
         selected = selected or _repeated_classes(model, parents)
     names: list[str] = []
     for name, module in model.named_modules():
@@ -208,7 +208,7 @@ def _repeated_classes(model: nn.Module, parents: type[nn.Module] | tuple[type[nn
             with_submodules = [child for child in module.children() if list(child.children())]
             counts = Counter(type(child).__name__ for child in with_submodules)
             repeated |= {name for name, count in counts.items() if count > 1}
-    return repeated - {container.__name__ for container in CONTAINERS}
+    return repeated - {container.__name__ for container in MODULE_LISTS}
 
 
 def _device_to_train_on(model: nn.Module) -> str:

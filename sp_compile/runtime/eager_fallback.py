@@ -28,6 +28,7 @@ from sp_compile.passes.sharding.sharded_work import ShardedWork
 
 log = logging.getLogger(__name__)
 
+MODULE_LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)  # contain the layers of a model
 EAGER_WARNING = (
     "%s falls back to eager on gathered inputs although it was compiled with backend='sp'. torch.compile skipped its "
     "code (%s:%d): %s. %s"
@@ -93,6 +94,20 @@ def find_fsdp_submodules(model: torch.nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if name and isinstance(module, fsdp.FSDPModule)]
 
 
+def class_before_fsdp(module: torch.nn.Module) -> type:
+    """Return the class of a module that it had before `fully_shard`, which creates a class for it.
+
+    Args:
+        module: The module.
+
+    Returns:
+        A class that is not a subclass of `FSDPModule`.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
+
+
 def warn_fsdp_submodules(model: torch.nn.Module) -> None:
     """Warn on rank 0, once for each class, that FSDP hooks split the graph of the model."""
     name = name_of_callable(model)
@@ -125,8 +140,8 @@ class _FirstStep:
     """Work of all programs since the first call of a program, until its second one: of a step, or of a layer of it."""
 
     is_warned: bool  # the program has a large part that runs unsharded, or eager code in the step reads a value
-    work: ShardedWork = field(default_factory=ShardedWork)
-    calls: int = 0
+    work: ShardedWork = field(default_factory=ShardedWork)  # of all programs since then
+    calls: int = 0  # of other programs since then
 
 
 _open_steps: WeakKeyDictionary[object, _FirstStep] = WeakKeyDictionary()  # by program

@@ -21,10 +21,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from sp_compile.integrations.layer_calls import class_before_fsdp
 from sp_compile.lowering.base.origin import has_code_of
 from sp_compile.lowering.torch_compat import pytree, run_eagerly
 from sp_compile.passes.capture.stand_ins.image_stand_ins import run_between_graphs
+from sp_compile.runtime.eager_fallback import class_before_fsdp
 
 SDPA = "sdpa"  # the name that selects scaled_dot_product_attention
 MASK_FUNCTIONS = {SDPA: sdpa_mask, "eager": eager_mask}  # name of an attention -> the function that computes its masks

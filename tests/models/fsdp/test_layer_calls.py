@@ -61,7 +61,7 @@ def batch_of(has_pixels: bool, seed: int = 1) -> dict[str, Tensor]:
 
 
 def two_towers(of_all: Any) -> tuple[nn.Module, nn.Module]:
-    """The model on one device, and the sharded one."""
+    """The single-device model, and the sharded one."""
     torch.manual_seed(0)
     single = TwoTowers().double()
     options = {"compiler": "aot_eager", "cost": {}}

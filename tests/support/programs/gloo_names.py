@@ -19,5 +19,5 @@ while time.monotonic() < end:
     for y in [torch.ops._c10d_functional.all_gather_into_tensor(x, 1, group) for _ in range(64)]:
         torch.ops._c10d_functional.wait_tensor(y)
         gathers += 1
-print(gathers, "gathers")
+sys.stdout.write(f"{gathers} gathers\n")
 dist.destroy_process_group()
