@@ -99,7 +99,7 @@ class SequenceParallel(SampleSharer, ReplicaCounter, ItemCounter, WeightSaver):
         """Run the Trainer's method, such that predictions are gathered without repeated rows.
 
         If replicas do not divide the last batch, loaders fill it with rows of the first one. `gather_for_metrics` drops
-        these; `Accelerator.gather`, which Seq2SeqTrainer calls, does not.
+        these; `Accelerator.gather`, which Seq2SeqTrainer calls, does not. A single replica has no such rows.
 
         Args:
             *args: Arguments of the Trainer's method.
@@ -108,7 +108,7 @@ class SequenceParallel(SampleSharer, ReplicaCounter, ItemCounter, WeightSaver):
         Returns:
             The Trainer's result.
         """
-        if self.gather_function == self.accelerator.gather:
+        if self.accelerator.replicas > 1 and self.gather_function == self.accelerator.gather:
             self.gather_function = self.accelerator.gather_for_metrics
         return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 

@@ -28,7 +28,8 @@ def find_input_mismatch(
 ) -> SpError | None:
     """Return the error of ranks whose programs or inputs differ, or None.
 
-    Differences are reported in this order: dtypes, required gradients, sizes, programs, values, samples of values.
+    Differences are reported in this order: arguments that some ranks do not pass, dtypes, required gradients, sizes,
+    programs, values, samples of values.
 
     Args:
         messages: Message of each rank about its call.
@@ -36,6 +37,8 @@ def find_input_mismatch(
         compared: The inputs that the ranks compare.
         has_shards: True if each rank passes its rows of some inputs.
     """
+    if (missing := _find_missing_arguments(messages)) is not None:
+        return missing
     inputs = _comparable_inputs(messages)  # for each rank the records of its inputs, by name
     common = [name for name in inputs[0] if all(name in records for records in inputs)]
     # If a rank has only the common inputs, only these are compared. The additional inputs of other ranks are due to
@@ -138,6 +141,17 @@ def _find_dtype_mismatch(dtypes: Sequence[Mapping[str, str]]) -> SpError | None:
     by_rank = describe_by_rank([f"is {' and '.join(rank_dtypes)}" for rank_dtypes in distinct])
     rows = format_rank_rows(dtypes, names)
     return SpError("SP640", format_mismatch(f"{by_rank} ({_shorten_names(names)})", rows))
+
+
+def _find_missing_arguments(messages: Sequence[Message]) -> SpError | None:
+    """Return the error of ranks in the same mode that pass arguments which others do not pass, such as labels."""
+    arguments = [{name: str(x) for name, x in message.inputs.items() if not x.weight} for message in messages]
+    names = sorted(set().union(*arguments) - set(arguments[0]).intersection(*arguments))
+    if not names or len({message.program.training for message in messages}) > 1:
+        return None
+    passed = [[name for name in names if name in rank] for rank in arguments]
+    by_rank = [f"passes {_shorten_names(rank)}" if rank else f"passes no {names[0]}" for rank in passed]
+    return SpError("SP631", format_mismatch(describe_by_rank(by_rank), format_rank_rows(arguments, names)))
 
 
 def _shorten_names(names: Sequence[str]) -> str:

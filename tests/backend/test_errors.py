@@ -60,6 +60,17 @@ def other_code() -> str:
     return error_text(lambda: run(*text(12)))
 
 
+class OptionalLabels(Decoder):
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        return self.hidden(ids).sum() if labels is None else super().forward(ids, labels)
+
+
+def labels_on_one() -> str:
+    run = sp(build(OptionalLabels, layers=1), mesh=worker.mesh())
+    ids, labels = text(12)
+    return error_text(lambda: run(ids, labels) if rank() == 0 else run(ids))
+
+
 def fails_on_one() -> str:
     def compiler(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         if rank() == 1:
@@ -95,6 +106,7 @@ class Breaks(Decoder):
         (other_batch, "SP632", ["ids (2, 12)", "ids (1, 12)"]),
         (other_model, "SP631", ["blocks.1.norm1.weight"]),
         (other_code, "SP631", ["sin", "return x.sin() if rank() else x"]),
+        (labels_on_one, "SP631", ["labels (2, 12)", "rank 1: labels"]),
         (fails_on_one, "SP607: rank 1", ["MemoryError: no memory for the code"]),
         (local_with_a_break, "SP231: rank 0, 1", ["outputs='local'"]),
         (typo_on_one, "SP102: rank 1", ["'atention'", "'attention'"]),

@@ -65,7 +65,8 @@ def main(result: str) -> None:
         parallelism_config=ParallelismConfig(sp_size=SHARE),
     )
     given = {"eval_dataset": rows[:5], "data_collator": collate} if CHANGES else {}
-    trainer = SequenceTrainer(model=model, args=arguments, compute_metrics=metrics, train_dataset=rows, **given)
+    made = SequenceTrainer if RANKS > 1 else Seq2SeqTrainer
+    trainer = made(model=model, args=arguments, compute_metrics=metrics, train_dataset=rows, **given)
     trainer.train()
     evaluated, predicted = trainer.evaluate(rows[:5]), trainer.predict(rows[:3])
     if os.environ["RANK"] == "0":
