@@ -28,8 +28,7 @@ def find_input_mismatch(
 ) -> SpError | None:
     """Return the error of ranks whose programs or inputs differ, or None.
 
-    Differences are reported in this order: arguments that some ranks do not pass, dtypes, required gradients, sizes,
-    programs, values, samples of values.
+    Differences are reported in this order: missing arguments, dtypes, gradients, sizes, programs, values, samples.
 
     Args:
         messages: Message of each rank about its call.
@@ -37,8 +36,6 @@ def find_input_mismatch(
         compared: The inputs that the ranks compare.
         has_shards: True if each rank passes its rows of some inputs.
     """
-    if (missing := _find_missing_arguments(messages)) is not None:
-        return missing
     inputs = _comparable_inputs(messages)  # for each rank the records of its inputs, by name
     common = [name for name in inputs[0] if all(name in records for records in inputs)]
     # If a rank has only the common inputs, only these are compared. The additional inputs of other ranks are due to
@@ -50,7 +47,7 @@ def find_input_mismatch(
     # another one lacks, so the names of two ranks are enough to report a difference.
     names = [name for name in {**first, **inputs[-1]} if _is_different([records.get(name) for records in inputs])]
     names.sort(key=lambda name: name in first and first[name].is_scalar)  # tensors before numbers
-    mismatch = _find_dtype_mismatch([message.program.dtypes for message in messages])
+    mismatch = _find_missing_arguments(messages) or _find_dtype_mismatch([x.program.dtypes for x in messages])
     if mismatch is None and not names:
         mismatch = _find_gradient_mismatch([message.program.trained for message in messages])
     if mismatch is not None:
