@@ -85,14 +85,15 @@ def compile_under_fsdp(
     config = SPConfig.of(merged)  # raises here, not at the first call
     if find_fsdp_submodules(model):  # FSDP's hooks split the model into several graphs
         merged = {"outputs": "lazy", **merged}
-        # Dynamo does not trace these as a part of the model. `seq_dims` names arguments of the model, not of a layer.
-        for layer in dict.fromkeys([*_checkpointed_layers(model), *_prepare_attention(model)]):
-            layer_options = {name: value for name, value in merged.items() if name != "seq_dims"}
-            layer.compile(backend=sp, options=layer_options, dynamic=dynamic)
+        layers = dict.fromkeys([*_checkpointed_layers(model), *_prepare_attention(model)])
         embedding = find_input_embedding(model)
         if isinstance(embedding, torch.nn.Embedding) and config.seq_dims == "auto":
             _trace_embedding(embedding)
             merged = {**merged, "seq_dims": {IDS_ARGUMENT: -1}}  # the last dim of the ids
+        # Dynamo does not trace these as a part of the model. The user's `seq_dims` names arguments of the model.
+        kept = {name: value for name, value in merged.items() if name != "seq_dims" or config.seq_dims == "auto"}
+        for layer in layers:  # one of them may contain the embedding
+            layer.compile(backend=sp, options=kept, dynamic=dynamic)
         _run_tables_eagerly(model)
         mute_fsdp_warning(model)
     compare_layer_calls(model, resolve(mesh, config.mesh_dim))
