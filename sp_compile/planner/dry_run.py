@@ -323,7 +323,8 @@ def split_kwargs(
     passed = dict(passed)
     kwargs: dict[str, Any] = dict(passed.pop("kwargs", {}))
     options: dict[str, Any] = {}
-    option_names = [*(field.name for field in fields(SPConfig)), *ENTRY_ARGUMENTS]
+    field_names = [field.name for field in fields(SPConfig)]
+    option_names = [*field_names, *ENTRY_ARGUMENTS]
     known = find_model_kwargs(model)
     ranks_name = RANKS_ARGUMENTS[entry]
     for name, value in passed.items():
@@ -339,7 +340,7 @@ def split_kwargs(
         is_argument = known.has_kwargs and (name in known.read or not is_similar)
         if is_argument and isinstance(model, torch.nn.Module):
             _check_read(entry, name, known)
-        if (name in known.parameters or is_argument) and name not in option_names[: -len(ENTRY_ARGUMENTS)]:
+        if (name in known.parameters or is_argument) and name not in field_names:
             kwargs[name] = value
         else:
             options[name] = value
