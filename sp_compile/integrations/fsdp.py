@@ -54,8 +54,8 @@ def compile_under_fsdp(
     Gradients stay partial, so that FSDP's mean over all ranks is the mean over the replicas. If `fully_shard` was
     applied to layers, results between graphs stay sharded, from the embedding to the loss. The embedding is the module
     that `model.get_input_embeddings()` returns, if the model has this method of transformers. Layers of transformers
-    compute their attention masks, from positions. Weights of ranks that differed before `fully_shard` are not noticed:
-    call `sp_compile.compare_weights` before it.
+    compute their attention masks, from positions, and the model gets `config.use_cache = False`. Weights of
+    ranks that differed before `fully_shard` are not noticed: call `sp_compile.compare_weights` before it.
 
     Args:
         model: The model, a result of `fully_shard`, not compiled.
@@ -84,16 +84,18 @@ def compile_under_fsdp(
     merged: dict[str, Any] = {"mesh": mesh, "param_grads": "partial", **options}
     config = SPConfig.of(merged)  # raises here, not at the first call
     if find_fsdp_submodules(model):  # FSDP's hooks split the model into several graphs
+        disable_cache(model)
         merged = {"outputs": "lazy", **merged}
         layers = dict.fromkeys([*_checkpointed_layers(model), *_prepare_attention(model)])
         embedding = find_input_embedding(model)
         if isinstance(embedding, torch.nn.Embedding) and config.seq_dims == "auto":
             _trace_embedding(embedding)
             merged = {**merged, "seq_dims": {IDS_ARGUMENT: -1}}  # the last dim of the ids
-        # Dynamo does not trace these as a part of the model. The user's `seq_dims` names arguments of the model.
-        kept = {name: value for name, value in merged.items() if name != "seq_dims" or config.seq_dims == "auto"}
-        for layer in layers:  # one of them may contain the embedding
-            layer.compile(backend=sp, options=kept, dynamic=dynamic)
+        # Dynamo does not trace these as a part of the model, whose arguments the user's `seq_dims` names.
+        without_dims = {name: value for name, value in merged.items() if name != "seq_dims"}
+        for layer in layers:
+            has_embedding = config.seq_dims == "auto" and embedding in layer.modules()
+            layer.compile(backend=sp, options=merged if has_embedding else without_dims, dynamic=dynamic)
         _run_tables_eagerly(model)
         mute_fsdp_warning(model)
     compare_layer_calls(model, resolve(mesh, config.mesh_dim))
@@ -101,6 +103,21 @@ def compile_under_fsdp(
     # The second argument is a check before each call; none is needed here.
     compile_in_place(model, lambda: None, limit, backend=sp, options=merged, fullgraph=fullgraph, dynamic=dynamic)
     return model
+
+
+def disable_cache(model: torch.nn.Module) -> None:
+    """Set `use_cache = False` in the configurations of a model of transformers.
+
+    The state of a cache differs between layers, so that Dynamo would compile the code of a layer again for each layer.
+    A layer that is computed again in the backward would also find its own keys in the cache.
+
+    Args:
+        model: The model; other models are not changed.
+    """
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
 
 
 def find_input_embedding(model: torch.nn.Module) -> torch.nn.Module | None:

@@ -87,7 +87,7 @@ def fully_shard_and_compile(
     """
     from sp_compile.backend import sp
 
-    from .fsdp import compile_under_fsdp
+    from .fsdp import compile_under_fsdp, disable_cache
 
     _refuse_prepared(model)
     names = find_layers(model, layers)
@@ -98,7 +98,7 @@ def fully_shard_and_compile(
     SPConfig.of({"mesh": mesh, **options}).ranks()  # raises before the model is changed
     if (weight_mesh := None if mesh is None else _weight_mesh(mesh)) is not None:
         require_equal_weights(model, weight_mesh)
-    _disable_cache(model)
+    disable_cache(model)
     _prepare_layers(model, names, checkpoint)
     if mesh is None:
         model.compile(backend=sp, options=options, dynamic=dynamic)
@@ -218,17 +218,6 @@ def _device_to_train_on(model: nn.Module) -> str:
         return device
     accelerator = torch.accelerator.current_accelerator()
     return "cpu" if accelerator is None else accelerator.type
-
-
-def _disable_cache(model: nn.Module) -> None:
-    """Set `use_cache = False` in the configurations of a model of transformers.
-
-    The state of a cache differs between layers, so that Dynamo would compile the code of a layer again for each layer.
-    """
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "use_cache", False):
-            config.use_cache = False
 
 
 def _trace_forward(layer: nn.Module) -> None:

@@ -17,11 +17,13 @@ from support.parity import error_text, worst_gradient
 from support.ranks import Ranks, mesh
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import sp_compile
 from sp_compile.data import Replica
+from sp_compile.integrations.fsdp import compile_under_fsdp
 from sp_compile.integrations.shard_layers import find_layers, find_shared_units
 from sp_compile.runtime.weights import require_equal_weights
 
@@ -137,7 +139,12 @@ class RecordRows:
 Made = nn.Module | tuple[nn.Module, dict[str, Any]]  # a model, or a model and its batch
 
 
-def train(make: Callable[[], Made], names: tuple[str, ...] = (), **options: Any) -> Any:
+def train(
+    make: Callable[[], Made],
+    names: tuple[str, ...] = (),
+    apply: Callable[..., nn.Module] = sp_compile.fully_shard_and_compile,
+    **options: Any,
+) -> Any:
     """Return the errors of the loss and of the worst gradient, and the stored part of the weights.
 
     Every graph with weights has to be on shards.
@@ -149,7 +156,7 @@ def train(make: Callable[[], Made], names: tuple[str, ...] = (), **options: Any)
     single, given = made if isinstance(made, tuple) else (made, None)
     single.double()
     compiler = RecordRows()
-    model = sp_compile.fully_shard_and_compile(
+    model = apply(
         copy.deepcopy(single),
         of_all := dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=names) if names else mesh(),
         compiler=compiler,
@@ -187,10 +194,21 @@ def test_layers_of_torch(ranks: Ranks) -> None:
     check(ranks.run(2, train, Encoder), 2)
 
 
-def test_a_tied_embedding(ranks: Ranks) -> None:
-    """The embedding runs on shards, although it is not sharded separately."""
+def _shard_checkpointed(model: Any, mesh: Any, **options: Any) -> nn.Module:
+    """Apply checkpoints and `fully_shard` by hand, as accelerate does."""
+    for i, layer in enumerate(model.model.layers):
+        model.model.layers[i] = fully_shard(checkpoint_wrapper(layer), mesh=mesh)
+    return compile_under_fsdp(fully_shard(model, mesh=mesh), mesh, **options)
+
+
+def _train_tied() -> Any:
+    return train(functools.partial(tied_llama, num_hidden_layers=1), apply=_shard_checkpointed)
+
+
+def test_a_tied_embedding_and_a_checkpointed_layer(ranks: Ranks) -> None:
+    """The embedding runs on shards, although it is not sharded separately; the layer is compiled without the embedding's options."""
     pytest.importorskip("transformers")
-    check(ranks.run(2, train, functools.partial(tied_llama, num_hidden_layers=1)), 2)
+    check(ranks.run(2, _train_tied), 2)
 
 
 def _train_with_offload() -> tuple[float, float, set[Any]]:
