@@ -84,25 +84,42 @@ def compile_under_fsdp(
     merged: dict[str, Any] = {"mesh": mesh, "param_grads": "partial", **options}
     config = SPConfig.of(merged)  # raises here, not at the first call
     if find_fsdp_submodules(model):  # FSDP's hooks split the model into several graphs
-        disable_cache(model)
-        merged = {"outputs": "lazy", **merged}
-        layers = dict.fromkeys([*_checkpointed_layers(model), *_prepare_attention(model)])
-        embedding = find_input_embedding(model)
-        if isinstance(embedding, torch.nn.Embedding) and config.seq_dims == "auto":
-            _trace_embedding(embedding)
-            merged = {**merged, "seq_dims": {IDS_ARGUMENT: -1}}  # the last dim of the ids
-        # Dynamo does not trace these as a part of the model, whose arguments the user's `seq_dims` names.
-        without_dims = {name: value for name, value in merged.items() if name != "seq_dims"}
-        for layer in layers:
-            has_embedding = config.seq_dims == "auto" and embedding in layer.modules()
-            layer.compile(backend=sp, options=merged if has_embedding else without_dims, dynamic=dynamic)
-        _run_tables_eagerly(model)
-        mute_fsdp_warning(model)
+        merged = _prepare_graphs(model, {"outputs": "lazy", **merged}, config.seq_dims == "auto", dynamic)
     compare_layer_calls(model, resolve(mesh, config.mesh_dim))
     limit = {"recompile_limit": MAX_GRAPHS}
     # The second argument is a check before each call; none is needed here.
     compile_in_place(model, lambda: None, limit, backend=sp, options=merged, fullgraph=fullgraph, dynamic=dynamic)
     return model
+
+
+def _prepare_graphs(
+    model: torch.nn.Module, options: dict[str, Any], detects_sequence: bool, dynamic: bool | None
+) -> dict[str, Any]:
+    """Prepare a model that runs as several graphs, and compile layers that Dynamo does not trace as a part of it.
+
+    Args:
+        model: The model.
+        options: The options of the model.
+        detects_sequence: True if the user has not named the sequence by `seq_dims`.
+        dynamic: As for `torch.compile`.
+
+    Returns:
+        The options, with `seq_dims` for the ids of the embedding.
+    """
+    disable_cache(model)
+    layers = dict.fromkeys([*_checkpointed_layers(model), *_prepare_attention(model)])
+    embedding = find_input_embedding(model)
+    # The user's `seq_dims` names arguments of the model, and those below the argument of the embedding.
+    of_layers = {name: value for name, value in options.items() if name != "seq_dims"}
+    if isinstance(embedding, torch.nn.Embedding) and detects_sequence:
+        _trace_embedding(embedding)
+        options = {**options, "seq_dims": {IDS_ARGUMENT: -1}}  # the last dim of the ids
+    for layer in layers:
+        has_embedding = detects_sequence and embedding in layer.modules()
+        layer.compile(backend=sp, options=options if has_embedding else of_layers, dynamic=dynamic)
+    _run_tables_eagerly(model)
+    mute_fsdp_warning(model)
+    return options
 
 
 def disable_cache(model: torch.nn.Module) -> None:
@@ -113,6 +130,9 @@ def disable_cache(model: torch.nn.Module) -> None:
 
     Args:
         model: The model; other models are not changed.
+
+    Returns:
+        None.
     """
     for module in model.modules():
         config: Any = getattr(module, "config", None)

@@ -195,7 +195,7 @@ def test_layers_of_torch(ranks: Ranks) -> None:
 
 
 def _shard_checkpointed(model: Any, mesh: Any, **options: Any) -> nn.Module:
-    """Apply checkpoints and `fully_shard` by hand, as accelerate does."""
+    """Apply checkpoints and `fully_shard` in the order of accelerate."""
     for i, layer in enumerate(model.model.layers):
         model.model.layers[i] = fully_shard(checkpoint_wrapper(layer), mesh=mesh)
     return compile_under_fsdp(fully_shard(model, mesh=mesh), mesh, **options)
