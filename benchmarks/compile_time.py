@@ -126,7 +126,7 @@ def start_of_rank(case: Sequence[str], folder: str, ranks: int, rank: int) -> tu
 def start(case: Sequence[str], ranks: int, cache: str) -> list[tuple[float, float]]:
     """The seconds of `start_of_rank` for each rank, in processes that share a cache."""
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    env |= {"PYTHONWARNINGS": "ignore"}
+    env |= {"PYTHONWARNINGS": "ignore", "PYTHONDONTWRITEBYTECODE": ""}  # an installed package has its bytecode
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--measure", "start", *case, folder, str(ranks)]
         pipe = partial(subprocess.Popen, env=env, stdout=subprocess.PIPE, text=True)

@@ -35,7 +35,9 @@ def collect_nodes(args: Any) -> list[Node]:
 
 def node_tensors(node: Node) -> list[torch.Tensor]:
     """Return the tensors in the value of a node."""
-    return [x for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor)]
+    value = node.meta.get("val")
+    leaves = [value] if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
+    return [x for x in leaves if isinstance(x, torch.Tensor)]
 
 
 def node_shape(node: Node) -> tuple[Size, ...]:
@@ -130,7 +132,9 @@ class OpCall:
                 self.args[parameter.name] = node.kwargs[parameter.name]
             elif parameter.has_default:
                 self.args[parameter.name] = parameter.default
-        self.operands: list[Node] = [leaf for leaf in pytree.tree_leaves(self.args) if is_tensor(leaf)]
+        nodes: list[Node] = []
+        map_arg(tuple(self.args.values()), nodes.append)
+        self.operands = [node for node in nodes if is_tensor(node)]
 
     def __getitem__(self, name: str) -> Any:
         return self.args[name]
