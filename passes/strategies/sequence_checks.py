@@ -28,14 +28,15 @@ from sp_compile.passes.graph.sizes import Size, as_size, is_divisor, is_same_siz
 from sp_compile.passes.sharding.attention_axes import ATTENTION
 from sp_compile.passes.sharding.axes import Axes
 from sp_compile.passes.sharding.find_sequences import sequence_candidates
-from sp_compile.passes.sharding.output_rules import GATHER_REASON, gather_reason, output_options
+from sp_compile.passes.sharding.output_rules import GATHER_REASON, LARGE_OUTPUT, gather_reason, output_options
 from sp_compile.passes.sharding.placement import PlacementPlan, Shard
 from sp_compile.passes.sharding.sharded_work import SequenceCandidate, count_work
 
 FRAGMENT_TEXT = "a graph between graph breaks without a sequence; every rank runs it unsplit"
-LOST_IN_EAGER_CODE = (
-    "its inputs are full tensors, as eager code gathers sharded tensors, so it has no sequence; every rank runs it "
-    "unsplit. Move the eager code into the compiled function."
+INPUTS_WITHOUT_SEQUENCE = (
+    "its inputs are full tensors, so it has no sequence; every rank runs it unsplit. If they are results of a compiled "
+    f"model smaller than {LARGE_OUTPUT >> 20} MiB, which it gathers, nothing needs to change. Otherwise eager code has "
+    "gathered them: move that code into the compiled function."
 )
 # names of ops with function arguments, and the reason why these do not define a sequence dim
 NO_SEQUENCE_REASONS = {
@@ -121,7 +122,7 @@ class FindSequences(Pass):
         if context.fragment:
             kind, text = NoteKind.REPLICATED, FRAGMENT_TEXT
         else:
-            kind, text = NoteKind.SEQUENCE_LOST, f"{LOST_IN_EAGER_CODE} {fix}"
+            kind, text = NoteKind.SEQUENCE_LOST, f"{INPUTS_WITHOUT_SEQUENCE} {fix}"
         where = next((node_line(node) for node in gm.graph.nodes if node.op == "call_function"), "the graph")
         self.notes.append(Note(kind, self.name, text, where=where))
 
