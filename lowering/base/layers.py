@@ -7,10 +7,12 @@ number, as in an `nn.ModuleList`: here `layers.3`. Reports and the cost model su
 
 import re
 
+import torch
 from torch.fx import Node
 
 from sp_compile.lowering.torch_compat import argument_name
 
+MODULE_LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)  # contain the layers of a model
 ROOT_PATTERN = re.compile(r"^[LG](\[[^\]]*\])+\.?")  # prefix of a path: `L['self'].`
 
 

@@ -29,11 +29,12 @@ from torch.distributed.tensor import DTensor
 
 from sp_compile.generation import is_generating
 from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.base.layers import MODULE_LISTS
 from sp_compile.lowering.base.ranks import Ranks, ranks_of
 from sp_compile.lowering.torch_compat import is_in_backward, pytree
 from sp_compile.runtime.agreement import require_agreement
 from sp_compile.runtime.control.message import UNIT_VERB, Message
-from sp_compile.runtime.eager_fallback import MODULE_LISTS, class_before_fsdp
+from sp_compile.runtime.eager_fallback import class_before_fsdp
 from sp_compile.runtime.sharded_values import has_traced_args
 
 OTHER_LAYERS = SpError("SP620", "ranks with shards of the weights of one model have called different layers of it")

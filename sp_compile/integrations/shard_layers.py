@@ -24,10 +24,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.base.layers import MODULE_LISTS
 from sp_compile.lowering.base.options import MeshOptions, SPConfig
 from sp_compile.lowering.base.warn import warn_once
 from sp_compile.lowering.torch_compat import flatten_mesh, is_compiled, wrap_in_checkpoint
-from sp_compile.runtime.eager_fallback import MODULE_LISTS
 from sp_compile.runtime.weights import require_equal_weights
 
 __all__ = ["fully_shard_and_compile"]

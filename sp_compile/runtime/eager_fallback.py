@@ -28,7 +28,6 @@ from sp_compile.passes.sharding.sharded_work import ShardedWork
 
 log = logging.getLogger(__name__)
 
-MODULE_LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)  # contain the layers of a model
 EAGER_WARNING = (
     "%s falls back to eager on gathered inputs although it was compiled with backend='sp'. torch.compile skipped its "
     "code (%s:%d): %s. %s"
