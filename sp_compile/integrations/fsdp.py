@@ -26,7 +26,7 @@ from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.options import MeshOptions, SPConfig
 from sp_compile.lowering.base.ranks import resolve
 from sp_compile.lowering.torch_compat import compile_in_place, is_compiled
-from sp_compile.runtime.eager_fallback import find_fsdp_submodules, mute_fsdp_warning
+from sp_compile.runtime.eager_fallback import class_before_fsdp, find_fsdp_submodules, mute_fsdp_warning
 
 from .ddp import COMPILED
 from .layer_calls import compare_layer_calls
@@ -53,9 +53,11 @@ def compile_under_fsdp(
 
     Gradients stay partial, so that FSDP's mean over all ranks is the mean over the replicas. If `fully_shard` was
     applied to layers, results between graphs stay sharded, from the embedding to the loss. The embedding is the module
-    that `model.get_input_embeddings()` returns, if the model has this method of transformers. Layers of transformers
-    compute their attention masks, from positions, and the model gets `config.use_cache = False`. Weights of
-    ranks that differed before `fully_shard` are not noticed: call `sp_compile.compare_weights` before it.
+    that `model.get_input_embeddings()` returns, if the model has this method of transformers, or else each
+    `nn.Embedding` outside of the layers. If a forward has a loop over the layers, other operations in it, such as a loss,
+    run eagerly on gathered values. Layers of transformers compute their attention masks, from positions, and the model
+    gets `config.use_cache = False`. Weights of ranks that differed before `fully_shard` are not noticed: call
+    `sp_compile.compare_weights` before it.
 
     Args:
         model: The model, a result of `fully_shard`, not compiled.
@@ -108,14 +110,20 @@ def _prepare_graphs(
     """
     disable_cache(model)
     layers = dict.fromkeys([*_checkpointed_layers(model), *_prepare_attention(model)])
+    of_torch = _modules_of_torch(model)
     embedding = find_input_embedding(model)
+    found = [embedding] if embedding is not None else of_torch
+    embeddings = [x for x in found if isinstance(x, torch.nn.Embedding) and detects_sequence]
     # The user's `seq_dims` names arguments of the model, and those below the argument of the embedding.
     of_layers = {name: value for name, value in options.items() if name != "seq_dims"}
-    if isinstance(embedding, torch.nn.Embedding) and detects_sequence:
-        _trace_embedding(embedding)
+    for module in embeddings:
+        _trace_embedding(module)
         options = {**options, "seq_dims": {IDS_ARGUMENT: -1}}  # the last dim of the ids
+    for module in of_torch:
+        if module not in embeddings:
+            _trace_module(module)
     for layer in layers:
-        has_embedding = detects_sequence and embedding in layer.modules()
+        has_embedding = not {*embeddings}.isdisjoint(layer.modules())
         layer.compile(backend=sp, options=options if has_embedding else of_layers, dynamic=dynamic)
     _run_tables_eagerly(model)
     mute_fsdp_warning(model)
@@ -203,6 +211,33 @@ def _run_tables_eagerly(model: torch.nn.Module) -> None:
         module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
 
 
+def _modules_of_torch(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the layers of `torch.nn` to which `fully_shard` was applied, and its modules outside of layers."""
+    units = {model.get_submodule(name) for name in find_fsdp_submodules(model)}
+    units |= {*_checkpointed_layers(model)}
+    inside = {module for unit in units for module in unit.modules() if module is not unit} - units
+    leaves = {module for module in model.modules() if not [*module.children()]} - inside
+    modules = [module for module in model.modules() if module in units | leaves]
+    return [module for module in modules if class_before_fsdp(module).__module__.startswith("torch.nn.")]
+
+
+def _trace_module(module: torch.nn.Module) -> None:
+    """Make torch.compile trace the forward of a module of `torch.nn`.
+
+    If the forward of a model has a loop over layers with `fully_shard`, Dynamo runs it eagerly and compiles each
+    function that it calls. It skips code in files of `torch.nn`, which then gathers its inputs. Therefore a function in
+    this file, which Dynamo does not skip, calls the forward. In code that Dynamo traces, it is inlined.
+    """
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def call_module(*args: Any, **kwargs: Any) -> Any:
+        """Return the result of the module's forward."""
+        return forward(*args, **kwargs)
+
+    module.forward = call_module  # type: ignore[method-assign]
+
+
 def _checkpointed_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the modules to which torch's `checkpoint_wrapper` was applied and that are not compiled yet."""
     wrapped = (getattr(module, CHECKPOINTED, None) for module in model.modules())
@@ -214,8 +249,9 @@ def _trace_embedding(embedding: torch.nn.Embedding) -> None:
 
     Dynamo would skip the forward of a unit of FSDP, as code of `torch.nn`, and run it eagerly on full rows. It traces
     `embed`, which is code of this package. The graph of the embedding has no attention, from which its sequence would
-    follow. The caller therefore names the argument `embedded_ids` in the option `seq_dims`. An embedding that is a part
-    of a unit, such as one with a tied head, is called by a function at which the graph of that unit ends.
+    follow. The caller therefore names the argument `embedded_ids` in the option `seq_dims`. An embedding that is not a
+    unit, such as one with a tied head, is called by a function at which the graph of its caller ends. Without a batch
+    dim, ids may be classes of images as well as positions, so that their dim is no sequence.
     """
     forward = type(embedding).forward
 
@@ -226,7 +262,7 @@ def _trace_embedding(embedding: torch.nn.Embedding) -> None:
     @torch.compiler.disable(recursive=False)
     def end_graph_and_embed(embedded_ids: torch.Tensor) -> Any:
         """Return the embeddings of ids; a graph starts here, or in `embed` if Dynamo skips this function."""
-        return embed(embedded_ids)
+        return embed(embedded_ids) if embedded_ids.dim() > 1 else forward(embedding, embedded_ids)
 
     run = embed if isinstance(embedding, FSDPModule) else end_graph_and_embed
     embedding.forward = functools.wraps(embedding.forward)(run)  # type: ignore[method-assign]

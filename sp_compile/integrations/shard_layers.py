@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
@@ -99,7 +98,8 @@ def fully_shard_and_compile(
     if (weight_mesh := None if mesh is None else _weight_mesh(mesh)) is not None:
         require_equal_weights(model, weight_mesh)
     disable_cache(model)
-    _prepare_layers(model, names, checkpoint)
+    if checkpoint:
+        _checkpoint_layers(model, names)
     if mesh is None:
         model.compile(backend=sp, options=options, dynamic=dynamic)
         return model
@@ -154,22 +154,15 @@ def find_layers(model: nn.Module, classes: Collection[str | type[nn.Module]] | N
     return names
 
 
-def _prepare_layers(model: nn.Module, names: list[str], checkpoint: bool) -> None:
-    """Make torch.compile trace layers of torch.nn, whose code Dynamo skips.
-
-    With `checkpoint`, wrap each layer, of any class, in a checkpoint wherever it is in the model.
-    """
+def _checkpoint_layers(model: nn.Module, names: list[str]) -> None:
+    """Wrap each layer in a checkpoint wherever it is in the model."""
     paths = defaultdict[nn.Module, list[str]](list)  # module -> its names: several, if it is in several places
     for path, module in model.named_modules(remove_duplicate=False):
         paths[module].append(path)
-    for name in names:
-        layer = model.get_submodule(name)
-        if type(layer).__module__.startswith("torch.nn"):
-            _trace_forward(layer)
-        if checkpoint:
-            wrapper = wrap_in_checkpoint(layer)
-            for path in paths[layer]:
-                model.set_submodule(path, wrapper)
+    for layer in [model.get_submodule(name) for name in names]:
+        wrapper = wrap_in_checkpoint(layer)
+        for path in paths[layer]:
+            model.set_submodule(path, wrapper)
 
 
 def _shard_weights(model: nn.Module, names: list[str], arguments: Mapping[str, Any]) -> None:
@@ -218,22 +211,6 @@ def _device_to_train_on(model: nn.Module) -> str:
         return device
     accelerator = torch.accelerator.current_accelerator()
     return "cpu" if accelerator is None else accelerator.type
-
-
-def _trace_forward(layer: nn.Module) -> None:
-    """Make torch.compile trace the forward of a layer of torch.nn, such as nn.TransformerEncoderLayer.
-
-    After a graph break, Dynamo compiles each function that is called. It skips code in files of torch.nn, so the
-    forward is called by a function in this file, which Dynamo does not skip, and is inlined into its graph.
-    """
-    forward = layer.forward
-
-    @functools.wraps(forward)
-    def run_layer(*args: Any, **kwargs: Any) -> Any:
-        """Return the result of the layer's forward."""
-        return forward(*args, **kwargs)
-
-    layer.forward = run_layer  # type: ignore[method-assign]
 
 
 def _weight_mesh(mesh: DeviceMesh) -> DeviceMesh:

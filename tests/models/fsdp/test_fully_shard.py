@@ -47,6 +47,38 @@ class Encoder(nn.Module):
         return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
 
 
+class Looped(nn.Module):
+    """The modules and the forward of torchtitan's models: Dynamo runs it eagerly, as layers in a loop end graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 32)
+        layer = functools.partial(nn.TransformerEncoderLayer, 32, 4, 64, dropout=0.0, batch_first=True)
+        self.layers = nn.ModuleDict({str(i): layer() for i in range(2)})
+        self.norm, self.head = nn.RMSNorm(32), nn.Linear(32, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        h = self.embed(input_ids)
+        for layer in self.layers.values():
+            h = layer(h)
+        return self.head(self.norm(h))
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class WithLoss(nn.Module):
+    """A model, and a loss that is a function of its own."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.loss(self.model(input_ids), labels)}
+
+
 def llama(**options: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -103,7 +135,7 @@ def inputs_of(model: nn.Module, replicas: int) -> dict[str, Tensor]:
     """Return a batch of two sequences for each replica; in the first one, three tokens are padding."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(1, VOCABULARY, (2 * replicas, LENGTH), generator=generator)
-    if isinstance(model, Encoder | Repeated):
+    if isinstance(model, Encoder | Repeated | WithLoss):
         return {"input_ids": ids, "labels": ids}
     mask = torch.ones_like(ids)
     mask[0, -3:] = 0
@@ -171,8 +203,7 @@ def train(
     torch.stack(expected).mean().backward()
     loss = model(**of_replicas[replica.rank])["loss"]
     loss.backward()
-    of_transformers = hasattr(single, "get_input_embeddings")  # whose embedding is found
-    if given is None and of_transformers and type(single).__name__ not in ON_FULL_ROWS:
+    if given is None and type(single).__name__ not in ON_FULL_ROWS:
         compiler.check(of_all.size() // replica.n)
     weights = [p for p in model.parameters() if isinstance(p, DTensor)]
     part = sum(p.to_local().numel() for p in weights) / sum(p.numel() for p in single.parameters())
@@ -209,6 +240,29 @@ def test_a_tied_embedding_and_a_checkpointed_layer(ranks: Ranks) -> None:
     """The embedding runs on shards, although it is not sharded separately; the layer is compiled without the embedding's options."""
     pytest.importorskip("transformers")
     check(ranks.run(2, _train_tied), 2)
+
+
+def _shard_as_torchtitan(of_step: Any, mesh: Any, **options: Any) -> nn.Module:
+    model = of_step.model
+    for unit in (model.embed, *model.layers.values(), [model.norm, model.head], model):
+        fully_shard(unit, mesh=mesh)
+    compile_under_fsdp(model, mesh, **options)
+    return WithLoss(model, torch.compile(cross_entropy, backend="sp", options={"mesh": mesh, **options}))
+
+
+def _train_looped(apply: Callable[..., nn.Module]) -> Any:
+    return train(lambda: WithLoss(Looped()), apply=apply)
+
+
+def _shard_root(of_step: Any, mesh: Any, **options: Any) -> nn.Module:
+    model = sp_compile.fully_shard_and_compile(of_step.model, mesh, **options)
+    return WithLoss(model, torch.compile(cross_entropy, backend="sp", options={"mesh": mesh, **options}))
+
+
+@pytest.mark.parametrize("apply", [_shard_as_torchtitan, pytest.param(_shard_root, marks=pytest.mark.slow)])
+def test_a_forward_with_a_loop_over_layers(ranks: Ranks, apply: Callable[..., nn.Module]) -> None:
+    """The embedding, the norm, the head and the loss run on shards."""
+    check(ranks.run(2, _train_looped, apply), 2)
 
 
 def _train_with_offload() -> tuple[float, float, set[Any]]:
