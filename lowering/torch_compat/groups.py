@@ -219,6 +219,11 @@ def flatten_mesh(mesh: dist.DeviceMesh, name: str) -> dist.DeviceMesh:
     return mesh._flatten(name)
 
 
+def find_root_mesh(mesh: dist.DeviceMesh) -> dist.DeviceMesh:
+    """Return the mesh from which a mesh was sliced or flattened; the mesh itself if it was not."""
+    return mesh._get_root_mesh()
+
+
 def symmetric_all_to_all() -> Callable[..., None] | None:
     """Return torch's all-to-all on symmetric memory, or None before 2.14.
 

@@ -13,6 +13,7 @@ from typing import Unpack
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from sp_compile.backend import sp
 from sp_compile.generation import wrap_generation
@@ -24,10 +25,29 @@ from sp_compile.lowering.torch_compat import compile_in_place, is_compiled, is_u
 __all__ = ["compile_under_ddp"]
 
 COMPILED = "model: expected a model that is not compiled, got a compiled one."
+IN_DDP = "model: expected a model without DistributedDataParallel, got one that contains it."
 WITHOUT_DDP = (
     "The model was compiled for DistributedDataParallel and is called for training without it, so its gradients "
     "would not be summed over the ranks."
 )
+
+
+def require_unprepared(model: torch.nn.Module) -> None:
+    """Refuse a model that is compiled or wrapped in DDP.
+
+    Args:
+        model: The model.
+
+    Returns:
+        None.
+
+    Raises:
+        SpError: The model is compiled (SP831), or it or a submodule is a `DistributedDataParallel` (SP846).
+    """
+    if is_compiled(model):
+        raise SpError("SP831", COMPILED)
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise SpError("SP846", IN_DDP)
 
 
 def compile_under_ddp(
@@ -55,10 +75,10 @@ def compile_under_ddp(
         The model.
 
     Raises:
-        SpError: The model is already compiled (SP831), or an option is invalid (SP101 to SP116).
+        SpError: The model is already compiled (SP831) or wrapped in DDP (SP846), or an option is invalid (SP101 to
+            SP116).
     """
-    if is_compiled(model):
-        raise SpError("SP831", COMPILED)
+    require_unprepared(model)
     wrap_generation()  # generate() of transformers then runs eagerly
     merged = {"mesh": mesh, "param_grads": "partial", **options}
     SPConfig.of(merged)  # raises here, not at the first call

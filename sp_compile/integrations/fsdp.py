@@ -54,9 +54,9 @@ def compile_under_fsdp(
     Gradients stay partial, so that FSDP's mean over all ranks is the mean over the replicas. If `fully_shard` was
     applied to layers, results between graphs stay sharded, from the embedding to the loss. The embedding is the module
     that `model.get_input_embeddings()` returns, if the model has this method of transformers, or else each
-    `nn.Embedding` outside of the layers. If a forward has a loop over the layers, other operations in it, such as a loss,
-    run eagerly on gathered values. Layers of transformers compute their attention masks, from positions, and the model
-    gets `config.use_cache = False`. Weights of ranks that differed before `fully_shard` are not noticed: call
+    `nn.Embedding` outside of the layers. If a forward has a loop over the layers, other operations in it, such as a
+    loss, run eagerly on gathered values. Layers of transformers compute their attention masks, from positions, and the
+    model gets `config.use_cache = False`. Weights of ranks that differed before `fully_shard` are not noticed: call
     `sp_compile.compare_weights` before it.
 
     Args:

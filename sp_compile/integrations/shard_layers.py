@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from typing import Any, Unpack
@@ -26,13 +27,14 @@ from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.layers import MODULE_LISTS
 from sp_compile.lowering.base.options import MeshOptions, SPConfig
 from sp_compile.lowering.base.warn import warn_once
-from sp_compile.lowering.torch_compat import flatten_mesh, is_compiled, wrap_in_checkpoint
+from sp_compile.lowering.torch_compat import find_root_mesh, flatten_mesh, wrap_in_checkpoint
 from sp_compile.runtime.weights import require_equal_weights
 
 __all__ = ["fully_shard_and_compile"]
 
 log = logging.getLogger(__name__)
 
+AXES_OF_OTHER_WEIGHTS = "pp", "tp", "ep"  # along which the ranks have other weights of a model
 HSDP_AXIS = "dp_replicate"  # the axis of ranks that store equal shards, as torchtitan and accelerate name it
 SHARDED_AXES = "sp_compile_weights"  # the flattened axes of the ranks that store different shards
 SHARED_WEIGHTS = (
@@ -69,7 +71,8 @@ def fully_shard_and_compile(
         model: The model, without `fully_shard`, DDP or `compile`, with equal weights on all ranks of the mesh, on the
             device of this rank; or on "meta".
         mesh: All ranks, with an axis "sp" whose ranks share a sequence, or the axis that `mesh_dim` names. Weights are
-            sharded over all axes except "dp_replicate". None: all ranks share each sequence.
+            sharded over all axes except "dp_replicate". A slice of a mesh may leave out "pp", "tp" and "ep", along
+            which ranks have other weights. None: all ranks share each sequence.
         layers: Classes of the layers, or their names, instead of those that are found.
         checkpoint: If True, each layer is computed again in the backward.
         fsdp: Arguments of `fully_shard`: `mp_policy`, `offload_policy`, `reshard_after_forward`.
@@ -80,9 +83,9 @@ def fully_shard_and_compile(
         The model.
 
     Raises:
-        SpError: The model is already compiled (SP831) or sharded (SP835), it has no layers of the given classes
-            (SP836), "dp_replicate" is not the first axis of the mesh (SP115), an option is invalid (SP101 to SP116),
-            or the weights differ between ranks (SP642).
+        SpError: The model is prepared already (SP831, SP835, SP846), it has no layers of the given classes (SP836), the
+            mesh lacks an axis or has them in another order (SP118, SP115), an option is invalid (SP101 to SP116), or
+            the weights differ between ranks (SP642).
     """
     from sp_compile.backend import sp
 
@@ -98,8 +101,7 @@ def fully_shard_and_compile(
     if (weight_mesh := None if mesh is None else _weight_mesh(mesh)) is not None:
         require_equal_weights(model, weight_mesh)
     disable_cache(model)
-    if checkpoint:
-        _checkpoint_layers(model, names)
+    _wrap_layers_in_checkpoints(model, names if checkpoint else [])
     if mesh is None:
         model.compile(backend=sp, options=options, dynamic=dynamic)
         return model
@@ -108,17 +110,16 @@ def fully_shard_and_compile(
 
 
 def _refuse_prepared(model: nn.Module) -> None:
-    """Refuse a model that is compiled, or to a module of which `fully_shard` was applied.
+    """Refuse a model that is compiled or wrapped in DDP, or to a module of which `fully_shard` was applied.
 
     Raises:
-        SpError: The model is compiled (SP831) or sharded (SP835).
+        SpError: The model is compiled (SP831), wrapped in DDP (SP846) or sharded (SP835).
     """
     from torch.distributed.fsdp import FSDPModule
 
-    from .ddp import COMPILED
+    from .ddp import require_unprepared
 
-    if is_compiled(model):
-        raise SpError("SP831", COMPILED)
+    require_unprepared(model)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise SpError("SP835", "model: expected a model without fully_shard, got one to which it was applied.")
 
@@ -154,7 +155,7 @@ def find_layers(model: nn.Module, classes: Collection[str | type[nn.Module]] | N
     return names
 
 
-def _checkpoint_layers(model: nn.Module, names: list[str]) -> None:
+def _wrap_layers_in_checkpoints(model: nn.Module, names: list[str]) -> None:
     """Wrap each layer in a checkpoint wherever it is in the model."""
     paths = defaultdict[nn.Module, list[str]](list)  # module -> its names: several, if it is in several places
     for path, module in model.named_modules(remove_duplicate=False):
@@ -217,9 +218,14 @@ def _weight_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh for `fully_shard`: all axes as one, after the axis of replicas if there is one.
 
     Raises:
-        SpError: The axis of replicas is not the first one (SP115).
+        SpError: The axis of replicas is not the first one (SP115), or axes are left out (SP118).
     """
     names = mesh.mesh_dim_names or ()
+    root = find_root_mesh(mesh)
+    sizes = dict(zip(root.mesh_dim_names or (), root.shape, strict=False))
+    left_out = root.size() // mesh.size()
+    if left_out > math.prod(sizes.get(name, 1) for name in AXES_OF_OTHER_WEIGHTS):
+        raise SpError("SP118", f"mesh: expected all axes of {tuple(sizes)}, of sizes {root.shape}, got {names}.")
     if HSDP_AXIS in names[1:]:
         raise SpError("SP115", f"mesh: expected {HSDP_AXIS!r} as the first axis, got axes {names}.")
     if HSDP_AXIS not in names or mesh.ndim == 1:  # no axis of replicas, or no other axis to shard over

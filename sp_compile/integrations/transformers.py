@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from unittest import mock
 
 import transformers.trainer
+from transformers.trainer import Trainer
 
 from sp_compile.lowering.base.errors import SpError
 
@@ -53,6 +54,18 @@ class SequenceParallel(SampleSharer, ReplicaCounter, ItemCounter, WeightSaver):
     accelerator: Any  # the SequenceParallelAccelerator
     model: Any  # the model, or the result of fully_shard
     gather_function: Any  # the function that the Trainer calls to gather predictions
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse a class whose Trainer would not call the methods of this one.
+
+        Raises:
+            SpError: A Trainer is listed before `SequenceParallel` (SP847).
+        """
+        super().__init_subclass__(**kwargs)
+        bases = cls.__mro__
+        if Trainer in bases and bases.index(Trainer) < bases.index(SequenceParallel):
+            got = ", ".join(base.__name__ for base in cls.__bases__)
+            raise SpError("SP847", f"{cls.__name__}: expected SequenceParallel as the first base, got {got}.")
 
     def create_accelerator_and_postprocess(self) -> None:
         """Run the Trainer's method with a `SequenceParallelAccelerator` as its Accelerator.

@@ -258,6 +258,19 @@ def test_a_model_that_is_compiled_already() -> None:
         compile_under_ddp(nn.Linear(2, 2), atention="ring")
 
 
+def test_bases_of_a_trainer_in_the_wrong_order() -> None:
+    pytest.importorskip("transformers")
+    from transformers import Trainer
+
+    from sp_compile.integrations.transformers import SequenceParallel
+
+    with pytest.raises(SpError, match=r"SP847: Wrong: .*Mine, SequenceParallel"):
+        type("Wrong", (type("Mine", (Trainer,), {}), SequenceParallel), {})
+    with pytest.raises(SpError, match="SP847"):
+        type("Wrong", (Trainer, SequenceParallel), {})
+    assert type("Right", (SequenceParallel, Trainer), {}).__mro__.index(Trainer) > 1
+
+
 def test_a_model_without_fsdp() -> None:
     with pytest.raises(SpError, match=r"SP833: model: .*Linear"):
         compile_under_fsdp(nn.Linear(2, 2))

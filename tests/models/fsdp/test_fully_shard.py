@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 import sp_compile
 from sp_compile.data import Replica
 from sp_compile.integrations.fsdp import compile_under_fsdp
-from sp_compile.integrations.shard_layers import find_layers, find_shared_units
+from sp_compile.integrations.shard_layers import _weight_mesh, find_layers, find_shared_units
 from sp_compile.runtime.weights import require_equal_weights
 
 LENGTH, VOCABULARY = 13, 64  # a length that no number of ranks divides
@@ -462,9 +462,13 @@ def test_units_that_share_weights() -> None:
     assert find_shared_units(model, [model.embed, first, second]) == {model.embed, second}
 
 
-def _order_error() -> str:
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp", "dp_replicate"))
-    return error_text(lambda: sp_compile.fully_shard_and_compile(Encoder(), mesh))
+def _errors_of_meshes() -> list[str]:
+    """Return the errors of axes in the wrong order, of one axis of two, and of a model in DDP."""
+    order = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp", "dp_replicate"))
+    part = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))["sp"]
+    in_ddp = nn.parallel.DistributedDataParallel(Encoder())
+    calls = [(Encoder(), order), (Encoder(), part), (in_ddp, None)]
+    return [error_text(functools.partial(sp_compile.fully_shard_and_compile, *args)) for args in calls]
 
 
 def _weights_error(axes: int) -> str:
@@ -491,10 +495,20 @@ def test_weights_that_differ_between_ranks(ranks: Ranks, axes: int) -> None:
         assert not re.search("1.weight|bias|scale|quantized", message)
 
 
-def test_replicas_are_the_first_axis(ranks: Ranks) -> None:
-    for message in ranks.run(4, _order_error):
-        assert "SP115: mesh: " in message
-        assert "dp_replicate" in message
+def test_meshes_and_models_that_are_refused(ranks: Ranks) -> None:
+    for order, part, in_ddp in ranks.run(4, _errors_of_meshes):
+        assert re.match("SP115: mesh: .*dp_replicate", order)
+        assert re.match("SP118: mesh: .*'dp', 'sp'", part)
+        assert re.match("SP846: model: ", in_ddp)
+
+
+def test_axes_of_other_weights_may_be_left_out(ranks: Ranks) -> None:
+    assert ranks.run(4, _size_beside_pipelines) == [2] * 4
+
+
+def _size_beside_pipelines() -> int:
+    mesh = dist.init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "sp"))["dp", "sp"]
+    return _weight_mesh(mesh).size()
 
 
 def test_layers_are_the_repeated_modules() -> None:
