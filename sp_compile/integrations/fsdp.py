@@ -111,9 +111,7 @@ def _prepare_graphs(
     disable_cache(model)
     layers = dict.fromkeys([*_checkpointed_layers(model), *_prepare_attention(model)])
     of_torch = _modules_of_torch(model)
-    embedding = find_input_embedding(model)
-    found = [embedding] if embedding is not None else of_torch
-    embeddings = [x for x in found if isinstance(x, torch.nn.Embedding) and detects_sequence]
+    embeddings = _find_embeddings(model, of_torch) if detects_sequence else []
     # The user's `seq_dims` names arguments of the model, and those below the argument of the embedding.
     of_layers = {name: value for name, value in options.items() if name != "seq_dims"}
     for module in embeddings:
@@ -162,6 +160,17 @@ def find_input_embedding(model: torch.nn.Module) -> torch.nn.Module | None:
     except (AttributeError, NotImplementedError):
         return None
     return embedding
+
+
+def _find_embeddings(model: torch.nn.Module, of_torch: list[torch.nn.Module]) -> list[torch.nn.Embedding]:
+    """Return the embeddings of ids: those with the weight of the input embedding, such as of an encoder and a decoder.
+
+    Without an input embedding, return all of `of_torch`, the result of `_modules_of_torch`.
+    """
+    first = find_input_embedding(model)
+    weight = None if first is None else getattr(first, "weight", None)
+    found = of_torch if first is None else [x for x in model.modules() if getattr(x, "weight", None) is weight]
+    return [x for x in found if isinstance(x, torch.nn.Embedding)]
 
 
 def _prepare_attention(model: torch.nn.Module) -> list[torch.nn.Module]:
