@@ -68,6 +68,18 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+class LoopInMethod(Looped):
+    """The loop is in a method of its own, so that Dynamo compiles the forward."""
+
+    def run_layers(self, h: Tensor) -> Tensor:
+        for layer in self.layers.values():
+            h = layer(h)
+        return h
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return {"loss": cross_entropy(self.head(self.norm(self.run_layers(self.embed(input_ids)))), labels)}
+
+
 class WithLoss(nn.Module):
     """A model, and a loss that is a function of its own."""
 
@@ -135,7 +147,7 @@ def inputs_of(model: nn.Module, replicas: int) -> dict[str, Tensor]:
     """Return a batch of two sequences for each replica; in the first one, three tokens are padding."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(1, VOCABULARY, (2 * replicas, LENGTH), generator=generator)
-    if isinstance(model, Encoder | Repeated | WithLoss):
+    if isinstance(model, Encoder | LoopInMethod | Repeated | WithLoss):
         return {"input_ids": ids, "labels": ids}
     mask = torch.ones_like(ids)
     mask[0, -3:] = 0
@@ -263,6 +275,12 @@ def _shard_root(of_step: Any, mesh: Any, **options: Any) -> nn.Module:
 def test_a_forward_with_a_loop_over_layers(ranks: Ranks, apply: Callable[..., nn.Module]) -> None:
     """The embedding, the norm, the head and the loss run on shards."""
     check(ranks.run(2, _train_looped, apply), 2)
+
+
+@pytest.mark.slow
+def test_a_loop_in_a_method(ranks: Ranks) -> None:
+    """The head and the loss are one graph."""
+    check(ranks.run(2, train, LoopInMethod), 2)
 
 
 def _train_with_offload() -> tuple[float, float, set[Any]]:
