@@ -34,6 +34,7 @@ def argument_name(node: Node) -> str:
         L['x']                                             x
         L['self']._modules['fc']._parameters['weight']     fc.weight
         L['args'][0], in a decorator of forward(ids)       ids
+        L['args'][0]._parameters['weight'], of the model   weight
         L['kwargs']['mask']                                mask
     """
     source: Any = getattr(node, "_dynamo_source", None)
@@ -53,9 +54,11 @@ def argument_name(node: Node) -> str:
     # Older versions of torch do not record which variables are **kwargs and *args: there their names decide.
     if getattr(base, "is_varkw", local == "kwargs"):
         return re.sub(r"^\['(\w+)'\]", r"\1", path)
-    if getattr(base, "is_varargs", local == "args"):
-        return re.sub(r"^\[(\d+)\]", lambda match: _positional_name(int(match[1])) or local + match[0], path)
     is_state = source.guard_source.is_unspecialized_nn_module()  # a parameter or buffer of the model: "fc.weight"
+    if getattr(base, "is_varargs", local == "args"):
+        if is_state and path.startswith("[0]."):
+            return path.removeprefix("[0].")
+        return re.sub(r"^\[(\d+)\]", lambda match: _positional_name(int(match[1])) or local + match[0], path)
     return path.removeprefix(".") if is_state else local + path
 
 

@@ -90,6 +90,21 @@ def test_names_are_those_of_the_signature(call: Callable[..., Any], arguments: s
     assert set(names[0]) == WEIGHTS | arguments
 
 
+class SelfInArgs(Model):
+    """The decorator has no parameter `self`."""
+
+    @functools.wraps(Model.forward)
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        return Model.forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_weights_of_a_model_in_args(in_place: bool) -> None:
+    run, names = compiled(SelfInArgs(), in_place)
+    run(data(), labels=data())
+    assert set(names[0]) == WEIGHTS | {"ids", "labels"}
+
+
 def test_a_symbol_is_called_by_its_argument() -> None:
     torch.compiler.reset()
     model, names = Model(), []
