@@ -137,8 +137,10 @@ def find_layers(model: nn.Module, classes: Collection[str | type[nn.Module]] | N
         Names for `get_submodule`, in the order of `named_modules`; empty if no classes are given and none is found.
 
     Raises:
-        SpError: A given class has no module in the model (SP836).
+        SpError: A given class has no module in the model, or a string is given in place of a list (SP836).
     """
+    if isinstance(classes, str):
+        raise SpError("SP836", f"layers: expected a list of classes or names, got {classes!r}.")
     given = {name if isinstance(name, str) else name.__name__ for name in classes or ()}
     present = {type(module).__name__ for module in model.modules()}
     if given - present:

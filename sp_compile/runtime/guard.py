@@ -239,7 +239,10 @@ class GuardedProgram:
             abort_if_connected(channel, messages or (), mine)
         if operation_mismatch is None:  # the error of a mismatch has the exceptions already
             problem = problem.with_context(raised)
-        raise problem from self.error
+        own = self.error
+        if isinstance(own, SpError) and own.code == problem.code:  # the problem has its text: print it once
+            raise problem.with_traceback(own.__traceback__) from own.__cause__
+        raise problem from own
 
     def _count_call(self, args: Sequence[Any], channel: ControlChannel | None, alias_error: SpError | None) -> Message:
         """Count this call, and return the message that announces it; the arguments are those of `_agree`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from sp_compile.lowering.base import warn
 from sp_compile.lowering.base.error_codes import ERRORS
+from sp_compile.lowering.base.errors import SpError
 from sp_compile.runtime import session
 
 
@@ -169,3 +171,19 @@ def test_the_first_line_is_the_cause(ranks: Ranks, act: Callable[[int], str], fi
     assert one == other
     assert re.match(first, one), one
     assert words in one, one
+
+
+def _printed_error() -> str:
+    """Return the traceback of an error that all ranks have in common, as Python prints it."""
+    torch.compiler.reset()
+    try:
+        sp(build(Sums), mesh=worker.mesh(), atention="ring")(torch.ones(2, 8, 16, dtype=torch.float64))
+    except SpError:
+        return traceback.format_exc()
+    return ""
+
+
+def test_an_error_on_all_ranks_is_printed_once(ranks: Ranks) -> None:
+    for text in ranks.run(2, _printed_error):
+        assert text.count("SpError: SP102") == 1
+        assert "in of\n" in text  # the line that raised it

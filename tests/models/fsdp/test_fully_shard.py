@@ -536,6 +536,7 @@ def test_layers_are_the_repeated_modules() -> None:
     assert find_layers(model, [nn.TransformerEncoderLayer]) == find_layers(model, ["TransformerEncoderLayer"]) == layers
     assert find_layers(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == []
     assert re.match(r"SP836: layers: .*\['Block'\]", error_text(lambda: find_layers(model, ["Block"])))
+    assert re.match("SP836: layers: .*'Block'", error_text(lambda: find_layers(model, "Block")))
 
 
 class Numbered(nn.Module):
