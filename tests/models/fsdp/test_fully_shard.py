@@ -217,6 +217,8 @@ def train(
     loss.backward()
     if given is None and type(single).__name__ not in ON_FULL_ROWS:
         compiler.check(of_all.size() // replica.n)
+    if isinstance(single, WithLoss):  # eager code is not recorded: the head has to be in a graph
+        assert any(shape[-1:] == (VOCABULARY,) for _, shape in compiler.results)
     weights = [p for p in model.parameters() if isinstance(p, DTensor)]
     part = sum(p.to_local().numel() for p in weights) / sum(p.numel() for p in single.parameters())
     return float((loss - expected[replica.rank]).detach().abs()), worst_gradient(model, single), part
