@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from sp_compile.backend import sp
 from sp_compile.generation import add_model, wrap_generation
 from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.base.layers import MODULE_LISTS
 from sp_compile.lowering.base.options import MeshOptions, SPConfig
 from sp_compile.lowering.base.ranks import resolve
 from sp_compile.lowering.torch_compat import compile_in_place, is_compiled
@@ -114,9 +115,10 @@ def _prepare_graphs(
     embeddings = _find_embeddings(model, of_torch) if detects_sequence else []
     # The user's `seq_dims` names arguments of the model, and those below the argument of the embedding.
     of_layers = {name: value for name, value in options.items() if name != "seq_dims"}
-    for module in embeddings:
-        _trace_embedding(module)
+    if embeddings:
         options = {**options, "seq_dims": {IDS_ARGUMENT: -1}}  # the last dim of the ids
+    for embedding in embeddings:
+        _trace_embedding(embedding)
     for module in of_torch:
         if module not in embeddings:
             _trace_module(module)
@@ -168,9 +170,10 @@ def _find_embeddings(model: torch.nn.Module, of_torch: list[torch.nn.Module]) ->
     Without an input embedding, return all of `of_torch`, the result of `_modules_of_torch`.
     """
     first = find_input_embedding(model)
-    weight = None if first is None else getattr(first, "weight", None)
-    found = of_torch if first is None else [x for x in model.modules() if getattr(x, "weight", None) is weight]
-    return [x for x in found if isinstance(x, torch.nn.Embedding)]
+    if first is None:
+        return [x for x in of_torch if isinstance(x, torch.nn.Embedding)]
+    weight = getattr(first, "weight", None)
+    return [x for x in model.modules() if isinstance(x, torch.nn.Embedding) and (x is first or x.weight is weight)]
 
 
 def _prepare_attention(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -221,13 +224,21 @@ def _run_tables_eagerly(model: torch.nn.Module) -> None:
 
 
 def _modules_of_torch(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the layers of `torch.nn` to which `fully_shard` was applied, and its modules outside of layers."""
-    units = {model.get_submodule(name) for name in find_fsdp_submodules(model)}
-    units |= {*_checkpointed_layers(model)}
-    inside = {module for unit in units for module in unit.modules() if module is not unit} - units
-    leaves = {module for module in model.modules() if not [*module.children()]} - inside
-    modules = [module for module in model.modules() if module in units | leaves]
-    return [module for module in modules if class_before_fsdp(module).__module__.startswith("torch.nn.")]
+    """Return the layers of `torch.nn` with `fully_shard`, and the outermost modules of `torch.nn` outside of layers.
+
+    Lists of modules, and modules that contain layers with `fully_shard`, are not counted: their parts are.
+    """
+    units = {model.get_submodule(name) for name in find_fsdp_submodules(model)} | {*_checkpointed_layers(model)}
+    found: list[torch.nn.Module] = []
+    inside: set[torch.nn.Module] = set()  # parts of units and of the modules that are found
+    for module in model.modules():  # each before its parts
+        parts = {*module.modules()} - {module}
+        is_of_torch = class_before_fsdp(module).__module__.startswith("torch.nn.")
+        is_outermost = module not in inside and not isinstance(module, MODULE_LISTS) and units.isdisjoint(parts)
+        if module in units or (is_of_torch and is_outermost):
+            inside |= parts
+            found += [module] if is_of_torch else []
+    return found
 
 
 def _trace_module(module: torch.nn.Module) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 import sp_compile
 from sp_compile.data import Replica
-from sp_compile.integrations.fsdp import compile_under_fsdp
+from sp_compile.integrations.fsdp import _modules_of_torch, compile_under_fsdp
 from sp_compile.integrations.shard_layers import _weight_mesh, find_layers, find_shared_units
 from sp_compile.runtime.weights import require_equal_weights
 
@@ -447,6 +447,19 @@ class Repeated(nn.Module):
 @pytest.mark.parametrize("shares_weight", [False, True])
 def test_layers_in_several_places(ranks: Ranks, shares_weight: bool) -> None:
     check(ranks.run(2, _train_repeated, shares_weight), 2)
+
+
+def test_layers_of_torch_outside_of_units(ranks: Ranks) -> None:
+    """Two layers that share a weight are gathered with the model, and each is one graph, as its parts are not."""
+    assert ranks.run(2, _find_modules_of_torch) == [["embed", "layers.0", "layers.1", "head"]] * 2
+
+
+def _find_modules_of_torch() -> list[str]:
+    model = Repeated(shares_weight=True)
+    names = {module: name for name, module in model.named_modules()}
+    for unit in (model.embed, model):
+        fully_shard(unit, mesh=mesh())
+    return [names[module] for module in _modules_of_torch(model)]
 
 
 def _train_repeated(shares_weight: bool) -> Any:
