@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import sp_compile
 from sp_compile.passes.context import NoteKind
-from sp_compile.passes.strategies.sequence_checks import LOST_IN_EAGER_CODE
+from sp_compile.passes.strategies.sequence_checks import INPUTS_WITHOUT_SEQUENCE
 
 Seen = list[tuple[int, float]]
 DIM = 16
@@ -109,7 +109,7 @@ def train_after_eager_code(
         grads = [torch.autograd.grad(one, [*m.parameters()]) for one, m in ((found, model), (right, alone))]
         outcomes.append(outcome(found, grads[0], right, grads[1]))
     log.removeHandler(handler)
-    return outcomes, [words for words in said if LOST_IN_EAGER_CODE in words]
+    return outcomes, [words for words in said if INPUTS_WITHOUT_SEQUENCE in words]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_eager_code_before_a_compiled_tail(
     assert not of_second
     assert bool(zero_later_documents) == changes
     for words in zero_later_documents:
-        assert LOST_IN_EAGER_CODE in words
+        assert INPUTS_WITHOUT_SEQUENCE in words
         assert "['x', 'labels']" in words
 
 
