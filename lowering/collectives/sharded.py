@@ -235,10 +235,15 @@ MoveHandler = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 def _alias(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return another tensor of the same storage, for detach, alias and a view of the value's own shape."""
     value = args[0]
-    if func is aten.view.default and tuple(args[1]) != tuple(value.shape):
+    if func is aten.view.default and not _is_own_shape(args[1], value.shape):
         return _view(func, args, kwargs) if can_keep_views() else None
     with torch.inference_mode(value.is_inference()):  # an alias of an inference tensor is one, too
         return Sharded(value.shard_storage, value.shape, value.stride())
+
+
+def _is_own_shape(size: Sequence[int], shape: torch.Size) -> bool:
+    """Return True if the size of a view, in which -1 stands for one dim, is the shape."""
+    return len(size) == len(shape) and all(given in (-1, dim) for given, dim in zip(size, shape, strict=True))
 
 
 def _view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

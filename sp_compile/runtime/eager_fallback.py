@@ -61,9 +61,9 @@ FSDP_FIX = (
 
 READ_WARNING = (
     "eager code at %s reads %s, and is differentiated: the value is gathered, and every rank computes all rows from "
-    "there to the next compiled graph, such as a head with its loss. Compile this code with backend='sp', too. After a "
-    "loop over layers with fully_shard, move the loop into a method of its own. TORCH_LOGS=graph_breaks shows why "
-    "torch.compile has ended the graph before it"
+    "there to the next compiled graph, such as a head with its loss. The result is right. If the code is your own, "
+    "compile it with backend='sp', too; beside a loop over layers with fully_shard, move the loop into a method of its "
+    "own. TORCH_LOGS=graph_breaks shows why torch.compile has ended the graph before it"
 )
 UNSHARDED_WARNING = "in a step with backend='sp', %s. sp_compile.explain(model, ...) lists the reasons"
 

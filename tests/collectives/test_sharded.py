@@ -150,6 +150,7 @@ MOVES: dict[str, Callable[[Tensor], object]] = {
     "requires_grad_": lambda y: y.detach().requires_grad_(),
     "data": lambda y: y.data,
     "view_as": lambda y: y.view_as(y),
+    "view with -1": lambda y: y.view(-1, *y.shape[1:]),
     "clone": lambda y: y.clone(),
     "cast": lambda y: y.to(torch.bfloat16),
     "deepcopy": lambda y: copy.deepcopy(y.detach()),
